@@ -19,19 +19,32 @@ from harness import Bar, arguments, publish
 
 from outlast.cluster.cost import LinkOverhead
 from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.automatic import Automatic
-from outlast.cluster.policies.behaviour import Behaviour
-from outlast.cluster.policies.calibrate import learn_correction
-from outlast.cluster.policies.chains import FixedLinks, OneLongJob
-from outlast.cluster.policies.decision import Decision, Situation, Submission
-from outlast.cluster.policies.holes import Backfill
-from outlast.cluster.policies.job import MalleableJob, PowerSpeed
-from outlast.cluster.policies.planned import Planned, candidates, thriftiest
-from outlast.cluster.policies.predict import Correction, StartForecast, corrected
+from outlast.cluster.policies.automatic import (
+    Automatic,
+    Planned,
+    candidates,
+    thriftiest,
+)
+from outlast.cluster.policies.decision import (
+    Decision,
+    FixedLinks,
+    MalleableJob,
+    OneLongJob,
+    PowerSpeed,
+    Situation,
+    Submission,
+)
+from outlast.cluster.policies.forecast import (
+    Backfill,
+    Behaviour,
+    Correction,
+    StartForecast,
+    corrected,
+    learn_correction,
+)
 from outlast.cluster.policies.replay import behaviour_now, moments, play, submission_times
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.workload.jobs import Workload
-from outlast.cluster.workload.lublin import lublin
+from outlast.cluster.workload import Workload, lublin
 
 LOADS = (0.6, 0.75, 0.85, 0.95)
 SEEDS = (1, 2, 3, 4, 5)
@@ -192,7 +205,7 @@ def _malleable_bars(seeds: tuple[int, ...], count: int) -> Iterator[Bar]:
             corrections = {id(workload): _correction(workload, simulation, knows, job)}
         base = play(simulation, OneLongJob(), job)
         situation = Situation(queue=simulation.snapshot(), job=job)
-        ranking = candidates(situation, holes=False, behaviour=knows, samples=16)
+        ranking = candidates(situation, windows=False, behaviour=knows, samples=16)
         truth = {}
         for each in ranking:
             run = play(simulation, Pinned(each.nodes), job)

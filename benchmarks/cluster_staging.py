@@ -26,10 +26,7 @@ import numpy as np
 from harness import Bar, arguments, at_least, at_most, median, publish
 
 from outlast.cluster.staging import ReadAhead, Stage
-from outlast.cluster.staging.copying import drop_from_memory
-from outlast.cluster.staging.readahead import blocks_of
-from outlast.cluster.staging.source import LocalReader
-from outlast.cluster.staging.writing import BlockWriter
+from outlast.cluster.staging.copying import BlockWriter, LocalReader, blocks_of, drop_from_memory
 from outlast.data import SampleOrder, SampleWindow, TokenFile
 
 MIB = 1 << 20

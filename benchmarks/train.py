@@ -30,7 +30,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outlast.distributed.ranks import device_of, join, leave, ranks_from
 from outlast.job import Job, load_job
-from outlast.records import Evaluated, Ready, RecordWriter, Stopwatch, read_run
+from outlast.records import (
+    Evaluated,
+    RecordWriter,
+    Stopwatch,
+    TrainingStarted,
+    read_run,
+)
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.preflight import preflight
 from outlast.train.run import Start, claim, run_directory
@@ -267,7 +273,7 @@ def command_bars(folder: Path, repeats: int) -> list[Bar]:
             check=True,
             capture_output=True,
         )
-        [(_, ready)] = read_run(folder / "first-step").of(Ready)
+        [(_, ready)] = read_run(folder / "first-step").of(TrainingStarted)
         readies.append(ready)
         del repeat
     readies.sort(key=lambda ready: ready.seconds)

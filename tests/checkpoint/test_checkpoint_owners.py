@@ -29,7 +29,7 @@ from outlast.checkpoint.format.owner import Ownership
 from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.errors import CheckpointError, LeaseLostError
-from outlast.records.lock import LEASE_FILE, LEASE_TOKEN
+from outlast.records.lease import LEASE_FILE, LEASE_TOKEN
 from outlast.state.box import whole
 
 

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from outlast.cli.cluster_simulate import simulate
-from outlast.cluster.workload.lublin import lublin
+from outlast.cluster.workload import lublin
 from outlast.errors import ClusterError
 
 USERS = ("anna", "bert", "90210")

@@ -18,7 +18,12 @@ from outlast.cli.drill import (
 )
 from outlast.errors import EXIT_DONE, RecoverError
 from outlast.job import Job, to_toml
-from outlast.records import Ready, RecordWriter, RunDirectory, StepsDone
+from outlast.records import (
+    RecordWriter,
+    RunDirectory,
+    StepsDone,
+    TrainingStarted,
+)
 from outlast.recover.cost import REFORM_SECONDS
 from outlast.recover.drill import TrialOutcome
 from outlast.recover.phase_page import pages_folder, read_pages
@@ -154,7 +159,7 @@ def recorded(
     directory = RunDirectory(Path(job.run.directory) / f"{job.run.name}-{name}")
     directory.create(to_toml(job))
     records = RecordWriter(directory.path, 0, directory.next_attempt())
-    records.write(Ready(0, 1.0, parts))
+    records.write(TrainingStarted(0, 1.0, parts))
     for step, seconds in steps:
         clock.now += seconds
         records.write(StepsDone(step, 1, 1.0, 1.0, 1.0, 0, [seconds], {"compute": seconds}))
@@ -165,7 +170,7 @@ def test_goodput_is_measured_until_the_last_kill_and_predicted_from_the_undistur
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("outlast.records.writer.time", clock)
+    monkeypatch.setattr("outlast.records.log.time", clock)
     job = tiny_job(tmp_path, "goodput", "train.steps=101", "launch.nproc=2")
     parts = {"start and imports": 9.0, "process group": 0.5, "model": 1.0}
     recorded(job, "drill-clean", clock, [(step, 0.5) for step in range(1, 102)], parts)
@@ -196,7 +201,7 @@ def test_what_live_groups_lose_is_the_silence_of_the_dead_one_and_half_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("outlast.records.writer.time", clock)
+    monkeypatch.setattr("outlast.records.log.time", clock)
     settings = ("recover.mode=live", "recover.groups=2", "recover.heartbeat_seconds=2")
     job = tiny_job(tmp_path, "goodput", "train.steps=101", *settings)
     for name in ("drill-clean", "drill-struck"):

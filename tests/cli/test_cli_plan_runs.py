@@ -36,10 +36,10 @@ from outlast.records import (
     AttemptStarted,
     MemoryMeasured,
     Predicted,
-    Ready,
     RecordWriter,
     RunDirectory,
     StepsDone,
+    TrainingStarted,
 )
 
 CLUSTER = """
@@ -105,7 +105,7 @@ def write_run(path: Path, step_seconds: float, *overrides: str, predicted: Any =
     )
     if predicted is not None:
         writer.write(predicted)
-    writer.write(Ready(0, 1.0, {}))
+    writer.write(TrainingStarted(0, 1.0, {}))
     for step in range(5, 35, 5):
         spent = {"compute": 4.5 * step_seconds, "communication": 0.5 * step_seconds}
         seconds = [step_seconds] * 5

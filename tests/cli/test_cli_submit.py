@@ -17,8 +17,15 @@ from typer.main import get_command
 from outlast.cli.cluster import cluster
 from outlast.cli.main import main
 from outlast.cluster.chain.fence import Fence
-from outlast.cluster.chain.journal import entries, note
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, read_plan, write_plan
+from outlast.cluster.chain.files import (
+    ChainFiles,
+    ChainPlan,
+    chain_files,
+    entries,
+    note,
+    read_plan,
+    write_plan,
+)
 from outlast.job import LoopJob, load_job, to_toml
 from outlast.job.sections import RunSection
 

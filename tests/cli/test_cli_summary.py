@@ -9,12 +9,12 @@ from outlast.records import (
     AttemptStarted,
     Evaluated,
     GradientsCoded,
-    Ready,
     RecordWriter,
     RunDirectory,
     Sampled,
     StepsDone,
     Tensorized,
+    TrainingStarted,
 )
 
 STARTED = AttemptStarted(
@@ -62,7 +62,7 @@ def test_a_finished_run(summary, job, tmp_path):
     (tmp_path / "run[1]" / "model").mkdir()
     shown = summary(
         STARTED,
-        Ready(0, 2.0, {}),
+        TrainingStarted(0, 2.0, {}),
         steps_done(10),
         steps_done(20),
         Evaluated(20, 1.25, 1.8034, 640, 0.5),
@@ -88,7 +88,7 @@ def test_a_finished_run(summary, job, tmp_path):
 def test_a_stopped_run(summary):
     shown = summary(
         STARTED,
-        Ready(0, 2.0, {}),
+        TrainingStarted(0, 2.0, {}),
         steps_done(10),
         AttemptEnded(10, "to_be_continued", "SIGTERM", {}),
     )
@@ -103,7 +103,7 @@ def test_a_run_that_died_and_one_that_never_began(summary):
 
 
 def test_bits_per_byte_that_are_not_known_are_not_zero(summary):
-    shown = summary(STARTED, Ready(0, 2.0, {}), Evaluated(3, 1.25, None, 640, 0.5))
+    shown = summary(STARTED, TrainingStarted(0, 2.0, {}), Evaluated(3, 1.25, None, 640, 0.5))
     assert "bits per byte unavailable: the number of source bytes is not known" in shown
 
 
@@ -124,7 +124,7 @@ def coded(step, stragglers, **changes):
 
 
 def test_gradient_coding_is_summed_up(summary):
-    shown = summary(STARTED, Ready(0, 4.0, {}), coded(4, [[], [1], [], [2]]))
+    shown = summary(STARTED, TrainingStarted(0, 4.0, {}), coded(4, [[], [1], [], [2]]))
     assert (
         "gradient coding coverage: 2 of 4 steps had a straggler, 6 micro-batches taken over, all "
         "exact; saved at least 4.0 s" in shown
@@ -133,14 +133,14 @@ def test_gradient_coding_is_summed_up(summary):
 
 def test_errors_and_advice_of_gradient_coding_are_shown(summary):
     late = coded(6, [[1]] * 6, lost=[1, 0, 0, 0, 0, 0], errors=[1.25, 0, 0, 0, 0, 0])
-    shown = summary(STARTED, Ready(0, 4.0, {}), late)
+    shown = summary(STARTED, TrainingStarted(0, 4.0, {}), late)
     assert "1 not exact (certified error up to 1.25)" in shown
     assert "replica 1 was slow in 100 % of the steps: give it less work or replace it" in shown
     assert "1 step was made with an inexact gradient" in shown
 
 
 def test_a_run_without_gradient_coding_shows_no_line_for_it(summary):
-    assert "gradient coding" not in summary(STARTED, Ready(0, 4.0, {}), steps_done(10))
+    assert "gradient coding" not in summary(STARTED, TrainingStarted(0, 4.0, {}), steps_done(10))
 
 
 def test_tensorized_layers_are_set_against_the_dense_model(summary):

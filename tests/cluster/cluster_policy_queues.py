@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from outlast.cluster.policies.decision import OwnJob, Situation
-from outlast.cluster.policies.job import Limits, MalleableJob, PowerSpeed
-from outlast.cluster.simulate.queue import Queue
+from outlast.cluster.policies.decision import Limits, MalleableJob, OwnJob, PowerSpeed, Situation
+from outlast.cluster.simulate.engine import Queue
 
 HOUR = 3600.0
 

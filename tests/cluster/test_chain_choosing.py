@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 from slurm_programs import in_queue, partition, put_command, put_queue, slurm_commands
 
-from outlast.cluster.chain import choosing, succession
+from outlast.cluster.chain import choosing, next_job
 from outlast.cluster.chain.choosing import choose_first, choose_next, submit_chosen
-from outlast.cluster.chain.journal import entries, note, of_kind
+from outlast.cluster.chain.files import (
+    ChainFiles,
+    ChainPlan,
+    chain_files,
+    entries,
+    note,
+    of_kind,
+    read_plan,
+    write_plan,
+    write_progress,
+)
 from outlast.cluster.chain.link import Link, run_link
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, read_plan, write_plan
-from outlast.cluster.chain.progress import write_progress
 from outlast.cluster.chain.status import status_of
 from outlast.errors import EXIT_DONE, ClusterError
 
@@ -150,7 +158,7 @@ def test_a_later_link_goes_on_as_before_where_slurm_says_nothing(
     put_queue(tmp_path, BUSY, partition(10, 4))
     put_command(tmp_path, command, f"echo '{command}: error: Access denied' >&2; exit 1")
     running = Link(files, PLAN.shaped(2, 3 * HOUR), 1, "7")
-    job, problem = running._succession.submit()
+    job, problem = running._next_job.submit()
     assert (job, problem) == ("9", "")
     entry = chosen(files)
     assert (entry["nodes"], entry["wall_seconds"], entry.get("waits")) == (2, 3 * HOUR, None)
@@ -170,7 +178,7 @@ def test_a_later_link_goes_on_as_before_whatever_goes_wrong(
         raise ZeroDivisionError("a queue that nobody has thought of")
 
     monkeypatch.setattr(choosing, "choose_now", damaged)
-    assert Link(files, PLAN.shaped(2, 3 * HOUR), 1, "7")._succession.submit() == ("9", "")
+    assert Link(files, PLAN.shaped(2, 3 * HOUR), 1, "7")._next_job.submit() == ("9", "")
     entry = chosen(files)
     assert (entry["nodes"], entry["wall_seconds"]) == (2, 3 * HOUR)
     assert "ZeroDivisionError: a queue that nobody has thought of" in entry["reason"]
@@ -203,7 +211,7 @@ def test_a_link_with_a_shape_of_its_own_is_that_shape(
 ) -> None:
     """The plan in the file stays that of the chain, from which the next one is chosen."""
     # However slow the machine is at choosing.
-    monkeypatch.setattr(succession, "_JOIN_SECONDS", 600.0)
+    monkeypatch.setattr(next_job, "_JOIN_SECONDS", 600.0)
     put_queue(tmp_path, [in_queue(7, "RUNNING", 2, 1.0)], partition(10, 8))
     assert run_link(files, 1, (2, HOUR)) == EXIT_DONE
     started = of_kind(entries(files), "started")

@@ -9,26 +9,23 @@ from pathlib import Path
 import pytest
 
 from outlast.cluster.chain import stopping
-from outlast.cluster.chain.clock import (
+from outlast.cluster.chain.files import ChainFiles, reported_progress
+from outlast.cluster.chain.stopping import (
     Countdown,
     LinkClock,
+    StopWhen,
     countdown,
     known_left_seconds,
     read_countdown,
-    write_countdown,
-)
-from outlast.cluster.chain.plan import ChainFiles
-from outlast.cluster.chain.progress import reported_progress
-from outlast.cluster.chain.stopping import (
-    StopWhen,
     report_outcome,
     report_progress,
     should_stop,
     stop_when_of,
+    write_countdown,
 )
 from outlast.cluster.slurm.commands import SlurmUnreachableError
 from outlast.errors import ClusterError
-from outlast.records.lock import LEASE_JOB
+from outlast.records.lease import LEASE_JOB
 from outlast.records.process import boot_identity
 
 
@@ -188,7 +185,7 @@ def test_any_loop_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert should_stop()
     report_progress(5, steps=9, save_seconds=0.5)
     report_progress(6)
-    from outlast.cluster.chain.progress import run_log
+    from outlast.cluster.chain.files import run_log
 
     log = run_log(ChainFiles(tmp_path))
     assert (log.step, log.steps, log.save_seconds) == (6, 9, [0.5])

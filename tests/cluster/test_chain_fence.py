@@ -15,13 +15,14 @@ import pytest
 from slurm_programs import accounted, put_command, shown, slurm_commands
 
 from outlast.cluster.chain.fence import Fence, FenceHeldError, Holder, read_holder, this_process
+from outlast.cluster.chain.files import ChainFiles, ChainPlan
 from outlast.cluster.chain.link import Link
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan
-from outlast.cluster.chain.runlock import wait_for_lock
+from outlast.cluster.chain.verdict import wait_for_lock
 from outlast.cluster.slurm.commands import SlurmUnreachableError
-from outlast.cluster.slurm.history import state_now
+from outlast.cluster.slurm.jobs import state_now
 from outlast.errors import LeaseLostError
-from outlast.records.lock import OwnerLock, check_lease, leave_without_lease
+from outlast.records.lease import check_lease, leave_without_lease
+from outlast.records.lock import OwnerLock
 
 
 def unknown(job: str) -> None:
@@ -144,7 +145,7 @@ def test_the_lease_is_of_one_job_also_where_others_inherit_its_environment(
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     check_lease()
     watching: set[int] = set()
-    monkeypatch.setattr("outlast.records.lock._watching", watching)
+    monkeypatch.setattr("outlast.records.lease._watching", watching)
     leave_without_lease()
     assert not watching, "it would end this process"
 

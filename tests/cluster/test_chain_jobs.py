@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from outlast.cluster.chain.ending import is_last, other_jobs
-from outlast.cluster.chain.filling import filler_plan
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan
-from outlast.cluster.chain.program import program_of
+from outlast.cluster.chain.files import ChainFiles, ChainPlan
+from outlast.cluster.chain.filler import filler_plan
+from outlast.cluster.chain.next_job import is_last, other_jobs
 from outlast.cluster.chain.submission import batch_of, comment_of
-from outlast.cluster.simulate.queue import forecast_start
-from outlast.cluster.slurm.nodes import partitions_from_text
-from outlast.cluster.slurm.queue import queue_from_text
+from outlast.cluster.chain.watching import program_of
+from outlast.cluster.simulate.engine import forecast_start
+from outlast.cluster.slurm.jobs import queue_from_text
+from outlast.cluster.slurm.partitions import partitions_from_text
 from outlast.cluster.slurm.script import batch_text
 from outlast.cluster.slurm.snapshot import queue_of
 

@@ -11,15 +11,23 @@ from pathlib import Path
 import pytest
 from slurm_programs import FORGOTTEN, put_command, shown, slurm_commands
 
-from outlast.cluster.chain import fence, link, succession
-from outlast.cluster.chain.ending import Ending
+from outlast.cluster.chain import fence, link, next_job
 from outlast.cluster.chain.fence import Fence
-from outlast.cluster.chain.filling import filler_plan
-from outlast.cluster.chain.journal import entries, finished, note, of_kind
+from outlast.cluster.chain.files import (
+    ChainFiles,
+    ChainPlan,
+    chain_files,
+    entries,
+    finished,
+    note,
+    of_kind,
+    write_plan,
+    write_progress,
+)
+from outlast.cluster.chain.filler import filler_plan
 from outlast.cluster.chain.link import Link
 from outlast.cluster.chain.manage import resume
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
-from outlast.cluster.chain.progress import write_progress
+from outlast.cluster.chain.next_job import LinkEnd
 from outlast.cluster.chain.verdict import Verdict
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, ClusterError
 
@@ -54,10 +62,10 @@ def held_by(files: ChainFiles, job: str) -> Fence:
 
 def test_a_link_that_still_submits_does_not_submit_twice(files: ChainFiles) -> None:
     running = Link(files, PLAN, 1, "7")
-    thread = threading.Thread(target=running._succession.submit)
+    thread = threading.Thread(target=running._next_job.submit)
     thread.start()
     time.sleep(0.05)
-    assert running._succession.submit() == ("9", "")
+    assert running._next_job.submit() == ("9", "")
     thread.join()
     assert len((files.run.parent / "submitted").read_text().splitlines()) == 1
 
@@ -72,8 +80,8 @@ def test_a_link_that_must_end_waits_for_no_answer(
         answer.wait(60.0)
         return "9"
 
-    monkeypatch.setattr(succession, "submit_link", silent)
-    running = Link(files, PLAN, 1, "7")._succession
+    monkeypatch.setattr(next_job, "submit_link", silent)
+    running = Link(files, PLAN, 1, "7")._next_job
     try:
         running.begin()
         assert asked.wait(60.0)
@@ -162,7 +170,7 @@ def test_a_filler_whose_link_was_cancelled_ends_the_chain(
 ) -> None:
     note(files, "submitted", job="8", number=1, role="filler")
     put_command(tmp_path, "squeue", f"echo '{shown('7', state)}'")
-    ending = Ending(files, filler_plan(PLAN, 1, 600.0), 1, "8")
+    ending = LinkEnd(files, filler_plan(PLAN, 1, 600.0), 1, "8")
     verdict = ending.conclude(Verdict("continue", "saved"), lambda: ("", ""), told_to_stop=True)
     assert verdict.outcome == outcome
     assert (finished(entries(files)) is not None) == (outcome == "cancelled")

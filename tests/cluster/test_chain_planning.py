@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from outlast.cluster.chain.journal import note
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, read_plan, write_plan
+from outlast.cluster.chain.files import ChainFiles, ChainPlan, RunLog, note, read_plan, write_plan
 from outlast.cluster.chain.planning import (
     UNKNOWN_SITE,
     Site,
@@ -18,15 +17,14 @@ from outlast.cluster.chain.planning import (
     links_needed,
     plan_chain,
 )
-from outlast.cluster.chain.progress import RunLog
 from outlast.cluster.chain.status import links_of, status_of
 from outlast.cluster.chain.submission import batch_of, warning_seconds
-from outlast.cluster.slurm.limits import Limits
+from outlast.cluster.slurm.partitions import Limits
 from outlast.cluster.slurm.script import batch_text
 from outlast.errors import ClusterError
 from outlast.job import Job, load_job
-from outlast.records import AttemptEnded, Ready
-from outlast.records.writer import RecordWriter
+from outlast.records import AttemptEnded, TrainingStarted
+from outlast.records.log import RecordWriter
 
 SITE = Site(Limits(limit_seconds=24 * 3600.0, nodes=8), preemptible=True)
 
@@ -236,7 +234,7 @@ def test_goodput_counts_running_and_lost_links_and_only_what_is_known(
     assert found.seconds == {"not known": pytest.approx(1500.0, abs=5.0)}
     (files.run / "job.toml").write_text("")
     writer = RecordWriter(files.run)
-    writer.write(Ready(0, 30.0, {}))
+    writer.write(TrainingStarted(0, 30.0, {}))
     writer.write(AttemptEnded(9, "to_be_continued", "", {"compute": 720.0}))
     writer.close()
     assert status_of(files).goodput == pytest.approx(720.0 / 1500.0, rel=0.01)

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 from slurm_programs import put_command, slurm_commands
 
-from outlast.cluster.chain import prefetching
-from outlast.cluster.chain.journal import entries, of_kind
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
-from outlast.cluster.chain.prefetching import Prefetching, prefetch_words, wants_prefetch
+from outlast.cluster.chain import watching
+from outlast.cluster.chain.files import (
+    ChainFiles,
+    ChainPlan,
+    chain_files,
+    entries,
+    of_kind,
+    write_plan,
+)
+from outlast.cluster.chain.watching import Prefetching, prefetch_words, wants_prefetch
 from outlast.job import load_job, to_toml
 
 PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", sys.executable)
@@ -99,7 +105,7 @@ def deaf_program(files: ChainFiles, tmp_path: Path) -> ChainPlan:
 def test_copying_ends_before_the_last_save_and_none_begins_after_it(
     files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetching, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(watching, "_PATIENCE_SECONDS", 0.2)
     late = Prefetching(files, PLAN, 1, "7")
     late.look(under_way=True, ending=True)
     assert late._process is None
@@ -120,7 +126,7 @@ def test_copying_ends_before_the_last_save_and_none_begins_after_it(
 def test_a_copy_that_does_not_end_with_its_link_is_killed(
     files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetching, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(watching, "_PATIENCE_SECONDS", 0.2)
     copying = Prefetching(files, deaf_program(files, tmp_path), 1, "7")
     copying.look(under_way=True)
     deadline = time.monotonic() + 60.0

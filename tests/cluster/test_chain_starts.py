@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from slurm_programs import in_queue, partition, put_queue, slurm_commands
 
-from outlast.cluster.chain.choosing import choose_first
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
-from outlast.cluster.chain.starts import (
+from outlast.cluster.chain.choosing import (
     FEWEST,
+    choose_first,
     correction_of,
     past_starts,
     starts_nearby,
     starts_words,
 )
+from outlast.cluster.chain.files import ChainFiles, ChainPlan, chain_files, write_plan
 
 HOUR = 3600.0
 

@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 
 from outlast.cli.main import main
-from outlast.cluster.chain.journal import entries, finished, note, since_resumed
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files
-from outlast.cluster.chain.progress import script_has_stopped, unfinished, write_progress
-from outlast.cluster.chain.stopping import RECORD_TELLS
-from outlast.cluster.chain.verdict import (
-    Verdict,
-    fruitless_links,
-    verdict_of,
-    verdict_of_lost,
+from outlast.cluster.chain.files import (
+    ChainFiles,
+    ChainPlan,
+    chain_files,
+    entries,
+    finished,
+    note,
+    script_has_stopped,
+    since_resumed,
+    unfinished,
+    write_progress,
 )
-from outlast.cluster.slurm.states import ENDED
+from outlast.cluster.chain.stopping import RECORD_TELLS
+from outlast.cluster.chain.verdict import Verdict, fruitless_links, verdict_of, verdict_of_lost
+from outlast.cluster.slurm.jobs import ENDED
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,

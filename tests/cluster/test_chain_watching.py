@@ -9,12 +9,10 @@ import pytest
 from slurm_programs import slurm_commands
 
 from outlast.cluster.chain import fence, watching
-from outlast.cluster.chain.clock import LinkClock, read_countdown
 from outlast.cluster.chain.fence import Fence
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan
-from outlast.cluster.chain.prefetching import Prefetching
-from outlast.cluster.chain.progress import RunLog
-from outlast.cluster.chain.watching import Watch
+from outlast.cluster.chain.files import ChainFiles, ChainPlan, RunLog
+from outlast.cluster.chain.stopping import LinkClock, read_countdown
+from outlast.cluster.chain.watching import Prefetching, Watch
 
 
 @pytest.fixture(autouse=True)

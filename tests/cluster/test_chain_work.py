@@ -6,12 +6,17 @@ import pytest
 from slurm_programs import partition, put_queue, slurm_commands
 
 from outlast.cluster.chain.choosing import choose_first
-from outlast.cluster.chain.journal import note
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files, write_plan
-from outlast.cluster.chain.progress import write_progress
-from outlast.cluster.chain.work import StepTimes, step_times, work_seconds
-from outlast.records import AttemptStarted, Ready, StepsDone
-from outlast.records.writer import RecordWriter
+from outlast.cluster.chain.files import (
+    ChainFiles,
+    ChainPlan,
+    chain_files,
+    note,
+    write_plan,
+    write_progress,
+)
+from outlast.cluster.chain.filler import StepTimes, step_times, work_seconds
+from outlast.records import AttemptStarted, StepsDone, TrainingStarted
+from outlast.records.log import RecordWriter
 
 PLAN = ChainPlan("abc", "a", "dependent", (2,), 4, 1e6, "/", "python", chooses=True, sizes=(2, 4))
 
@@ -29,7 +34,7 @@ def trained(files: ChainFiles, attempt: int, processes: int, step_seconds: list[
     writer = RecordWriter(files.run, attempt=attempt)
     first = 10 * (attempt - 1)
     writer.write(AttemptStarted("f", processes, "slurm", {}, {}, {}, 1000, 8, 64, 1000, 6e3))
-    writer.write(Ready(first, 30.0, {}))
+    writer.write(TrainingStarted(first, 30.0, {}))
     for index, seconds in enumerate(step_seconds):
         step = first + index + 1
         done = {"compute": seconds}

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.cost import (
-    LinkOverhead,
-    QueueWait,
-    chain,
-    contended_seconds,
-    file_system_load,
-    hole_worth_taking_seconds,
-    save_waste,
-)
+from outlast.cluster.cost import LinkOverhead, QueueWait, chain, contended_seconds, save_waste
 from outlast.errors import ClusterError
 
 HOUR = 3600.0
@@ -56,7 +48,7 @@ def test_a_wall_time_that_leaves_no_time_to_train_is_refused_with_the_figure():
 
 @given(work, st.floats(400.0, 1e6), st.floats(1.0, 10.0), waits)
 def test_with_an_affine_wait_longer_links_never_cost_more(seconds, wall, by, wait):
-    # The notes' b1: without holes the longest wall time is best, links of full length compared.
+    # The notes' b1: without windows the longest wall time is best, links of full length compared.
     links = max(math.ceil(seconds / (wall - OVERHEAD.seconds)), 1)
     full = links * (wall - OVERHEAD.seconds)
     longer = chain(full, wall * by, OVERHEAD, wait)
@@ -68,21 +60,6 @@ def test_time_is_work_and_overhead_and_waiting(seconds, wall, wait):
     found = chain(seconds, wall, OVERHEAD, wait)
     assert found.seconds == pytest.approx(seconds + found.overhead_seconds + found.wait_seconds)
     assert 0.0 < found.waste <= 1.0
-
-
-def test_a_hole_pays_from_twenty_minutes_on():
-    # The notes' example: 6 min overhead, 10 h of waiting, 24 h at most.
-    found = hole_worth_taking_seconds(360.0, 10 * HOUR, 24 * HOUR)
-    assert found == pytest.approx(20 * 60, rel=0.01)
-    assert hole_worth_taking_seconds(360.0, 0.0, 24 * HOUR) == pytest.approx(24 * HOUR)
-
-
-@given(st.floats(1.0, 3600.0), st.floats(0.0, 1e6), st.floats(3700.0, 1e6))
-def test_at_that_length_hole_and_queue_train_the_same_share(overhead, wait, longest):
-    hole = hole_worth_taking_seconds(overhead, wait, longest)
-    assert (hole - overhead) / hole == pytest.approx(
-        (longest - overhead) / (wait + longest), abs=1e-9
-    )
 
 
 def test_the_wait_is_fitted_and_never_negative():
@@ -99,12 +76,9 @@ def test_the_wait_is_fitted_and_never_negative():
 
 
 def test_contention_slows_saves_by_what_others_leave():
-    load = file_system_load([2e9, 3e9], 10e9)
-    assert load == 0.5
+    load = 0.5
     assert contended_seconds(30.0, load) == 60.0
     assert save_waste(30.0, 540.0, load_of_others=load) == pytest.approx(0.1)
     assert save_waste(0.0, 0.0) == 0.0
     with pytest.raises(ClusterError, match="no transfer ends"):
         contended_seconds(1.0, 1.0)
-    with pytest.raises(ClusterError, match="more than 0"):
-        file_system_load([1.0], 0.0)

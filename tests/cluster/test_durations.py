@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.durations import duration_text, limit_seconds, limit_text, shown_seconds
+from outlast.cluster.slurm.values import duration_text, limit_seconds, limit_text, shown_seconds
 from outlast.errors import ClusterError
 
 

@@ -6,10 +6,8 @@ import pytest
 from cluster_policy_queues import HOUR, job, own, queue, situation
 
 from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.chains import FixedLinks, OneLongJob
-from outlast.cluster.policies.decision import Submission
-from outlast.cluster.policies.holes import hole_seconds, place_of, starts_now, without
-from outlast.cluster.policies.job import Limits
+from outlast.cluster.policies.decision import FixedLinks, Limits, OneLongJob, Submission
+from outlast.cluster.policies.forecast import place_of, starts_now, window_seconds, without
 from outlast.errors import ClusterError
 
 # Six of ten nodes are busy for 4 h. The head of the queue wants eight: it starts after 4 h and
@@ -41,11 +39,11 @@ def test_links_ask_for_their_length_and_the_last_for_what_it_needs():
 
 
 def test_holes_end_where_the_head_starts_or_never():
-    assert hole_seconds(BUSY, 4) == 4 * HOUR
-    assert hole_seconds(BUSY, 2) == math.inf
-    assert hole_seconds(BUSY, 5) == 0.0
+    assert window_seconds(BUSY, 4) == 4 * HOUR
+    assert window_seconds(BUSY, 2) == math.inf
+    assert window_seconds(BUSY, 5) == 0.0
     # With reservations for all, the anchor's span after the head leaves two nodes less.
-    assert hole_seconds(BUSY, 4, backfill="conservative") == 4 * HOUR
+    assert window_seconds(BUSY, 4, backfill="conservative") == 4 * HOUR
 
 
 def test_a_queue_without_a_job():
@@ -74,7 +72,7 @@ def test_a_filler_leaves_every_waiting_job_its_reservation():
     # After the head's 10 h, five nodes go to the next job and four to the anchor: one is left. EASY
     # alone would let two nodes go on for ever.
     seen = queue(10, running=[(6, 4.0)], pending=[(8, 10.0), (5, 30.0), (4, 22.11)])
-    assert hole_seconds(seen, 2) == math.inf
+    assert window_seconds(seen, 2) == math.inf
     found = AnchorFiller().decide(situation(seen, job(), own(102, "main", 4, 22.11)))
     assert [(each.nodes, each.wall_seconds) for each in found.submit] == [(2, 14 * HOUR)]
 

@@ -7,16 +7,13 @@ from cluster_policy_queues import HOUR, job
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.policies.job import AmdahlSpeed, Limits, PowerSpeed, TableSpeed
+from outlast.cluster.policies.decision import Limits, PowerSpeed, TableSpeed
 from outlast.errors import ClusterError
 
 
 def test_speeds_are_one_on_the_reference_nodes():
     assert PowerSpeed(8, 0.9)(8) == 1.0
     assert PowerSpeed(8, 0.9)(32) == pytest.approx(4**0.9)
-    assert AmdahlSpeed(8, 0.1)(8) == 1.0
-    # 0.1 + 0.9 / 8 seconds against 0.1 + 0.9 / 16.
-    assert AmdahlSpeed(8, 0.1)(16) == pytest.approx(0.2125 / 0.15625)
 
 
 def test_measured_speeds_are_interpolated_and_extrapolated_only_if_that_is_asked_for():

@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.automatic import Automatic
-from outlast.cluster.policies.chains import FixedLinks, OneLongJob
-from outlast.cluster.policies.decision import Decision
-from outlast.cluster.policies.job import Limits
-from outlast.cluster.policies.planned import Planned
+from outlast.cluster.policies.automatic import Automatic, Planned
+from outlast.cluster.policies.decision import Decision, FixedLinks, Limits, OneLongJob
 from outlast.cluster.policies.replay import moments, play, replay, submission_times
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.settings import Settings
-from outlast.cluster.workload.lublin import lublin
+from outlast.cluster.simulate.state import Settings
+from outlast.cluster.workload import lublin
 
 POLICIES = {
     "long": lambda kind: OneLongJob(),

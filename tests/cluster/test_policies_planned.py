@@ -8,10 +8,9 @@ from cluster_policy_queues import HOUR, job, queue, situation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.policies.automatic import Automatic, choose
-from outlast.cluster.policies.behaviour import Behaviour
-from outlast.cluster.policies.job import Limits
-from outlast.cluster.policies.planned import Planned, candidates, thriftiest
+from outlast.cluster.policies.automatic import Automatic, Planned, candidates, choose, thriftiest
+from outlast.cluster.policies.decision import Limits
+from outlast.cluster.policies.forecast import Behaviour
 from outlast.errors import ClusterError
 
 LITERAL = Behaviour(edges=np.zeros(0), used=(np.ones(10),))
@@ -26,7 +25,6 @@ def test_an_idle_machine_gets_the_largest_job():
 
 def test_a_rigid_job_on_an_idle_machine_is_one_long_job_and_that_is_said():
     choice = choose(situation(IDLE, job(sizes=(4,))), LITERAL)
-    assert choice.just_one_long_job
     assert choice.reason.startswith("just submit one long job, 4 nodes")
 
 
@@ -56,9 +54,9 @@ def test_a_hole_is_tried_with_its_length():
     ranking = candidates(situation(busy, job(sizes=(4,))), behaviour=LITERAL)
     walls = {each.wall_seconds for each in ranking}
     assert walls == {4 * HOUR, job().wall_to_finish(4)}
-    # In the hole 14,040 of 72,000 s get done; as many such cycles as that takes.
-    hole = next(each for each in ranking if each.wall_seconds == 4 * HOUR)
-    assert hole.mean_finish_seconds == pytest.approx(4 * HOUR * 72_000 / 14_040)
+    # In the window 14,040 of 72,000 s get done; as many such cycles as that takes.
+    window = next(each for each in ranking if each.wall_seconds == 4 * HOUR)
+    assert window.mean_finish_seconds == pytest.approx(4 * HOUR * 72_000 / 14_040)
 
 
 def test_fewer_node_hours_win_among_equals():

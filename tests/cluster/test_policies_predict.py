@@ -8,18 +8,21 @@ from cluster_policy_queues import HOUR, queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.cluster.policies.behaviour import DAY, Arrivals, Behaviour, World
-from outlast.cluster.policies.calibrate import learn_correction, queue_at
-from outlast.cluster.policies.predict import (
+from outlast.cluster.policies.forecast import (
+    DAY,
+    Arrivals,
+    Behaviour,
     Correction,
     StartForecast,
+    World,
     corrected,
     corrected_waits,
     forecast_waits,
+    learn_correction,
+    queue_at,
 )
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.workload.jobs import workload
-from outlast.cluster.workload.lublin import lublin
+from outlast.cluster.workload import lublin, workload
 
 BUSY = queue(10, running=[(6, 4.0)], pending=[(8, 10.0)])
 

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.cluster.simulate.book import Book
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.queue import forecast_start, forecast_starts
-from outlast.cluster.simulate.settings import SLURM, Settings
-from outlast.cluster.workload.jobs import Workload, workload
+from outlast.cluster.simulate.engine import Simulation, forecast_start
+from outlast.cluster.simulate.state import SLURM, SchedulerState, Settings
+from outlast.cluster.workload import Workload, workload
 from outlast.errors import ClusterError
 
 NODES = 8
@@ -128,9 +126,9 @@ def test_looking_only_at_what_changed_changes_nothing(
     planner = simulation._scheduler._planner
     look = planner.starts
 
-    def look_at_all(book: Book, arrived: list[int]) -> list[int]:
+    def look_at_all(state: SchedulerState, arrived: list[int]) -> list[int]:
         planner.disturb()
-        return look(book, arrived)
+        return look(state, arrived)
 
     planner.starts = look_at_all  # type: ignore[method-assign]
     simulation.run()
@@ -207,10 +205,10 @@ def test_forecast_is_what_happens_without_arrivals(
     simulation.run(until=moment)
     queue = simulation.snapshot()
     limits = [5.0, 20.0, 200.0]
-    found = forecast_starts(queue, [(nodes, limit) for limit in limits], backfill=kind)
-    hole = simulation.hole_seconds(nodes)
+    found = [forecast_start(queue, nodes, limit, backfill=kind) for limit in limits]
+    window = simulation.window_seconds(nodes)
     for limit, forecast in zip(limits, found, strict=True):
-        assert (forecast == moment) == (limit <= hole)
+        assert (forecast == moment) == (limit <= window)
     job = simulation.submit(nodes, limits[1], limits[1])
     simulation.run()
     assert simulation.start_of(job) == found[1]
@@ -312,7 +310,7 @@ def test_a_jobs_work_can_be_set_while_it_runs() -> None:
 def test_ten_thousand_jobs_take_no_second() -> None:
     from time import process_time
 
-    from outlast.cluster.workload.lublin import lublin
+    from outlast.cluster.workload import lublin
 
     jobs = lublin(10_000, 10_000, load=0.85, seed=1)
     begun = process_time()
@@ -324,15 +322,12 @@ def test_ten_thousand_jobs_take_no_second() -> None:
 
 def test_names_of_nodes_change_waits_by_little() -> None:
     """The cheap count of nodes stands for Slurm's named ones where only means are wanted."""
-    from outlast.cluster.workload.lublin import lublin
+    from outlast.cluster.workload import lublin
 
     jobs = lublin(600, 64, load=0.9, seed=1)
     counted, named = (
         Simulation(
-            64,
-            backfill="conservative",
-            scheduler=replace(SLURM, named_nodes=named),
-            workload=jobs,
+            64, backfill="conservative", scheduler=replace(SLURM, named_nodes=named), workload=jobs
         )
         for named in (False, True)
     )

@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.cluster.simulate.backfill import Table
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.named import Table
-from outlast.cluster.simulate.placement import best_fit
-from outlast.cluster.simulate.settings import Settings
+from outlast.cluster.simulate.state import Settings, best_fit
 from outlast.errors import ClusterError
 
 

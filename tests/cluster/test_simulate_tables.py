@@ -5,8 +5,8 @@ import math
 import pytest
 
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.settings import Settings
-from outlast.cluster.workload.jobs import workload
+from outlast.cluster.simulate.state import Settings
+from outlast.cluster.workload import workload
 from outlast.errors import ClusterError
 
 # (submitted, nodes, limit, run) of each job, and its start by EASY and by conservative backfill.
@@ -19,11 +19,7 @@ HEAD_KEEPS_ITS_TIME = (
     [0, 10, 0, 15],
 )
 # Job 1 needs three nodes at 10, so one is left over: job 2 may hold it beyond the shadow.
-EXTRA_NODES = (
-    [(0, 3, 10, 10), (0, 3, 5, 5), (0, 1, 99, 99)],
-    [0, 10, 0],
-    [0, 10, 0],
-)
+EXTRA_NODES = ([(0, 3, 10, 10), (0, 3, 5, 5), (0, 1, 99, 99)], [0, 10, 0], [0, 10, 0])
 # EASY reserves for job 1 alone, at 10, and one node is left over then, so job 3 takes it to 30.
 # Job 2 needs all four nodes and could have had them at 15: only the conservative plan keeps that.
 SECOND_IN_LINE = (
@@ -32,11 +28,7 @@ SECOND_IN_LINE = (
     [0, 10, 15, 20],
 )
 # Job 0 ends at 4 instead of 10: the head starts then.
-EARLY_END = (
-    [(0, 3, 10, 4), (1, 4, 5, 5), (2, 1, 9, 9)],
-    [0, 4, 9],
-    [0, 4, 9],
-)
+EARLY_END = ([(0, 3, 10, 4), (1, 4, 5, 5), (2, 1, 9, 9)], [0, 4, 9], [0, 4, 9])
 # Ended by its limit at 5, though it would run for 50.
 LIMIT_ENDS = ([(0, 4, 5, 50), (1, 4, 5, 5)], [0, 5], [0, 5])
 # Two jobs end at 10, and only both make room for job 2; job 3 fits into the node left over.
@@ -91,8 +83,8 @@ def test_shadow_and_hole_of_the_first_table() -> None:
     simulation.submit(4, 5, 5)
     simulation.run(2)
     assert simulation.shadow() == (10, 0)
-    assert simulation.hole_seconds(1) == 8
-    assert simulation.hole_seconds(2) == 0
+    assert simulation.window_seconds(1) == 8
+    assert simulation.window_seconds(2) == 0
     assert simulation.free_nodes == 1
     for limit, starts in ((8.0, True), (8.5, False)):
         job = simulation.submit(1, limit, 1)
@@ -106,7 +98,7 @@ def test_a_hole_without_end() -> None:
     simulation.submit(3, 10, 10)
     simulation.submit(3, 5, 5)
     simulation.run(0)
-    assert simulation.hole_seconds(1) == math.inf
+    assert simulation.window_seconds(1) == math.inf
 
 
 def test_dependent_job_starts_when_the_other_has_ended_in_whatever_way() -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.cluster.chain.journal import note
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, write_plan
+from outlast.cluster.chain.files import ChainFiles, ChainPlan, note, write_plan
 from outlast.cluster.chain.submission import submit_link
 from outlast.cluster.slurm.commands import (
     Patience,
@@ -18,9 +17,8 @@ from outlast.cluster.slurm.commands import (
     passes,
     said,
 )
-from outlast.cluster.slurm.history import history_of, state_now
-from outlast.cluster.slurm.limits import array_size_now, quality_now
-from outlast.cluster.slurm.nodes import partitions_now
+from outlast.cluster.slurm.jobs import history_of, state_now
+from outlast.cluster.slurm.partitions import array_size_now, partitions_now, quality_now
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 QUICK = Patience(answer_seconds=5.0, total_seconds=3.0, first_pause_seconds=0.01)

@@ -12,22 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.slurm.history import history_from_json, history_from_text
-from outlast.cluster.slurm.limits import (
+from outlast.cluster.slurm.jobs import (
+    QueuedJob,
+    has_ended,
+    history_from_json,
+    history_from_text,
+    is_live,
+    is_waiting,
+    queue_from_text,
+    state_of,
+)
+from outlast.cluster.slurm.partitions import (
     Quality,
     array_size_from_text,
     check_request,
     chosen_partitions,
-    limits_of,
-    qualities_from_text,
-)
-from outlast.cluster.slurm.nodes import (
     hosts_in,
+    limits_of,
     partitions_from_text,
     partitions_with,
+    qualities_from_text,
 )
-from outlast.cluster.slurm.queue import QueuedJob, queue_from_text
-from outlast.cluster.slurm.states import has_ended, is_live, is_waiting, state_of
 from outlast.errors import ClusterError
 
 FOLDER = Path(__file__).parent / "slurm_outputs"
@@ -145,11 +150,7 @@ def test_recorded_accounting_as_json_says_the_same_as_text() -> None:
     assert {each.identity for each in found} == {"1", "2", "3", "4", "5_2", "6", "11", "12", "14"}
     for job in found:
         same = next(each for name, each in text if (name, each.state) == (job.identity, job.state))
-        assert (job.submitted, job.started, job.ended) == (
-            same.submitted,
-            same.started,
-            same.ended,
-        )
+        assert (job.submitted, job.started, job.ended) == (same.submitted, same.started, same.ended)
         if job.limit_seconds is not None:
             assert job.limit_seconds == same.limit_seconds
         if job.started is not None:

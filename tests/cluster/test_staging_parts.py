@@ -14,11 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.staging.locks import FileLock
-from outlast.cluster.staging.readahead import ReadAhead, blocks_of
-from outlast.cluster.staging.source import LocalReader
-from outlast.cluster.staging.space import Kept, Room, victims
-from outlast.cluster.staging.writing import BlockWriter
+from outlast.cluster.staging.copies import FileLock, Kept, Room, victims
+from outlast.cluster.staging.copying import BlockWriter, LocalReader, ReadAhead, blocks_of
 from outlast.errors import ClusterError
 
 MIB = 1 << 20

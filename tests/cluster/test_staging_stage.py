@@ -19,7 +19,7 @@ import xxhash
 from staging_server import serving
 
 from outlast.cluster.staging import ReadAhead, Stage
-from outlast.cluster.staging import source as sources
+from outlast.cluster.staging import copying as sources
 from outlast.cluster.staging import stage as stages
 from outlast.cluster.staging.copying import JOURNAL, PART
 from outlast.errors import ClusterError

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.storage.backoff import Backoff, GentlePace
-from outlast.cluster.storage.pace import TokenBucket
+from outlast.cluster.storage.pace import Backoff, GentlePace, TokenBucket
 from outlast.errors import ClusterError
 
 

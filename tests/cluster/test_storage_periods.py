@@ -8,16 +8,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_saves import simulate_saves
 
-from outlast.cluster.storage.orders import checked, priority, set_of, waiting_cost
-from outlast.cluster.storage.periods import (
-    SavingJob,
-    jittered,
-    shared_periods,
-    waste_of,
-    young_daly,
-)
-from outlast.cluster.storage.simulate import simulate_saves
+from outlast.cluster.storage.io_lock import checked, priority, set_of, waiting_cost
+from outlast.cluster.storage.periods import SavingJob, shared_periods, waste_of, young_daly
 from outlast.errors import ClusterError
 
 jobs = st.lists(
@@ -92,21 +86,6 @@ def test_budgets_without_a_meaning_are_refused():
         shared_periods([SavingJob(1, 1.0, 1.0)], 0.0)
     with pytest.raises(ClusterError, match="no jobs"):
         shared_periods([])
-
-
-@given(st.integers(0, 50), st.text(max_size=5))
-def test_jitter_stays_within_its_share(number, key):
-    found = jittered(100.0, number, key=key, share=0.1)
-    assert found == jittered(100.0, number, key=key, share=0.1)
-    low, high = (0.0, 100.0) if number == 0 else (90.0, 110.0)
-    assert low <= found <= high
-
-
-def test_jitter_differs_between_jobs_and_keeps_the_mean():
-    first = {jittered(100.0, 0, key=str(job)) for job in range(50)}
-    assert len(first) == 50
-    rest = [jittered(100.0, number, key="a") for number in range(1, 2001)]
-    assert sum(rest) / len(rest) == pytest.approx(100.0, rel=0.01)
 
 
 def test_orders():

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.storage.savers import Saver, Saving, least_period_seconds
+from outlast.cluster.storage.periods import Saver, Saving, least_period_seconds
 
 FIGURES = {"nodes": 4, "save_seconds": 30.0, "overhead_seconds": 30.0, "mtbf_seconds": 1e4}
 ALONE_SECONDS = math.sqrt(2 * 1e4 * 30.0)
@@ -83,7 +83,7 @@ def test_those_who_can_choose_take_what_fixed_intervals_leave(tmp_path):
 
 OTHER = """
 import sys, time
-from outlast.cluster.storage.savers import Saver
+from outlast.cluster.storage.periods import Saver
 saver = Saver(sys.argv[1], 0.05, stale_after_seconds=90.0, heartbeat_seconds=5.0)
 saver.least_seconds(nodes=4, save_seconds=30.0, overhead_seconds=30.0, mtbf_seconds=1e4)
 print("told", flush=True)

@@ -12,10 +12,9 @@ import time
 import pytest
 from slurm_programs import put_command, shown, slurm_commands
 
-from outlast.cluster.storage import job as storage_job
+from outlast.cluster.storage import io_lock as storage_job
 from outlast.cluster.storage.identity import this_process
-from outlast.cluster.storage.job import turns_for
-from outlast.cluster.storage.slurm_jobs import SlurmJobs, job_state
+from outlast.cluster.storage.io_lock import SlurmJobs, job_state, turns_for
 from outlast.job import load_job
 
 

@@ -18,15 +18,12 @@ from outlast.cluster.tasks.build import (
     Evaluation,
     RunFigures,
     TierFigures,
+    graph_from_toml,
     run_graph,
 )
-from outlast.cluster.tasks.forward import run_greedily
-from outlast.cluster.tasks.gantt import duration, gantt_svg
+from outlast.cluster.tasks.gantt import Bar, duration, gantt_svg, merged, node_rows, page, uses
 from outlast.cluster.tasks.graph import Edge, Graph, Machine, Task
-from outlast.cluster.tasks.lanes import Bar, merged, node_lanes, uses
-from outlast.cluster.tasks.page import page
-from outlast.cluster.tasks.planner import plan
-from outlast.cluster.tasks.read import graph_from_toml
+from outlast.cluster.tasks.planner import plan, run_greedily
 from outlast.errors import ClusterError
 
 FIGURES = RunFigures(
@@ -234,7 +231,7 @@ def test_nodes_that_do_the_same_share_a_lane():
         Task("one", "evaluate", seconds=1.0, nodes=1),
     ]
     schedule = plan(Graph(tasks, [Edge("all", "one")], Machine({"nodes": 5}, {})))
-    assert [each.label for each in node_lanes(schedule)] == ["node 1", "nodes 2-5"]
+    assert [each.label for each in node_rows(schedule)] == ["node 1", "nodes 2-5"]
 
 
 def test_bars_too_short_to_be_seen_become_one():

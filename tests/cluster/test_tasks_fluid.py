@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outlast.cluster.tasks.fluid import Flow, Fluid, fair_rates
+from outlast.cluster.tasks.schedule import Flow, Fluid, fair_rates
 from outlast.errors import ClusterError
 
 NAMES = ("a", "b", "c")

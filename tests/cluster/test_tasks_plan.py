@@ -7,13 +7,11 @@ import math
 
 import pytest
 from cluster_task_graphs import graphs
+from exact_schedules import is_within, shortest
 from hypothesis import given, settings
 
-from outlast.cluster.tasks.bounds import lower_bounds, upward_ranks
-from outlast.cluster.tasks.exact import is_within, shortest
-from outlast.cluster.tasks.forward import run_greedily
 from outlast.cluster.tasks.graph import Edge, Graph, Machine, Place, Task
-from outlast.cluster.tasks.planner import plan
+from outlast.cluster.tasks.planner import lower_bounds, plan, run_greedily, upward_ranks
 from outlast.cluster.tasks.schedule import problems
 from outlast.errors import ClusterError
 
@@ -60,9 +58,7 @@ def test_the_unit_of_bytes_does_not_matter(graph):
 
     def scaled(each):
         return dataclasses.replace(
-            each,
-            size_bytes=each.size_bytes * unit,
-            cap_bytes_per_s=each.cap_bytes_per_s * unit,
+            each, size_bytes=each.size_bytes * unit, cap_bytes_per_s=each.cap_bytes_per_s * unit
         )
 
     machine = Machine(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outlast.cluster.workload.lublin import ROUND_LIMITS, LublinModel, lublin
+from outlast.cluster.workload import ROUND_LIMITS, LublinModel, lublin
 from outlast.errors import ClusterError
 
 

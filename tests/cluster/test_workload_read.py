@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outlast.cluster.workload.jobs import workload
-from outlast.cluster.workload.sacct import read_sacct
-from outlast.cluster.workload.swf import read_swf
+from outlast.cluster.workload import read_sacct, read_swf, workload
 from outlast.errors import ClusterError
 
 SWF = """\

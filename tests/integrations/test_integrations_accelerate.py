@@ -35,9 +35,9 @@ from outlast.job import load_loop_job
 from outlast.records import (
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
     EnergyMeasured,
     Guarded,
-    WrongNumbers,
     read_run,
 )
 
@@ -225,7 +225,7 @@ def test_stopped_recorded_and_guarded(tmp_path: Path) -> None:
     # Each record has the mean of its own steps.
     assert losses[2] == pytest.approx(sum(whole[1][:2]) / 2, rel=1e-5)
     assert losses[16] == pytest.approx(sum(whole[1][14:]) / 2, rel=1e-5)
-    assert [event.step for _, event in found.of(WrongNumbers)] == [2]
+    assert [event.step for _, event in found.of(CorruptionDetected)] == [2]
     assert found.of(Guarded)
     assert found.of(EnergyMeasured)
 

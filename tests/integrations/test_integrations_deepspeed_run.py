@@ -24,12 +24,12 @@ from outlast.records import (
     AttemptStarted,
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
     EnergyMeasured,
     Guarded,
     StateRecovered,
     StopRequested,
     Warned,
-    WrongNumbers,
     read_run,
 )
 from outlast.report import write_report
@@ -204,7 +204,7 @@ def test_wrong_numbers_are_put_right_and_told(whole, tmp_path):
     during = functools.partial(_spoil, "linear.output:module=0:bit=27:step=4")
     assert run_ranks(2, training.run, str(tmp_path), 1, GUARD, 0, 0, during) == [0, 0]
     assert training.losses(tmp_path) == training.losses(whole)
-    (found,) = events(tmp_path, WrongNumbers)
+    (found,) = events(tmp_path, CorruptionDetected)
     assert (found.step, found.module, found.outcome) == (4, "0", "corrected")
     assert events(tmp_path, Guarded)[-1].checks > 6 * STEPS
 

@@ -13,8 +13,8 @@ from fabric_runs import assert_same, finish, losses, records, start, weights
 from outlast.checkpoint import storage_of
 from outlast.checkpoint.format.retention import complete_versions
 from outlast.records import (
+    CorruptionDetected,
     StopRequested,
-    WrongNumbers,
     energy_totals,
     forecast_of,
 )
@@ -50,7 +50,7 @@ def test_wrong_numbers_are_put_right_and_joules_recorded(tmp_path: Path) -> None
     assert_same(folder, other)
     assert "0.weight" not in weights(folder)
     run = records(folder)
-    [(_, wrong)] = run.of(WrongNumbers)
+    [(_, wrong)] = run.of(CorruptionDetected)
     assert (wrong.operation, wrong.outcome, wrong.step) == ("linear.forward", "corrected", 4)
     totals = energy_totals(run)
     assert totals is not None

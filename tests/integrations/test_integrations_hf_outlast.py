@@ -29,11 +29,11 @@ from outlast.job import load_loop_job
 from outlast.records import (
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
     EnergyMeasured,
     Guarded,
     Predicted,
     StopRequested,
-    WrongNumbers,
     read_run,
 )
 
@@ -114,7 +114,7 @@ def test_a_step_is_done_again_where_nothing_is_put_right_in_place(
     assert struck.digest == whole.digest
     assert struck.losses == pytest.approx(whole.losses, rel=1e-6)
     run = read_run(tmp_path / "out")
-    found = [event for _, event in run.of(WrongNumbers)]
+    found = [event for _, event in run.of(CorruptionDetected)]
     assert {(each.step, each.outcome, each.found_on) for each in found} == {
         (2, "repeated", ranks - 1)
     }

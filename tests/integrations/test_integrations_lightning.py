@@ -24,9 +24,9 @@ from outlast.records import (
     AttemptEnded,
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
     Guarded,
     StopRequested,
-    WrongNumbers,
     energy_totals,
     forecast_of,
 )
@@ -121,7 +121,7 @@ def test_wrong_numbers_are_put_right_and_joules_recorded(tmp_path: Path) -> None
     )
     assert_same(folder, other)
     run = records(folder)
-    [(_, wrong)] = run.of(WrongNumbers)
+    [(_, wrong)] = run.of(CorruptionDetected)
     assert (wrong.operation, wrong.outcome, wrong.step) == ("linear.forward", "corrected", 4)
     assert run.of(Guarded)[-1][1].checks > 36
     totals = energy_totals(run)
@@ -244,8 +244,8 @@ def test_numbers_that_stay_wrong_end_the_training_before_they_are_used(tmp_path:
     with pytest.raises(RanksFailedError, match="WrongNumbersError"):
         start(folder, *settings, fault="linear.output:bit=29:step=13:permanent")
     run = records(folder)
-    assert {each.outcome for _, each in run.of(WrongNumbers)} <= set(HARMFUL)
-    assert run.of(WrongNumbers)
+    assert {each.outcome for _, each in run.of(CorruptionDetected)} <= set(HARMFUL)
+    assert run.of(CorruptionDetected)
     assert run.attempts[-1].outcome == "failed"
     finish(folder, *settings)
     [(_, restored)] = records(folder).of(CheckpointRestored)

@@ -31,11 +31,11 @@ from outlast.job import LoopJob, load_job, to_toml
 from outlast.records import (
     AttemptEnded,
     CheckpointRestored,
+    CorruptionDetected,
     Guarded,
     RunDirectory,
     StepsDone,
     Warned,
-    WrongNumbers,
     energy_totals,
     forecast_of,
     read_run,
@@ -166,7 +166,7 @@ def test_a_wrong_number_is_found_put_right_and_recorded(tmp_path: Path) -> None:
     finish(tmp_path, "guard.policy=linear", fault="linear.output:bit=29:step=4")
     assert_same(tmp_path, other)
     run = records(tmp_path)
-    [(_, wrong)] = run.of(WrongNumbers)
+    [(_, wrong)] = run.of(CorruptionDetected)
     assert (wrong.operation, wrong.outcome, wrong.step) == ("linear.forward", "corrected", 4)
     assert run.of(Guarded)[-1][1].checks > 36
     assert figures(tmp_path)["Wrong numbers"].value == "1"
@@ -181,7 +181,7 @@ def test_numbers_that_stay_wrong_end_the_run_before_they_are_used(tmp_path: Path
     assert ended.code == 1
     assert "WrongNumbersError" in ended.said
     run = records(tmp_path)
-    assert {each.outcome for _, each in run.of(WrongNumbers)} <= set(HARMFUL)
+    assert {each.outcome for _, each in run.of(CorruptionDetected)} <= set(HARMFUL)
     assert run.attempts[-1].outcome == "failed"
     finish(tmp_path, *settings)
     [(_, restored)] = records(tmp_path).of(CheckpointRestored)

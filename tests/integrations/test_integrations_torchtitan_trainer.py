@@ -25,12 +25,12 @@ from outlast.records import (
     AttemptStarted,
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
     EnergyMeasured,
     Guarded,
     StateRecovered,
     StepsDone,
     StopRequested,
-    WrongNumbers,
     read_run,
 )
 
@@ -97,7 +97,7 @@ def test_a_step_is_done_again_where_its_numbers_are_wrong(tmp_path: Path, whole:
     assert first.losses == pytest.approx(whole.losses, rel=1e-6)
     # Tokens of passes that are made again count once.
     assert (first.tokens, second.tokens) == (whole.tokens, whole.tokens)
-    found = [event for _, event in read_run(tmp_path / "run").of(WrongNumbers)]
+    found = [event for _, event in read_run(tmp_path / "run").of(CorruptionDetected)]
     assert {(each.step, each.outcome, each.found_on) for each in found} == {(2, "repeated", 1)}
 
 

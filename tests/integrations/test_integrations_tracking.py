@@ -16,18 +16,18 @@ from outlast.records import (
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
     EnergyMeasured,
     GradientsCoded,
     Guarded,
     MemberLost,
     MembershipChanged,
-    Ready,
     RecordWriter,
     RunDirectory,
     StateRecovered,
     StepsDone,
     StopRequested,
-    WrongNumbers,
+    TrainingStarted,
     open_sinks,
 )
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 DEVICE = {"name": "cpu", "part": "cpu", "host": "h", "joules": 60.0}
 FIRST: list[Event] = [
     AttemptStarted("f00d", 4, "torchrun", {}, {}, {}, 40, 8, 64, 100, 600.0),
-    Ready(0, 3.5, {"imports": 3.0}),
+    TrainingStarted(0, 3.5, {"imports": 3.0}),
     StepsDone(10, 10, 2.5, 0.75, 1e-3, 640, [0.1] * 10, {"compute": 1.0}),
     EnergyMeasured(10, 10, 640, 3.0, [DEVICE], {}),
     CheckpointSaved(10, 0.1, 0.2, 1000),
     CheckpointFailed(12, "the disk is full"),
-    WrongNumbers(13, "layers.0", "linear.forward", "cpu", 2, 1, 40.0, "corrected"),
-    WrongNumbers(14, "layers.1", "weight", "cpu", 1, 1, float("inf"), "persistent"),
+    CorruptionDetected(13, "layers.0", "linear.forward", "cpu", 2, 1, 40.0, "corrected"),
+    CorruptionDetected(14, "layers.1", "weight", "cpu", 1, 1, float("inf"), "persistent"),
     Guarded(14, "linear", 500, 0.25, {}, 4, {}),
     GradientsCoded(15, "cyclic", 4, [[1], []], [0, 0], [0, 0], [1, 0], [0.5, 0.0], [0.1], [0.2]),
     MemberLost(16, "rank 3", "dead", 1.0),
@@ -60,7 +60,7 @@ FIRST: list[Event] = [
 SECOND: list[Event] = [
     CheckpointRestored(20, 0.3, []),
     # Done again, at a smaller step than the last one.
-    WrongNumbers(13, "layers.0", "linear.forward", "cpu", 2, 1, 41.0, "repeated"),
+    CorruptionDetected(13, "layers.0", "linear.forward", "cpu", 2, 1, 41.0, "repeated"),
     StepsDone(30, 10, 2.0, 0.5, 1e-3, 1920, [0.1] * 10, {"compute": 1.0}),
     AttemptEnded(30, "completed", "", {}),
 ]

@@ -82,10 +82,7 @@ def test_a_file_for_loops_has_all_that_they_follow_and_nothing_else() -> None:
             "checkpoint.evry_steps=5",
             "checkpoint.evry_steps is not a known key; did you mean checkpoint.every_steps?",
         ),
-        (
-            "checkpoint.keep=0",
-            "checkpoint.keep = 0 is not possible: it should be at least 1",
-        ),
+        ("checkpoint.keep=0", "checkpoint.keep = 0 is not possible: it should be at least 1"),
         (
             "run.deterministic=false",
             (

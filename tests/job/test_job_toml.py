@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from job_strategies import ATOMS, TABLES, jobs
 
 from outlast.job import Job, ModelSection, fingerprint, job_from_text, load_job, to_toml
-from outlast.job.template import toml_value
+from outlast.job.section import toml_value
 
 SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 

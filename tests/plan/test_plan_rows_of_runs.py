@@ -11,10 +11,10 @@ from outlast.plan.cluster import Cluster
 from outlast.records import (
     AttemptStarted,
     MemoryMeasured,
-    Ready,
     RecordWriter,
     RunDirectory,
     StepsDone,
+    TrainingStarted,
 )
 
 CLUSTER = Cluster(
@@ -55,7 +55,7 @@ def write_run(path, starts, *overrides):
                 flops_per_token=3e6,
             )
         )
-        writer.write(Ready(first, 1.0, {}))
+        writer.write(TrainingStarted(first, 1.0, {}))
         for start in range(0, len(seconds), 5):
             part = seconds[start : start + 5]
             step = first + start + len(part)

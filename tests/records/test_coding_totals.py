@@ -8,12 +8,12 @@ import pytest
 
 from outlast.records import (
     CodingTotals,
+    CorruptionDetected,
     Event,
     GradientsCoded,
-    Ready,
     RecordWriter,
     RunDirectory,
-    WrongNumbers,
+    TrainingStarted,
     coding_totals,
     read_run,
 )
@@ -47,7 +47,7 @@ def totals_of(tmp_path: Path) -> Any:
         directory.create("")
         for number, (first_step, events) in enumerate(attempts, start=1):
             writer = RecordWriter(directory.path, attempt=number)
-            for event in (Ready(first_step, 1.0, {}), *events):
+            for event in (TrainingStarted(first_step, 1.0, {}), *events):
                 writer.write(event)
             writer.close()
         return coding_totals(read_run(directory.path))
@@ -162,7 +162,7 @@ def test_coding_that_saves_nothing_is_called_so(totals_of: Any) -> None:
 
 def test_different_gradients_of_one_chunk_are_told(totals_of: Any) -> None:
     wrong = [
-        WrongNumbers(step, "chunk 3", operation, "ranks 0 and 2", 2, 1, 0.3, "detected")
+        CorruptionDetected(step, "chunk 3", operation, "ranks 0 and 2", 2, 1, 0.3, "detected")
         for step, operation in ((1, "coding.duplicate"), (2, "linear.dw"), (3, "coding.duplicate"))
     ]
     found = totals_of((0, [*wrong, coded(4, [1], [], [], [])]))

@@ -17,18 +17,17 @@ from outlast.records import (
     Event,
     MemoryMeasured,
     Predicted,
-    Ready,
     RecordWriter,
     RunDirectory,
     StepsDone,
+    TrainingStarted,
     forecast_of,
     measured_figures,
     predicted_words,
     read_run,
     scalars,
 )
-from outlast.records.forecast import after_warm_up
-from outlast.records.predicted import bytes_words, range_words, seconds_words
+from outlast.records.forecast import after_warm_up, bytes_words, range_words, seconds_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +83,7 @@ def run_of(path: Path, *attempts: list[Event], first_steps: tuple[int, ...] = (0
         writer.write(AttemptStarted("f", 1, "single", {}, {}, {}, 40, 4, TOKENS, 1000, 6e3))
         for event in events:
             if isinstance(event, StepsDone):
-                writer.write(Ready(first, 1.0, {}))
+                writer.write(TrainingStarted(first, 1.0, {}))
             writer.write(event)
         writer.close()
     return read_run(path)

@@ -20,13 +20,7 @@ import pytest
 
 from outlast.errors import EXIT_CRASHED, LeaseLostError, RunError
 from outlast.records import OwnerLock, RunDirectory
-from outlast.records.lock import (
-    LEASE_FILE,
-    LEASE_TOKEN,
-    Lease,
-    check_lease,
-    leave_without_lease,
-)
+from outlast.records.lease import LEASE_FILE, LEASE_TOKEN, Lease, check_lease, leave_without_lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -242,9 +236,9 @@ def test_a_lease_of_another_run_breaks_no_lock(
 
 WATCHED = """
 import sys, time
-from outlast.records import lock
-lock._LEASE_LOOK_SECONDS, lock.LEASE_SILENT_SECONDS = 0.05, float(sys.argv[1])
-lock.leave_without_lease()
+from outlast.records import lease
+lease._LEASE_LOOK_SECONDS, lease.LEASE_SILENT_SECONDS = 0.05, float(sys.argv[1])
+lease.leave_without_lease()
 print("began", flush=True)
 time.sleep(60)
 """
@@ -267,7 +261,7 @@ def test_a_chain_that_a_container_does_not_show_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leased(monkeypatch, tmp_path / "not-mounted" / "fence.json", "mine")
-    monkeypatch.setattr("outlast.records.lock._watching", set())
+    monkeypatch.setattr("outlast.records.lease._watching", set())
     with pytest.warns(UserWarning, match="not-mounted, the folder of the chain, is not visible"):
         leave_without_lease()
     check_lease()

@@ -16,10 +16,10 @@ from outlast.records import (
     PURPOSES,
     AttemptEnded,
     AttemptStarted,
-    Ready,
     RecordWriter,
     RunDirectory,
     StepsDone,
+    TrainingStarted,
     Warned,
     read_run,
 )
@@ -56,7 +56,7 @@ def write_run(path: Path, starts: list[Start]) -> Run:
     for start in starts:
         writer = RecordWriter(path, attempt=directory.next_attempt())
         writer.write(AttemptStarted("f", 4, "single", {"shard": 4}, {}, {}, 100, 8, 64, 1000, 6e3))
-        writer.write(Ready(start.first_step, start.startup_seconds, {}))
+        writer.write(TrainingStarted(start.first_step, start.startup_seconds, {}))
         step = start.first_step
         for each in start.intervals:
             step += each.steps
@@ -212,7 +212,7 @@ def test_clock_that_is_set_back_changes_no_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(range(1_000_000, 0, -1000))
-    monkeypatch.setattr("outlast.records.writer.time.time", lambda: float(next(now)))
+    monkeypatch.setattr("outlast.records.log.time.time", lambda: float(next(now)))
     run = write_run(tmp_path, [Start(0, 1.0, compute(5, 5)), Start(10, 1.0, compute(5), {})])
     assert [step for step, _ in run.losses()] == [5, 10, 15]
     assert [each.outcome for each in run.attempts] == ["died", "completed"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("outlast.records.writer.time", clock)
+    monkeypatch.setattr("outlast.records.log.time", clock)
     return clock
 
 

@@ -64,7 +64,9 @@ class RunMaker:
         self.clock.now += startup_seconds
 
     def ready(self, step: int = 0, seconds: float = 6.0) -> None:
-        self.write(records.Ready(step, seconds, {"torch": seconds / 2, "model": seconds / 2}))
+        self.write(
+            records.TrainingStarted(step, seconds, {"torch": seconds / 2, "model": seconds / 2})
+        )
 
     def write(self, event: records.Event) -> None:
         assert self.writer is not None

@@ -9,7 +9,12 @@ from report_runs import run_with
 from test_report import page_of, visible
 
 from outlast import records
-from outlast.records import Guarded, WrongNumbers, guard_totals, read_run
+from outlast.records import (
+    CorruptionDetected,
+    Guarded,
+    guard_totals,
+    read_run,
+)
 
 if TYPE_CHECKING:
     from report_runs import RunMaker
@@ -35,7 +40,7 @@ def guarded(step: int, scale: int = 1, seconds: float | None = 0.25, **changes: 
     return Guarded(step, **{**known, **changes})
 
 
-def wrong(step: int, outcome: str, **changes: Any) -> WrongNumbers:
+def wrong(step: int, outcome: str, **changes: Any) -> CorruptionDetected:
     known = {
         "module": "model.layers.3.mlp.up_proj",
         "operation": "linear.forward",
@@ -44,7 +49,7 @@ def wrong(step: int, outcome: str, **changes: Any) -> WrongNumbers:
         "rows": 2,
         "magnitude": 1234.5,
     }
-    return WrongNumbers(step=step, outcome=outcome, **{**known, **changes})
+    return CorruptionDetected(step=step, outcome=outcome, **{**known, **changes})
 
 
 def guard_section(*runs: RunMaker) -> str:

@@ -10,8 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outlast.cluster.chain.journal import Entry, entries, finished, of_kind
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files
+from outlast.cluster.chain.files import (
+    ChainFiles,
+    ChainPlan,
+    Entry,
+    chain_files,
+    entries,
+    finished,
+    of_kind,
+)
 from outlast.job import load_job, to_toml
 
 OUTLAST = [sys.executable, "-m", "outlast"]

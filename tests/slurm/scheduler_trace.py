@@ -15,7 +15,7 @@ import numpy as np
 from local_slurm import LocalSlurm
 
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.settings import Settings
+from outlast.cluster.simulate.state import Settings
 
 INTERVAL_SECONDS = 5.0
 NODES = 6
@@ -42,7 +42,7 @@ class Ran:
 
 
 def small_workload(seed: int, jobs: int = 8, longest: int = 22) -> list[Request]:
-    """Jobs of seconds that fill the nodes and leave holes."""
+    """Jobs of seconds that fill the nodes and leave backfill windows."""
     source = np.random.default_rng(seed)
     at = np.sort(source.uniform(0.0, 14.0, jobs))
     return [

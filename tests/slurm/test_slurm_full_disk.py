@@ -12,7 +12,7 @@ import pytest
 from chains import ending, files_of, job_file, noted, outlast, wait
 from local_slurm import LocalSlurm
 
-from outlast.cluster.chain.progress import run_log
+from outlast.cluster.chain.files import run_log
 from outlast.cluster.chain.status import ChainStatus, status_of
 
 pytestmark = [

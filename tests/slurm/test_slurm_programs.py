@@ -10,10 +10,10 @@ import pytest
 from chains import ending, noted, outlast, program_plan, wait
 from local_slurm import LocalSlurm
 
+from outlast.cluster.chain.files import ChainFiles
 from outlast.cluster.chain.manage import begin, resume, stop
-from outlast.cluster.chain.plan import ChainFiles
 from outlast.cluster.chain.status import status_of
-from outlast.cluster.slurm.history import state_now
+from outlast.cluster.slurm.jobs import state_now
 from outlast.errors import EXIT_DONE, EXIT_GIVE_UP, EXIT_TO_BE_CONTINUED
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("empty_queue")]

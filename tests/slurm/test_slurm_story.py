@@ -10,7 +10,14 @@ import pytest
 from local_slurm import LocalSlurm
 
 from outlast.guard.findings import HARMFUL
-from outlast.records import AttemptStarted, Guarded, StepsDone, Tensorized, WrongNumbers, read_run
+from outlast.records import (
+    AttemptStarted,
+    CorruptionDetected,
+    Guarded,
+    StepsDone,
+    Tensorized,
+    read_run,
+)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -55,6 +62,6 @@ def test_story_from_a_config_to_text(tmp_path: Path, slurm: LocalSlurm, empty_qu
     [tensorized, *_] = [event for _, event in run.of(Tensorized)]
     assert tensorized.parameters < tensorized.dense_parameters
     assert run.of(Guarded)[-1][1].checks > 0
-    assert not [event for _, event in run.of(WrongNumbers) if event.outcome in HARMFUL]
+    assert not [event for _, event in run.of(CorruptionDetected) if event.outcome in HARMFUL]
     assert (folder / "runs" / "story" / "report.html").exists()
     assert (folder / "model" / "config.json").exists()

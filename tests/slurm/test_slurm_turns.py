@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from local_slurm import LocalSlurm
 
-from outlast.cluster.storage.job import FolderTurns
-from outlast.cluster.storage.turns import Request
+from outlast.cluster.storage.io_lock import FolderTurns, Request
 
 pytestmark = [
     pytest.mark.slurm,

@@ -25,10 +25,10 @@ from outlast.guard.inject import inject, parse_faults
 from outlast.records import (
     AttemptStarted,
     CodingTotals,
+    CorruptionDetected,
     GradientsCoded,
     Run,
     Warned,
-    WrongNumbers,
     coding_totals,
     guard_totals,
     read_run,
@@ -272,7 +272,7 @@ def test_other_mechanisms_do_not_mind_passes_that_are_given_up(
     assert train_slowly(job, 3, 1) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     assert totals(job).by_replica[1].slow_steps >= 4
-    assert records(job).of(WrongNumbers) == []
+    assert records(job).of(CorruptionDetected) == []
 
 
 def _reduce_without_the_second(step_loss: float) -> float:
@@ -322,7 +322,7 @@ def test_a_guarded_run_raises_no_alarm_when_passes_are_given_up(
     job = tiny_job(tmp_path, "guarded", *SHORT, COVERAGE, "guard.policy=linear")
     assert train_slowly(job, 4, 2) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
-    assert records(job).of(WrongNumbers) == []
+    assert records(job).of(CorruptionDetected) == []
     checked = guard_totals(records(job))
     assert checked is not None
     assert checked.operations["linear.dw"].checks > 0
@@ -354,7 +354,7 @@ def test_the_guard_puts_wrong_numbers_of_a_coded_step_right(
 ) -> None:
     job = tiny_job(tmp_path, "faulty", *SHORT, COVERAGE, "guard.policy=linear")
     assert set(run_ranks(4, _faulty, job, fault)) == {EXIT_DONE}
-    events = [event for _, event in records(job).of(WrongNumbers)]
+    events = [event for _, event in records(job).of(CorruptionDetected)]
     assert {(each.step, each.outcome) for each in events} == {(2, outcome)}
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     # A step that is repeated is one step.
@@ -376,7 +376,7 @@ def test_two_replicas_with_different_gradients_of_a_chunk_are_reported(tmp_path:
     job = tiny_job(tmp_path, "differing", *settings)
     assert set(run_ranks(4, _slow_and_wrong, job)) == {EXIT_DONE}
     assert totals(job).duplicates > 0
-    found = [event for _, event in records(job).of(WrongNumbers)]
+    found = [event for _, event in records(job).of(CorruptionDetected)]
     assert {(each.operation, each.outcome) for each in found} == {("coding.duplicate", "detected")}
     assert {each.step for each in found} <= set(range(6))
     assert all(each.module.startswith("chunk ") for each in found)

@@ -15,7 +15,14 @@ from tiny import tiny_job
 
 from outlast.distributed.ranks import ALONE, ranks_from
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
-from outlast.records import MemoryMeasured, Predicted, Ready, StepsDone, forecast_of, read_run
+from outlast.records import (
+    MemoryMeasured,
+    Predicted,
+    StepsDone,
+    TrainingStarted,
+    forecast_of,
+    read_run,
+)
 from outlast.train.memory import MemoryWatch, resident_peak
 from outlast.train.run import Start, run_directory, work
 
@@ -72,7 +79,11 @@ def test_the_prediction_is_printed_before_the_first_step_and_the_figures_after_t
     assert lines[-1].count("(inside the interval)") == 2
     assert "; peak memory: predicted 1.5 GiB, measured " in lines[-1]
     run = records(job)
-    assert kinds(run).index(Predicted) < kinds(run).index(Ready) < kinds(run).index(StepsDone)
+    assert (
+        kinds(run).index(Predicted)
+        < kinds(run).index(TrainingStarted)
+        < kinds(run).index(StepsDone)
+    )
     found = forecast_of(run)
     assert found is not None
     assert found.prediction == EASY

@@ -23,11 +23,11 @@ from outlast.errors import (
 from outlast.guard.inject import inject, parse_faults
 from outlast.job import to_toml
 from outlast.records import (
+    CorruptionDetected,
     Guarded,
     MemberLost,
     Run,
     Warned,
-    WrongNumbers,
     guard_totals,
     read_run,
 )
@@ -63,8 +63,8 @@ def records(job: Job) -> Run:
     return read_run(run_directory(job).path)
 
 
-def found(job: Job) -> list[WrongNumbers]:
-    return [event for _, event in records(job).of(WrongNumbers)]
+def found(job: Job) -> list[CorruptionDetected]:
+    return [event for _, event in records(job).of(CorruptionDetected)]
 
 
 def _faulty(job: Job, faults: list[str]) -> int:

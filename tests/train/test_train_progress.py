@@ -16,10 +16,10 @@ from outlast.records import (
     CheckpointSaved,
     Evaluated,
     GradientsCoded,
-    Ready,
     Sampled,
     StepsDone,
     StopRequested,
+    TrainingStarted,
     Warned,
 )
 from outlast.train import progress
@@ -64,7 +64,7 @@ EVENTS = [
     Warned("before the start"),
     STARTED,
     CheckpointRestored(3, 0.25, ["step 4 is damaged"]),
-    Ready(3, 4.0, {"imports": 2.5, "model": 1.0, "data": 0.25, "restore": 0.25}),
+    TrainingStarted(3, 4.0, {"imports": 2.5, "model": 1.0, "data": 0.25, "restore": 0.25}),
     steps_done(4),
     Evaluated(4, 1.5, 2.125, 64, 0.5),
     Evaluated(4, 1.5, None, 64, 0.5),
@@ -159,7 +159,7 @@ def test_a_bar_names_a_save_after_the_last_step(job, monkeypatch):
     console = Console(file=screen, force_terminal=True, width=160, color_system=None)
     monkeypatch.setattr(progress, "Console", lambda: console)
     display = TerminalDisplay(job)
-    display.write(Ready(0, 1.0, {}))
+    display.write(TrainingStarted(0, 1.0, {}))
     display.write(steps_done(40))
     display.write(CheckpointSaved(40, 0.1, 0.2, 1000))
     display._progress.refresh()

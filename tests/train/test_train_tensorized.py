@@ -12,10 +12,10 @@ from tiny import assert_equal_bits, evaluations, losses, tiny_job, train, weight
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.records import (
     AttemptStarted,
+    CorruptionDetected,
     Sampled,
     Tensorized,
     Warned,
-    WrongNumbers,
     guard_totals,
     read_run,
 )
@@ -203,7 +203,7 @@ def test_only_what_matches_is_replaced(tmp_path: Path) -> None:
 def test_the_guard_finds_nothing_wrong_in_what_rules_change(tmp_path: Path, level: str) -> None:
     job = tiny_job(tmp_path, "guarded", *COLA, *RULES, f"guard.policy={level}", "train.steps=12")
     assert train(job, 1) == EXIT_DONE
-    assert records(job).of(WrongNumbers) == []
+    assert records(job).of(CorruptionDetected) == []
     totals = guard_totals(records(job))
     assert totals is not None
     assert totals.checks > 0

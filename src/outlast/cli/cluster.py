@@ -17,12 +17,12 @@ from outlast.cli.train import JobFile, Overrides, job_arguments
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan
     from outlast.cluster.chain.planning import Costs, Site
     from outlast.cluster.chain.status import ChainStatus, LinkStatus
     from outlast.cluster.policies.automatic import Choice
     from outlast.cluster.tasks.schedule import Schedule
-    from outlast.cluster.workload.jobs import Workload
+    from outlast.cluster.workload import Workload
     from outlast.job import Job
 
 
@@ -63,8 +63,8 @@ def print_candidates(
         return
     _print_candidates(choice)
     if log is None:
+        from outlast.cluster.chain.choosing import starts_nearby, starts_words
         from outlast.cluster.chain.planning import files_of
-        from outlast.cluster.chain.starts import starts_nearby, starts_words
 
         print(starts_words(starts_nearby(files_of(job))))
 
@@ -86,12 +86,10 @@ def candidates_now(
     Raises:
         ClusterError: The queue cannot be asked, or no candidate makes progress.
     """
-    from outlast.cluster.chain.choosing import choose_now, job_of
+    from outlast.cluster.chain.choosing import choose_now, correction_of, job_of, starts_nearby
+    from outlast.cluster.chain.filler import step_times
     from outlast.cluster.chain.planning import files_of
-    from outlast.cluster.chain.starts import correction_of, starts_nearby
-    from outlast.cluster.chain.work import step_times
-    from outlast.cluster.policies.behaviour import Behaviour
-    from outlast.cluster.policies.calibrate import learn_correction
+    from outlast.cluster.policies.forecast import Behaviour, learn_correction
 
     files = files_of(job)
     sizes = chain.sizes or sizes_of(job)
@@ -123,7 +121,7 @@ def sizes_of(job: Job) -> tuple[int, ...]:
 
 def _print_candidates(choice: Choice) -> None:
     from outlast.cli.console import Column, output, print_table
-    from outlast.cluster.durations import duration_text
+    from outlast.cluster.slurm.values import duration_text
 
     rows = [
         [
@@ -192,11 +190,11 @@ def plan(
     Nothing is submitted. Where the queue can be asked, candidates for time limit and nodes are
     listed with predicted starts.
     """
+    from outlast.cluster.chain.files import run_log
+    from outlast.cluster.chain.filler import work_seconds
     from outlast.cluster.chain.manage import choice_of, next_number
     from outlast.cluster.chain.planning import costs_of, files_of, plan_chain, site_now
-    from outlast.cluster.chain.progress import run_log
-    from outlast.cluster.chain.work import work_seconds
-    from outlast.cluster.workload.sacct import read_sacct
+    from outlast.cluster.workload import read_sacct
     from outlast.job import load_job
 
     job = load_job(*job_arguments(job_file, overrides))
@@ -220,9 +218,9 @@ def plan(
 
 def explain(job_file: JobFile = None, overrides: Overrides = None) -> None:
     """Say in words how a chain of this job works, and where each figure comes from."""
-    from outlast.cluster.chain.journal import choice_words, entries
+    from outlast.cluster.chain.choosing import starts_nearby, starts_words
+    from outlast.cluster.chain.files import choice_words, entries
     from outlast.cluster.chain.planning import files_of, plan_chain, site_now
-    from outlast.cluster.chain.starts import starts_nearby, starts_words
     from outlast.job import load_job
 
     job = load_job(*job_arguments(job_file, overrides))
@@ -245,10 +243,10 @@ def sentences(
         site: What the cluster allows.
         left_seconds: Of training; None: as the steps so far say.
     """
+    from outlast.cluster.chain.files import run_log
+    from outlast.cluster.chain.filler import work_seconds
     from outlast.cluster.chain.planning import costs_of, files_of, links_needed
-    from outlast.cluster.chain.progress import run_log
-    from outlast.cluster.chain.work import work_seconds
-    from outlast.cluster.durations import duration_text
+    from outlast.cluster.slurm.values import duration_text
 
     files = files_of(job)
     log = run_log(files)
@@ -352,7 +350,7 @@ def chain_of(run: Path) -> ChainFiles:
     Raises:
         JobError: The job file is wrong.
     """
-    from outlast.cluster.chain.plan import chain_files
+    from outlast.cluster.chain.files import chain_files
     from outlast.cluster.chain.planning import files_of
 
     if run.suffix == ".toml":
@@ -379,7 +377,7 @@ def status(
 def print_status(found: ChainStatus) -> None:
     """The status as text."""
     from outlast.cli.console import Column, output, print_table
-    from outlast.cluster.durations import duration_text
+    from outlast.cluster.slurm.values import duration_text
 
     console = output()
     why = f": {found.reason}" if found.reason else ""
@@ -427,7 +425,7 @@ def print_status(found: ChainStatus) -> None:
 
 def _predicted(link: LinkStatus) -> str:
     """The wait that was predicted when the link was chosen."""
-    from outlast.cluster.policies.words import hours
+    from outlast.cluster.policies.decision import hours
 
     if link.predicted_wait_seconds is None:
         return ""
@@ -440,8 +438,8 @@ def resume(run: Run, overrides: Overrides = None) -> None:
 
     Settings such as slurm.wall_time=4h replace those that the chain was submitted with.
     """
+    from outlast.cluster.chain.files import read_plan
     from outlast.cluster.chain.manage import resume as resumed
-    from outlast.cluster.chain.plan import read_plan
 
     files = chain_of(run)
     before = read_plan(files)
@@ -452,7 +450,7 @@ def resume(run: Run, overrides: Overrides = None) -> None:
 
 def _print_choice(files: ChainFiles) -> None:
     """Say why the link that was submitted is as it is, where that was chosen."""
-    from outlast.cluster.chain.journal import choice_words, entries
+    from outlast.cluster.chain.files import choice_words, entries
 
     if words := choice_words(entries(files)):
         print(f"chosen: {words}")
@@ -509,7 +507,7 @@ def adopt(
     from outlast.cluster.chain.manage import adopt as adopted
     from outlast.cluster.chain.planning import files_of, plan_chain, site_now
     from outlast.job import load_job, to_toml
-    from outlast.job.template import toml_value
+    from outlast.job.section import toml_value
     from outlast.records import RunDirectory
 
     if job_file.is_dir():
@@ -558,10 +556,9 @@ def tasks(
     the table: how far the plan can be at most from the shortest one, and what would happen without
     a plan. Figures are predictions from the file.
     """
-    from outlast.cluster.tasks.forward import run_greedily
-    from outlast.cluster.tasks.page import page
-    from outlast.cluster.tasks.planner import plan
-    from outlast.cluster.tasks.read import graph_from_toml
+    from outlast.cluster.tasks.build import graph_from_toml
+    from outlast.cluster.tasks.gantt import page
+    from outlast.cluster.tasks.planner import plan, run_greedily
 
     try:
         text = file.read_text(encoding="utf-8")

@@ -13,11 +13,10 @@ from outlast.cli.options import with_options
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from outlast.cluster.policies.decision import Policy
-    from outlast.cluster.policies.holes import Backfill
-    from outlast.cluster.policies.job import Limits, MalleableJob
-    from outlast.cluster.policies.replay import Row
-    from outlast.cluster.workload.jobs import Workload
+    from outlast.cluster.policies.decision import Limits, MalleableJob, Policy
+    from outlast.cluster.policies.forecast import Backfill
+    from outlast.cluster.policies.replay import PolicyResult
+    from outlast.cluster.workload import Workload
 
 POLICIES = ("long", "links", "filler", "planned", "automatic")
 HOUR = 3600.0
@@ -121,13 +120,13 @@ def simulate(
 
 def _rows(
     log: Workload, job: MalleableJob, limits: Limits, asked: AskedComparison, seed: int
-) -> list[Row]:
+) -> list[PolicyResult]:
     """One row for each load and policy."""
     from outlast.cluster.policies.replay import replay
 
     kind = _backfill(asked.backfill)
     chosen = _policies(asked.policy, asked.links * HOUR, kind)
-    rows: list[Row] = []
+    rows: list[PolicyResult] = []
     for item in asked.load or [log.load]:
         stretched = log.at_load(item) if asked.load else log
         rows += replay(stretched, chosen, job, limits, runs=asked.runs, seed=seed, backfill=kind)
@@ -135,9 +134,7 @@ def _rows(
 
 
 def _log(asked: AskedLog) -> Workload:
-    from outlast.cluster.workload.lublin import lublin
-    from outlast.cluster.workload.sacct import read_sacct
-    from outlast.cluster.workload.swf import read_swf
+    from outlast.cluster.workload import lublin, read_sacct, read_swf
 
     if sum(item is not None for item in (asked.swf, asked.sacct, asked.generated)) != 1:
         raise ClusterError("give one of --swf FILE, --sacct FILE and --generated NODES")
@@ -152,8 +149,12 @@ def _log(asked: AskedLog) -> Workload:
 
 def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
     """The run that is submitted, and what it may ask for."""
-    from outlast.cluster.durations import limit_seconds
-    from outlast.cluster.policies.job import Limits, MalleableJob, PowerSpeed
+    from outlast.cluster.policies.decision import (
+        Limits,
+        MalleableJob,
+        PowerSpeed,
+    )
+    from outlast.cluster.slurm.values import limit_seconds
 
     reference = asked.nodes or max(log.machine_nodes // 8, 1)
     if reference > log.machine_nodes:
@@ -188,9 +189,8 @@ def _backfill(name: str) -> Backfill:
 def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) -> list[Policy]:
     """One long job, which the others are compared with, and those that were asked for."""
     from outlast.cluster.policies.anchor_filler import AnchorFiller
-    from outlast.cluster.policies.automatic import Automatic
-    from outlast.cluster.policies.chains import FixedLinks, OneLongJob
-    from outlast.cluster.policies.planned import Planned
+    from outlast.cluster.policies.automatic import Automatic, Planned
+    from outlast.cluster.policies.decision import FixedLinks, OneLongJob
 
     known: dict[str, Policy] = {
         "links": FixedLinks(link_seconds),
@@ -205,8 +205,8 @@ def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) 
     return [OneLongJob(), *(known[name] for name in wanted)]
 
 
-def _print(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
-    from outlast.cluster.policies.words import hours
+def _print(log: Workload, job: MalleableJob, rows: list[PolicyResult]) -> None:
+    from outlast.cluster.policies.decision import hours
 
     console = output()
     heads = ("load", "policy", "runs", "turnaround h", "vs one long job", "worst", "node hours")
@@ -243,7 +243,7 @@ def _print(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
     console.print(sentence, soft_wrap=True, markup=False)
 
 
-def _print_json(log: Workload, job: MalleableJob, rows: list[Row]) -> None:
+def _print_json(log: Workload, job: MalleableJob, rows: list[PolicyResult]) -> None:
     print_json(
         {
             "log": log.name,

@@ -80,11 +80,15 @@ def _progress(directory: RunDirectory, until: float | None) -> tuple[float, int]
 
 def _way_back(clean: RunDirectory) -> WayBack:
     """Seconds of a restart, from the set-up of the run without faults."""
-    from outlast.records import Ready, StepsDone, read_run
+    from outlast.records import (
+        StepsDone,
+        TrainingStarted,
+        read_run,
+    )
     from outlast.recover.cost import REFORM_SECONDS, WayBack, detection_seconds
 
     run = read_run(clean.path)
-    parts = run.of(Ready)[0][1].parts
+    parts = run.of(TrainingStarted)[0][1].parts
     again = sum(seconds for name, seconds in parts.items() if name not in _BEFORE_PAGES)
     steps = [seconds for _, event in run.of(StepsDone) for seconds in event.step_seconds]
     warming = max(steps[0] - statistics.median(steps), 0.0)

@@ -647,7 +647,7 @@ def queued(wall_time: str | None, queue_wait: str | None, found: Estimate) -> Ch
         ClusterError: A time that cannot be read, or a limit in which nothing trains.
     """
     from outlast.cluster.cost import LinkOverhead, QueueWait, chain
-    from outlast.cluster.durations import limit_seconds
+    from outlast.cluster.slurm.values import limit_seconds
     from outlast.errors import PlanError
 
     if wall_time is None:

@@ -17,7 +17,7 @@ from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from outlast.cluster.chain.choosing import Chosen
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan
     from outlast.job import Job
 
 
@@ -69,7 +69,7 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     from outlast.cluster.chain.planning import run_path
     from outlast.cluster.chain.stopping import RECORD_TELLS
     from outlast.integrations.pace import every_of
-    from outlast.job.slurm import CHOSEN
+    from outlast.job.cluster import CHOSEN
 
     words = _words(text)
     if not words or not Path(words[0]).is_file():
@@ -256,7 +256,7 @@ def script_text(
     files: ChainFiles, plan: ChainPlan, number: int, chosen: Chosen | None = None
 ) -> str:
     """The exact batch script of link `number` as it would be submitted next."""
-    from outlast.cluster.chain.manage import first_lead_seconds
+    from outlast.cluster.chain.margin import first_lead_seconds
     from outlast.cluster.chain.submission import batch_of
     from outlast.cluster.slurm.script import batch_text
 

@@ -1,4 +1,4 @@
-"""What a shared cluster costs a run: queue wait, links of a chain, a shared file system.
+"""Cost of a shared cluster to a run: queue wait, links of a chain, a shared file system.
 
 Pure functions for the planner; needs no torch. Every figure that comes out is predicted.
 
@@ -18,7 +18,7 @@ from outlast.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class QueueWait:
-    """How long a job waits, as an affine function of the wall time that it asks for.
+    """Queue wait as an affine function of the wall time requested.
 
     Attributes:
         fixed_seconds: `a`.
@@ -68,7 +68,7 @@ class QueueWait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkOverhead:
-    """What one link of a chain does not train in.
+    """Overhead of one link of a chain: the time in which it does not train.
 
     Attributes:
         restart_seconds: From its start to the first step, on its nodes.
@@ -114,7 +114,7 @@ class LinkOverhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """What a chain of equal links costs.
+    """Cost of a chain of equal links.
 
     Attributes:
         links: How many.
@@ -140,10 +140,7 @@ class Chain:
 
 
 def chain(
-    work_seconds: float,
-    wall_seconds: float,
-    overhead: LinkOverhead,
-    wait: QueueWait | None = None,
+    work_seconds: float, wall_seconds: float, overhead: LinkOverhead, wait: QueueWait | None = None
 ) -> Chain:
     """A run cut into links of at most `wall_seconds`, each of which waits in the queue.
 
@@ -177,32 +174,6 @@ def chain(
     )
 
 
-def hole_worth_taking_seconds(
-    overhead_seconds: float, wait_seconds: float, max_wall_seconds: float
-) -> float:
-    """From which length a free hole beats waiting for the longest wall time: `o (Q + M) / (Q + o)`.
-
-    In a hole of length h, `h - o` of h seconds train; after a wait of Q for M seconds, `M - o` of
-    `Q + M` do. With no wait no hole is worth it: what comes out is then M.
-
-    Args:
-        overhead_seconds: `o`, of a link.
-        wait_seconds: `Q`, for a job of the longest wall time.
-        max_wall_seconds: `M`.
-
-    Raises:
-        ClusterError: A link of the longest wall time has no time to train.
-    """
-    _at_least("wait_seconds", wait_seconds)
-    _trains(max_wall_seconds, overhead_seconds)
-    if math.isinf(max_wall_seconds):
-        return math.inf
-    total = wait_seconds + overhead_seconds
-    if not total:
-        return 0.0
-    return overhead_seconds * (wait_seconds + max_wall_seconds) / total
-
-
 def contended_seconds(alone_seconds: float, load_of_others: float) -> float:
     """Time of a transfer on a file system whose bandwidth others use: `C / (1 - u)`.
 
@@ -223,21 +194,6 @@ def contended_seconds(alone_seconds: float, load_of_others: float) -> float:
             "at 1 no transfer ends"
         )
     return alone_seconds / (1.0 - load_of_others)
-
-
-def file_system_load(bytes_per_s: Sequence[float], bandwidth_bytes_per_s: float) -> float:
-    """Share of a file system's bandwidth that jobs ask for on average, each `C_i / P_i`.
-
-    Args:
-        bytes_per_s: Of each job: checkpoint bytes over the seconds between checkpoints.
-        bandwidth_bytes_per_s: Of the file system.
-
-    Raises:
-        ClusterError: No bandwidth.
-    """
-    if not bandwidth_bytes_per_s > 0.0:
-        raise ClusterError(f"bandwidth_bytes_per_s = {bandwidth_bytes_per_s}: give more than 0")
-    return sum(bytes_per_s) / bandwidth_bytes_per_s
 
 
 def save_waste(save_seconds: float, period_seconds: float, *, load_of_others: float = 0.0) -> float:

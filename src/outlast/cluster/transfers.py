@@ -1,4 +1,4 @@
-"""How fast the copies of a run's checkpoints and data may be, as its job file says.
+"""Rates for the copies of a run's checkpoints and data, as its job file says.
 
 The trainer knows neither file systems nor plans; it is handed what `transfers_for` makes.
 """
@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from outlast.cluster.storage.backoff import GentlePace
-from outlast.cluster.storage.pace import TokenBucket
-from outlast.cluster.tasks.following import TransferPlan, transfer_plan
-from outlast.cluster.tasks.read import figures_from_toml
-from outlast.cluster.tasks.sharing import Shares
+from outlast.cluster.storage.pace import GentlePace, TokenBucket
+from outlast.cluster.tasks.build import figures_from_toml
+from outlast.cluster.tasks.execute import Shares, TransferPlan, transfer_plan
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ class PlannedCopies:
 
 
 def transfers_for(job: Job, *, processes: int, nodes: int) -> GentleCopies | PlannedCopies | None:
-    """What [checkpoint] asks for; None where copies only have the caps of their tiers.
+    """Rates that [checkpoint] asks for; None where copies only have the caps of their tiers.
 
     Args:
         job: Checked.
@@ -104,7 +102,16 @@ def transfers_for(job: Job, *, processes: int, nodes: int) -> GentleCopies | Pla
     """
     settings = job.checkpoint
     if settings.transfer_plan:
-        return PlannedCopies(transfer_plan(_figures_of(job)), processes, nodes)
+        where = f'checkpoint.transfer_plan = "{settings.transfer_plan}"'
+        try:
+            text = Path(settings.transfer_plan).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise ClusterError(f"{where} cannot be read ({reason}): give another file") from None
+        figures = figures_from_toml(text, settings.transfer_plan)
+        for problem in _differences(job, figures):
+            raise ClusterError(f"{where} {problem}")
+        return PlannedCopies(transfer_plan(figures), processes, nodes)
     if not settings.back_off:
         return None
     rates = {
@@ -114,23 +121,8 @@ def transfers_for(job: Job, *, processes: int, nodes: int) -> GentleCopies | Pla
     return GentleCopies({name: rate for name, rate in rates.items() if rate})
 
 
-def _figures_of(job: Job) -> RunFigures:
-    """The figures of the run that checkpoint.transfer_plan names."""
-    settings = job.checkpoint
-    where = f'checkpoint.transfer_plan = "{settings.transfer_plan}"'
-    try:
-        text = Path(settings.transfer_plan).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
-        raise ClusterError(f"{where} cannot be read ({reason}): give another file") from None
-    figures = figures_from_toml(text, settings.transfer_plan)
-    for problem in _differences(job, figures):
-        raise ClusterError(f"{where} {problem}")
-    return figures
-
-
 def _differences(job: Job, figures: RunFigures) -> Iterator[str]:
-    """What a plan says otherwise than the job."""
+    """Differences between a plan and the job."""
     settings = job.checkpoint
     # Nodes and processes may change from link to link; each takes its part of the bandwidth.
     if figures.steps != job.train.steps:

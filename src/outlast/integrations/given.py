@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.errors import IntegrationError
 from outlast.job import LoopJob, load_loop_job
-from outlast.job.template import toml_value
+from outlast.job.section import toml_value
 
 if TYPE_CHECKING:
     import os

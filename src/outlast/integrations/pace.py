@@ -40,7 +40,7 @@ def every_of(text: str) -> Every:
     Raises:
         AutosaveError: When it means nothing.
     """
-    from outlast.cluster.durations import limit_seconds
+    from outlast.cluster.slurm.values import limit_seconds
 
     plain = text.strip().lower()
     if plain == "auto":
@@ -64,7 +64,7 @@ def seconds_of(option: str, text: str) -> float:
     Raises:
         AutosaveError: When it is none, or not above zero.
     """
-    from outlast.cluster.durations import FORMS, limit_seconds
+    from outlast.cluster.slurm.values import FORMS, limit_seconds
 
     seconds = 0.0
     with contextlib.suppress(ClusterError):

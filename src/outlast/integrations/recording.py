@@ -26,10 +26,10 @@ from outlast.records import (
     AttemptStarted,
     CheckpointFailed,
     CheckpointSaved,
-    Ready,
     RecordWriter,
     RunDirectory,
     StepsDone,
+    TrainingStarted,
     Warned,
     open_sinks,
 )
@@ -153,7 +153,7 @@ class Recording:
         seconds = self.watch.lap()
         started = age_seconds(psutil.Process())
         seconds["startup"] = max(started - sum(seconds.values()), 0.0)
-        self.write(Ready(step, started, seconds))
+        self.write(TrainingStarted(step, started, seconds))
         if self._ranks.is_first:
             report_outcome("running", steps=self._facts.steps)
         if self._meter is not None:

@@ -5,20 +5,21 @@ job = load_job(Path("job.toml"), ["train.steps=500"])   # JobError lists every p
 job.train.steps                                         # 500
 """
 
-from outlast.job.checkpoint import CheckpointSection
-from outlast.job.identity import differences, fingerprint, identity
+from outlast.job.cluster import SlurmSection, StagingSection
 from outlast.job.load import (
     DEFAULT_JOB,
+    LoopJob,
     default_job_text,
     job_from_text,
     load_job,
     load_loop_job,
     loop_job_from_text,
+    loop_template,
     settings_from_text,
 )
-from outlast.job.loop import LoopJob, loop_template
-from outlast.job.section import Section
+from outlast.job.section import Section, differences, fingerprint, identity, to_toml
 from outlast.job.sections import (
+    CheckpointSection,
     CodingSection,
     DataSection,
     EnergySection,
@@ -37,9 +38,6 @@ from outlast.job.sections import (
     TensorizeSection,
     TrainSection,
 )
-from outlast.job.slurm import SlurmSection
-from outlast.job.staging import StagingSection
-from outlast.job.template import to_toml
 
 __all__ = [
     "DEFAULT_JOB",

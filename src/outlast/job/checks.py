@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outlast.job.slurm import CHOSEN
+from outlast.job.cluster import CHOSEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set

@@ -2,6 +2,10 @@
 
 The check is strict: an unknown key is refused with the nearest known one, and all problems of a
 file are listed at once.
+
+A `LoopJob` has the settings of a training loop that is not Outlast's own: a script's, or another
+framework's. The model, its data and the steps are the script's business. What is left are the
+sections on what Outlast does beside them, with the same keys and meanings.
 """
 
 from __future__ import annotations
@@ -16,23 +20,103 @@ from pydantic import ValidationError
 
 from outlast.errors import JobError
 from outlast.job.checks import impossible_combinations
-from outlast.job.loop import LoopJob, decided_by_the_script, settings_of_others
-from outlast.job.section import Section
-from outlast.job.sections import Job
-from outlast.job.template import toml_value
+from outlast.job.section import Section, to_toml, toml_value
+from outlast.job.sections import (
+    CheckpointSection,
+    EnergySection,
+    GuardSection,
+    Job,
+    LogSection,
+    RecoverSection,
+    RunSection,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Sequence, Set
     from pathlib import Path
 
-J = TypeVar("J", bound=Section)
 
+_ONLY_OF_THE_TRAINER = {
+    "run.deterministic": "the script calls torch.use_deterministic_algorithms itself",
+    "checkpoint.keep_best": "the validation loss is the script's own",
+    "checkpoint.replay": "the optimizer's steps are the script's own",
+    "checkpoint.turns": "the saves of `outlast train` alone take turns",
+    "checkpoint.turn_seconds": "the saves of `outlast train` alone take turns",
+    "checkpoint.turn_order": "the saves of `outlast train` alone take turns",
+    "checkpoint.turn_load": "the saves of `outlast train` alone take turns",
+    "checkpoint.turn_ask_slurm": "the saves of `outlast train` alone take turns",
+    "checkpoint.transfer_plan": "only `outlast train` follows a plan of transfers",
+    "checkpoint.back_off": "only `outlast train` looks at other transfers",
+    "recover.groups": "live groups are those of `outlast train`",
+    "recover.lighthouse": "live groups are those of `outlast train`",
+    "recover.heartbeat_seconds": "live groups are those of `outlast train`",
+    "recover.fixed_order": "live groups are those of `outlast train`",
+    "recover.hang_seconds": "phases of a step are known in `outlast train` alone",
+    "energy.loss_target": "the validation loss is the script's own",
+    "energy.prometheus_port": "only `outlast train` serves metrics",
+}
+"""Settings that such a loop cannot follow -> why not."""
+
+
+class LoopJob(Section):
+    """Settings of Outlast beside a training loop that is not its own."""
+
+    run: RunSection = RunSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
+    recover: RecoverSection = RecoverSection()
+    energy: EnergySection = EnergySection()
+    log: LogSection = LogSection()
+
+
+def loop_template(job: LoopJob) -> str:
+    """`job` as commented TOML, without the settings that such a loop cannot follow."""
+    return to_toml(job, left_out=_ONLY_OF_THE_TRAINER)
+
+
+def decided_by_the_script(sections: Sequence[str]) -> str:
+    """Why sections of a whole job are none of a `LoopJob`."""
+    named = [f"[{section}]" for section in sections]
+    if len(named) == 1:
+        return (
+            f"{named[0]} is a section of `outlast train`; here it is the script that decides what "
+            f"it says: remove {named[0]}"
+        )
+    return (
+        f"{', '.join(named[:-1])} and {named[-1]} are sections of `outlast train`; here it is the "
+        "script that decides what they say: remove them, or write a file for loops with "
+        "`outlast init --loop loop.toml`"
+    )
+
+
+def settings_of_others(job: LoopJob, unsure: Set[str] = frozenset()) -> list[str]:
+    """One sentence for each setting that only `outlast train` could follow.
+
+    Args:
+        job: The settings.
+        unsure: Sections of which nothing is said.
+    """
+    problems = []
+    for name, reason in _ONLY_OF_THE_TRAINER.items():
+        section, key = name.split(".")
+        value = getattr(getattr(job, section), key)
+        default = type(getattr(job, section)).model_fields[key].default
+        if section not in unsure and value != default:
+            problems.append(f"{name} = {toml_value(value)} has no effect here: {reason}; remove it")
+    if "recover" not in unsure and job.recover.mode == "live":
+        problems.append(
+            'recover.mode = "live" needs a loop that `outlast train` or outlast.recover.live runs; '
+            'set "restart" or "off"'
+        )
+    return problems
+
+
+J = TypeVar("J", bound=Section)
 DEFAULT_JOB = "the embedded default job"
 
 # Beside its own error, tomllib lets through those of numbers and nestings beyond Python's limits.
 _NOT_TOML = (ValueError, RecursionError)
 _LONGEST_VALUE = 80
-
 _RIGHT = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -51,10 +135,7 @@ _RIGHT = {
 
 
 def load_job(
-    path: Path | None = None,
-    overrides: list[str] | None = None,
-    *,
-    unsure: Set[str] = frozenset(),
+    path: Path | None = None, overrides: list[str] | None = None, *, unsure: Set[str] = frozenset()
 ) -> Job:
     """Read `path` (the embedded default when None), apply `overrides`, check everything.
 
@@ -144,7 +225,7 @@ def _apply_override(tables: dict[str, Any], override: str, kind: type[Section]) 
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
         return [f"the override `{override}` is not of the form section.key=value"]
-    if not _is_unicode(override):
+    if any("\ud800" <= character <= "\udfff" for character in override):
         return [f"the override {override!a} is not UTF-8 text; rename the file that it names"]
     table = tables
     for part in parts[:-1]:
@@ -192,11 +273,6 @@ def _toml_value(text: str) -> Any:
     return document["value"] if len(document) == 1 else text
 
 
-def _is_unicode(text: str) -> bool:
-    # Python hands over bytes of a command line that are not UTF-8 as lone surrogates.
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
 def _build(
     kind: type[J],
     tables: dict[str, Any],
@@ -241,7 +317,7 @@ def _combinations_beside(
 
 
 def _is_of_the_trainer(detail: Any, kind: type[Section]) -> bool:
-    """Whether an error is a section that a loop's settings have no use for."""
+    """True if an error is a section that a loop's settings have no use for."""
     where = detail["loc"]
     return (
         kind is LoopJob
@@ -269,7 +345,7 @@ def _sentence(detail: Any, kind: type[Section]) -> str:
 
 
 def _right(detail: Any, where: list[str]) -> str:
-    """What the value of one pydantic error should be, in words."""
+    """Value that one pydantic error asks for, in words."""
     context = detail.get("ctx", {})
     match detail["type"]:
         case "literal_error":

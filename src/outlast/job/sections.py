@@ -16,24 +16,216 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from outlast.job.checkpoint import CheckpointSection
-from outlast.job.recover import RecoverSection
+from outlast.job.cluster import SlurmSection, StagingSection
 from outlast.job.section import Count, Fraction, Positive, Section, setting
-from outlast.job.slurm import SlurmSection
-from outlast.job.staging import StagingSection
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+MegabytesPerSecond = Annotated[float, Field(ge=0.0)]
+
+
+class CheckpointSection(Section):
+    """Frequency of saves, and the checkpoints to keep."""
+
+    every_steps: Count | Literal["auto"] = setting(
+        100,
+        'steps between checkpoints; 0: only at the end; "auto": as often as is best, from the '
+        "measured cost of a save and the expected failures",
+        identity=False,
+    )
+    mtbf_hours: Annotated[float, Field(ge=0.0)] = setting(
+        0.0,
+        'for "auto": mean time between failures of the whole job; 0: a published figure per node',
+        identity=False,
+    )
+    slowdown_budget: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
+        0.035, 'for "auto": largest share of the time that saves may cost', identity=False
+    )
+    longest_minutes: Annotated[float, Field(gt=0.0)] = setting(
+        30.0, 'for "auto": longest time between checkpoints', identity=False
+    )
+    keep: Positive = setting(3, "newest checkpoints kept", identity=False)
+    keep_every: Count = setting(
+        0, "also keep the checkpoints of all multiples of this step; 0: none", identity=False
+    )
+    keep_best: Count = setting(
+        0, "also keep this many with the lowest validation loss; 0: none", identity=False
+    )
+    asynchronous: bool = setting(
+        True, "write in the background; training goes on after the state is copied", identity=False
+    )
+    writer: Literal["process", "thread"] = setting(
+        "process",
+        "who codes and writes: a process of its own, or a thread, which starts at once but "
+        "disturbs training a little",
+        identity=False,
+    )
+    when_busy: Literal["wait", "skip", "replace"] = setting(
+        "wait",
+        "when a checkpoint is due while the one before is still being written: wait for that, "
+        "skip the new one, or give up the old one",
+        identity=False,
+    )
+    turns: str = setting(
+        "",
+        "folder in which your jobs take turns at saving to one file system, so that they do not "
+        "slow each other down: a due save waits for its turn while training goes on; empty: "
+        "save when due",
+        identity=False,
+    )
+    turn_seconds: Annotated[float, Field(ge=0.0)] = setting(
+        300.0, "save without a turn after so long a wait", identity=False
+    )
+    turn_order: Literal["least-waste", "fcfs", "set-10"] = setting(
+        "least-waste",
+        "who of those that wait is next, the same for all jobs of the folder: who keeps the others "
+        "waiting least for each node of its own; who came first; or one at a time of each class of "
+        "periods, classes side by side",
+        identity=False,
+    )
+    turn_load: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
+        0.6,
+        'for "auto" with checkpoint.turns: largest share of the time, below 1, for which the saves '
+        "of all jobs of the folder, this one too, may keep the file system busy",
+        identity=False,
+    )
+    turn_ask_slurm: bool = setting(
+        True,
+        "ask Slurm whether the job of a silent holder on another node has ended, in place of "
+        "waiting 90 s for its next sign of life",
+        identity=False,
+    )
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = setting(
+        1800.0, "longest wait for the storage or another process", identity=False
+    )
+    compression: Literal["auto", "zstd", "lz4", "lz4hc", "zlib", "none"] = setting(
+        "auto", "lossless codec; auto: the smallest measured, lz4: fast", identity=False
+    )
+    replay: Literal["off", "bf16", "exact"] = setting(
+        "off",
+        'also log every step\'s gradient, so that a restart loses no step: "exact" as it is; '
+        '"bf16" 2.5 times smaller, and the optimizer sees the rounded gradient',
+    )
+    delta_chain: Annotated[int, Field(ge=0, le=512)] = setting(
+        0,
+        "checkpoints in a row stored as differences to the one before: smaller, slower to "
+        "restore, a second copy of the state in host memory; 0: each in full",
+        identity=False,
+    )
+
+    fast: str = setting(
+        "",
+        "a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints "
+        "are then copied on to the run's directory in the background",
+        identity=False,
+    )
+    fast_private: bool = setting(
+        False, "whether nodes do not see each other's files in checkpoint.fast", identity=False
+    )
+    fast_keep: Positive = setting(1, "newest checkpoints kept in checkpoint.fast", identity=False)
+    drain_every: Positive = setting(
+        5, "with checkpoint.fast: every how many-th checkpoint is copied on", identity=False
+    )
+    drain_megabytes_per_s: MegabytesPerSecond = setting(
+        0.0,
+        "with checkpoint.fast: most that a process writes to the run's directory when checkpoints "
+        "are copied on; 0: no limit",
+        identity=False,
+    )
+    mirror: str = setting(
+        "",
+        "a safer place that checkpoints are copied on to, a directory or any fsspec URL such as "
+        "s3://bucket/runs",
+        identity=False,
+    )
+    mirror_every: Positive = setting(
+        10, "with checkpoint.mirror: every how many-th checkpoint is copied on", identity=False
+    )
+    mirror_megabytes_per_s: MegabytesPerSecond = setting(
+        0.0, "most that a process writes to checkpoint.mirror; 0: no limit", identity=False
+    )
+    back_off: bool = setting(
+        False,
+        "copies of checkpoints find their rate below these limits: a little more while they get "
+        "what they ask for, half of what they get when others want it too",
+        identity=False,
+    )
+    transfer_plan: str = setting(
+        "",
+        "file for `outlast cluster tasks` that plans this run, its tiers named run and mirror: "
+        "copies of checkpoints and of data then take the bandwidth that the plan gives them, in "
+        "its order; empty: no plan",
+        identity=False,
+    )
+
+
+Seconds = Annotated[float, Field(gt=0.0)]
+
+
+class RecoverSection(Section):
+    """Recovery of a run after a failure without a file checkpoint."""
+
+    mode: Literal["off", "restart", "live"] = setting(
+        "restart",
+        "restart: a failed group of processes starts again and takes the last step's state from "
+        "memory; live: survivors go on with the dead ones' share (needs the extra ft); "
+        "off: from the newest checkpoint",
+        identity=False,
+    )
+    every_steps: Positive = setting(
+        1, "restart: keep the state in memory after every so many steps", identity=False
+    )
+    memory: str = setting(
+        "/dev/shm",
+        "restart: directory in each node's memory (tmpfs) that outlives a process",
+        identity=False,
+    )
+    parity: Literal["auto", 0, 1, 2] = setting(
+        "auto",
+        "restart: how many of a group of nodes may be lost together with their memory; auto: 1 "
+        "where a node holds what no other holds, else 0",
+        identity=False,
+    )
+    parity_group: Annotated[int, Field(ge=2, le=255)] = setting(
+        8, "nodes that share their parity, at most", identity=False
+    )
+    domain: Literal["node", "process"] = setting(
+        "node", "what is lost together: a node, or each process by itself", identity=False
+    )
+    groups: Count = setting(
+        0, "live: replica groups; 0: one for each of parallel.replicate", identity=False
+    )
+    lighthouse: str = setting(
+        "",
+        "live: host:port of torchft's lighthouse; empty: outlast train starts one itself",
+        identity=False,
+    )
+    heartbeat_seconds: Seconds = setting(
+        1.0, "live: a group that is silent for so long counts as dead", identity=False
+    )
+    fixed_order: bool = setting(
+        False,
+        "live: sum the gradients of micro-batches in one order, whoever computes them, so that the "
+        "weights do not depend on deaths to the last bit; slow, for drills",
+        identity=False,
+    )
+    hang_seconds: Literal["auto"] | Annotated[float, Field(ge=0.0)] = setting(
+        "auto",
+        "a step that takes longer counts as hung: stacks are written to the run's directory, and "
+        "the process ends itself; auto: from the measured steps; 0: never",
+        identity=False,
+    )
+
 
 GuardLevel = Literal["off", "light", "linear", "full"]
 CodingScheme = Literal[
     "off", "coverage", "fractional_repetition", "cyclic_repetition", "cyclic_mds", "graph"
 ]
-
 TensorForm = Literal[
     "off", "low_rank", "cola", "lax", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain"
 ]
-
 TOML_VALUES = "text, a number, true, false, a list or a table of these"
 
 
@@ -48,24 +240,20 @@ def _only_toml(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _not_toml(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What inside `value` a job file cannot say, or not say again: None, dates, NaN, objects."""
+    """Values inside `value` that a job file cannot state or restate: None, dates, NaN, objects."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         for key, inner in value.items():
             yield from _not_toml(inner, (*path, key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from _not_toml(inner, (*path, str(index)))
-    elif not isinstance(value, (str, bool, int, float)) or _is_nan(value):
+    elif not isinstance(value, (str, bool, int, float)) or (
+        isinstance(value, float) and math.isnan(value)
+    ):
         yield path, value
 
 
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
 Table = Annotated[dict[str, Any], AfterValidator(_only_toml)]
-
-
 RANKS = (
     "a whole number from 1 on, a share such as 0.25 above 0 and below 1, or a budget: "
     '"parameters=0.3", "flops=0.3" or "error=0.1"'
@@ -96,7 +284,7 @@ Rank = Annotated[int | float | str, PlainValidator(_rank)]
 
 
 class RunSection(Section):
-    """Where the run lives and what makes it repeatable."""
+    """Location of the run, and the seed that makes it repeatable."""
 
     name: str = setting(
         "run",
@@ -168,7 +356,7 @@ class DataSection(Section):
 
 
 class TrainSection(Section):
-    """How long, how much at once, and in which precision."""
+    """Length, batch size and precision of the training."""
 
     steps: Positive = setting(1000, "optimizer steps in the whole run")
     batch_size: Positive = setting(32, "samples in one optimizer step, over all ranks")
@@ -243,7 +431,7 @@ class TensorizeSection(Section):
 
 
 class OptimizerSection(Section):
-    """Which optimizer and its constants."""
+    """The optimizer and its constants."""
 
     name: Literal["adamw", "muon"] = setting(
         "adamw", "muon: torch.optim.Muon for hidden matrices, AdamW for everything else"
@@ -275,7 +463,7 @@ class ScheduleSection(Section):
 
 
 class ParallelSection(Section):
-    """How the processes share the work: the product of the four degrees is their number."""
+    """Parallelism: the product of the four degrees is the number of processes."""
 
     replicate: Count = setting(
         0, "data-parallel replicas (DDP); 0: whatever the other degrees leave over", identity=False
@@ -301,7 +489,7 @@ class ParallelSection(Section):
 
 
 class GuardSection(Section):
-    """Which computations are checked for wrong numbers (silent data corruption)."""
+    """Checks of computations for silent data corruption."""
 
     policy: GuardLevel = setting(
         "light",
@@ -326,7 +514,7 @@ class GuardSection(Section):
 
 
 class CodingSection(Section):
-    """What data-parallel replicas do about slow and dead ones (gradient coding)."""
+    """Gradient coding: protection of data-parallel replicas against slow and dead ones."""
 
     scheme: CodingScheme = setting(
         "off",
@@ -384,7 +572,7 @@ EnergySource = Annotated[str, AfterValidator(_energy_source)]
 
 
 class EnergySection(Section):
-    """How energy is measured, and what it is priced at; nothing is ever set on a device."""
+    """Measurement and price of energy; nothing is ever set on a device."""
 
     measure: bool = setting(
         True, "read the meters of this machine while training, and record joules", identity=False
@@ -428,7 +616,7 @@ class EnergySection(Section):
 
 
 class EvaluateSection(Section):
-    """When to measure the validation loss."""
+    """Frequency of validation."""
 
     every_steps: Count = setting(0, "steps between evaluations; 0: only at the end", identity=False)
     samples: Count = setting(
@@ -447,7 +635,7 @@ class SampleSection(Section):
 
 
 class ExportSection(Section):
-    """What is left behind for others at the end of the run."""
+    """Exported files at the end of the run."""
 
     huggingface: bool = setting(
         True, "write <run>/model, a Hugging Face directory, at the end", identity=False
@@ -455,7 +643,7 @@ class ExportSection(Section):
 
 
 class LogSection(Section):
-    """What is written down while training."""
+    """Records written while training."""
 
     every_steps: Positive = setting(10, "steps between two records of the loss", identity=False)
     tensorboard: bool = setting(
@@ -474,7 +662,7 @@ class LogSection(Section):
 
 
 class LaunchSection(Section):
-    """How processes are started by ``outlast train`` itself."""
+    """Start of processes by ``outlast train`` itself."""
 
     nproc: Positive = setting(
         1, "processes to start on this machine (--nproc says the same)", identity=False

@@ -6,8 +6,6 @@ run.losses()[-1]                      # (1500, 1.43)
 run.seconds()["checkpoint"]           # seconds that training waited for checkpoints
 """
 
-from outlast.records.coded import CodedStep, CodingTotals, Slowness, coding_totals
-from outlast.records.copied import CheckpointCopied
 from outlast.records.directory import RunDirectory, replace_file, sync_directory
 from outlast.records.energy import DeviceEnergy, EnergyTotals, EnergyWindow, energy_totals
 from outlast.records.events import (
@@ -15,10 +13,13 @@ from outlast.records.events import (
     PURPOSES,
     AttemptEnded,
     AttemptStarted,
+    CheckpointCopied,
     CheckpointFailed,
     CheckpointInterval,
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
+    DataStaged,
     EnergyMeasured,
     Evaluated,
     Event,
@@ -26,28 +27,28 @@ from outlast.records.events import (
     Guarded,
     MemberLost,
     MembershipChanged,
-    Ready,
     Sampled,
     StateRecovered,
     StepsDone,
     StopRequested,
     Tensorized,
+    TrainingStarted,
     Warned,
-    WrongNumbers,
     finite,
 )
-from outlast.records.forecast import Compared, Forecast, Measured, forecast_of, measured_figures
-from outlast.records.guarded import GuardTotals, OperationChecks, guard_totals
-from outlast.records.lock import (
-    OwnerLock,
-    check_lease,
-    leave_without_lease,
-    lives_on_this_host,
-    this_process,
+from outlast.records.forecast import (
+    Compared,
+    Forecast,
+    Measured,
+    MemoryMeasured,
+    Predicted,
+    forecast_of,
+    measured_figures,
+    predicted_words,
 )
-from outlast.records.predicted import MemoryMeasured, Predicted, predicted_words
-from outlast.records.reader import LOST, Attempt, Record, Run, read_run
-from outlast.records.recovered import RecoveryTotals, recovery_totals, recovery_words
+from outlast.records.lease import check_lease, leave_without_lease
+from outlast.records.lock import OwnerLock, lives_on_this_host, this_process
+from outlast.records.log import LOST, Attempt, Record, RecordWriter, Run, event_file, read_run
 from outlast.records.sinks import (
     Curves,
     MlflowSink,
@@ -59,9 +60,19 @@ from outlast.records.sinks import (
     open_sinks,
     scalars,
 )
-from outlast.records.staged import DataStaged
 from outlast.records.stopwatch import Stopwatch
-from outlast.records.writer import RecordWriter, event_file
+from outlast.records.totals import (
+    CodedStep,
+    CodingTotals,
+    GuardTotals,
+    OperationChecks,
+    RecoveryTotals,
+    Slowness,
+    coding_totals,
+    guard_totals,
+    recovery_totals,
+    recovery_words,
+)
 
 __all__ = [
     "FORMAT_VERSION",
@@ -78,6 +89,7 @@ __all__ = [
     "CodedStep",
     "CodingTotals",
     "Compared",
+    "CorruptionDetected",
     "Curves",
     "DataStaged",
     "DeviceEnergy",
@@ -98,7 +110,6 @@ __all__ = [
     "OperationChecks",
     "OwnerLock",
     "Predicted",
-    "Ready",
     "Record",
     "RecordWriter",
     "RecoveryTotals",
@@ -114,9 +125,9 @@ __all__ = [
     "TensorBoardSink",
     "Tensorized",
     "TrackioSink",
+    "TrainingStarted",
     "WandbSink",
     "Warned",
-    "WrongNumbers",
     "check_lease",
     "coding_totals",
     "energy_totals",

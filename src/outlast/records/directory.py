@@ -1,4 +1,4 @@
-"""The run directory: where everything of a run lies, and how files in it are replaced.
+"""The run directory: its files, and their atomic replacement.
 
 runs/<name>/
   job.toml             the resolved job
@@ -67,7 +67,7 @@ class RunDirectory:
         return self.path / "lock"
 
     def exists(self) -> bool:
-        """Whether a run has begun here."""
+        """True if a run has begun here."""
         return self.job_file.exists()
 
     def create(self, job_text: str) -> None:
@@ -118,7 +118,7 @@ class RunDirectory:
 
     @property
     def attempts(self) -> int:
-        """How often the run was started so far."""
+        """Number of starts of the run so far."""
         try:
             return (self.path / "attempts").stat().st_size
         except OSError:

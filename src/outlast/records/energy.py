@@ -1,4 +1,4 @@
-"""What a run's meters add up to over all its attempts, by device and by purpose."""
+"""Energy totals of a run over all its attempts, by device and by purpose."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from outlast.records.events import EnergyMeasured
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.records.reader import Record, Run
+    from outlast.records.log import Record, Run
 
 REDONE = "redone"
 """The purpose of energy that went into steps which a later attempt has done again."""
-
 _KINDS = ("simulated", "replayed", "modelled", "measured")
 _JOULES_PER_WATT_HOUR = 3600.0
 
@@ -53,8 +52,12 @@ class EnergyWindow:
         found: dict[str, float] = {}
         for name, value in device.get("purposes", {}).items():
             seconds = max(float(value), 0.0)
-            shares = {self._named(name): 1 - self.share_redone, REDONE: self.share_redone}
-            for purpose, share in shares.items():
+            again = name == "startup" and not self.first_attempt
+            purposes = (
+                ("restart" if again else name, 1 - self.share_redone),
+                (REDONE, self.share_redone),
+            )
+            for purpose, share in purposes:
                 if share:
                     found[purpose] = found.get(purpose, 0.0) + seconds * share
         return found
@@ -70,9 +73,6 @@ class EnergyWindow:
             whole = math.fsum(seconds.values())
             for purpose, part in seconds.items() if whole > 0 else [("other", 1.0)]:
                 yield purpose, joules * part / (whole or 1.0)
-
-    def _named(self, purpose: str) -> str:
-        return "restart" if purpose == "startup" and not self.first_attempt else purpose
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,6 @@ class EnergyTotals:
         return math.fsum(found) if found else None
 
     @property
-    def watt_hours(self) -> float | None:
-        """`joules` in watt hours."""
-        return None if self.joules is None else self.joules / _JOULES_PER_WATT_HOUR
-
-    @property
     def seconds(self) -> float:
         """Length of the windows that figures cover."""
         return math.fsum(window.event.seconds for window in self.covered)
@@ -243,7 +238,7 @@ class EnergyTotals:
 
     @property
     def incomplete(self) -> bool:
-        """Whether joules are known to be in no figure: the sum is too low.
+        """True if joules are known to be in no figure: the sum is too low.
 
         Those of a window in which a meter that was there could not be read, or those of the end
         of an attempt that was killed.
@@ -280,7 +275,7 @@ _Row = dict[str, Any]
 
 
 def _meter(row: _Row) -> _Meter:
-    """What a meter is known by in a run: machine (host and boot), part and name."""
+    """Identity of a meter in a run: machine (host and boot), part and name."""
     return (*_machine(row), str(row.get("part")), str(row.get("name")))
 
 
@@ -320,7 +315,7 @@ def _among(row: _Row, rows: tuple[_Row, ...]) -> bool:
 
 
 def energy_totals(run: Run) -> EnergyTotals | None:
-    """What the meters of `run` have said, or None where nothing about energy is recorded."""
+    """Energy totals of `run`, or None where nothing about energy is recorded."""
     found = run.of(EnergyMeasured)
     if not found:
         return None
@@ -331,18 +326,7 @@ def energy_totals(run: Run) -> EnergyTotals | None:
         if record.attempt == last
         for name, reason in event.unavailable.items()
     }
-    ends = _unread_ends(run, found)
-    return EnergyTotals(
-        windows=tuple(_windows(run, found)),
-        unavailable=unavailable,
-        killed=len(ends),
-        killed_seconds=math.fsum(ends),
-        tariff=next((event.tariff for _, event in reversed(found) if event.tariff), ""),
-    )
-
-
-def _unread_ends(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> list[float]:
-    """Recorded seconds after the last reading of every attempt that has meters and no end."""
+    # Recorded seconds after the last reading of every attempt that has meters and no end.
     ends = []
     for attempt in run.attempts:
         own = [(record, event) for record, event in found if record.attempt == attempt.number]
@@ -350,7 +334,13 @@ def _unread_ends(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> list[f
         if attempt.outcome == "died" and (not own or any(event.devices for _, event in own)):
             since = own[-1][0].time if own else attempt.start_time
             ends.append(max(attempt.end_time - since, 0.0))
-    return ends
+    return EnergyTotals(
+        windows=tuple(_windows(run, found)),
+        unavailable=unavailable,
+        killed=len(ends),
+        killed_seconds=math.fsum(ends),
+        tariff=next((event.tariff for _, event in reversed(found) if event.tariff), ""),
+    )
 
 
 def _windows(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> Iterator[EnergyWindow]:
@@ -375,10 +365,12 @@ def _windows(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> Iterator[E
             for row in event.devices
             if row.get("part") == "node" or (record.attempt, _machine(row)) not in nodes
         )
+        until = min((step for number, step in began if number > record.attempt), default=math.inf)
+        redone = min(max(event.step - until, 0), event.steps)
         yield EnergyWindow(
             record=record,
             first_attempt=record.attempt == first,
-            share_redone=_share_redone(record, event, began),
+            share_redone=redone / event.steps if event.steps else 0.0,
             event=event,
             counted=tuple(row for row in own if row.get("joules") is not None),
             carried=tuple(row for row in own if id(row) in carried),
@@ -405,9 +397,3 @@ def _carried(found: list[tuple[int, EnergyMeasured]]) -> set[int]:
             elif key in covered:
                 rows.add(id(row))
     return rows
-
-
-def _share_redone(record: Record, event: EnergyMeasured, began: list[tuple[int, int]]) -> float:
-    until = min((step for number, step in began if number > record.attempt), default=math.inf)
-    redone = min(max(event.step - until, 0), event.steps)
-    return redone / event.steps if event.steps else 0.0

@@ -1,4 +1,4 @@
-"""The kinds of event that a run writes down, each a frozen dataclass.
+"""Events of a run, each kind a frozen dataclass.
 
 An event on disk is one JSON object on one line: the envelope (``v``, ``kind``, ``time``,
 ``monotonic``, ``rank``, ``attempt``) and the fields of its kind. ``v`` is `FORMAT_VERSION`. A
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 FORMAT_VERSION = 1
-
 PURPOSES = (
     "compute",
     "data",
@@ -26,10 +25,8 @@ PURPOSES = (
     "other",
 )
 """What a run's seconds are spent on; the reader adds ``lost`` for steps that were done again."""
-
-
 KINDS: dict[str, type[Event]] = {}
-"""All kinds of event by name, here and in `outlast.records.predicted`."""
+"""All kinds of event by name, here and in `outlast.records.forecast`."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Tensorized(Event):
 
 
 @dataclass(frozen=True)
-class Ready(Event):
+class TrainingStarted(Event):
     """Set-up is over and the first step begins.
 
     Attributes:
@@ -132,7 +129,8 @@ class StepsDone(Event):
         learning_rate: Peak-scaled learning rate of the last of them.
         tokens: Tokens trained on since the run began.
         step_seconds: Wall time of each covered step.
-        seconds: Wall time since the previous StepsDone (or Ready), by purpose; sums to wall time.
+        seconds: Wall time since the previous StepsDone (or TrainingStarted), by purpose; sums to
+            wall time.
         metrics: What else the loop told of these steps, by its own names: means.
     """
 
@@ -217,7 +215,7 @@ class CheckpointInterval(Event):
 
 
 @dataclass(frozen=True)
-class WrongNumbers(Event):
+class CorruptionDetected(Event):
     """A check of the guard found wrong numbers.
 
     Attributes:
@@ -246,7 +244,7 @@ class WrongNumbers(Event):
 
 @dataclass(frozen=True)
 class Guarded(Event):
-    """What the guard of rank 0 has checked in this attempt so far.
+    """Checks of the guard of rank 0 in this attempt so far.
 
     Attributes:
         policy: Its level.
@@ -285,7 +283,7 @@ class Guarded(Event):
 
 @dataclass(frozen=True)
 class GradientsCoded(Event):
-    """How replicas stood in for slow ones, one entry per optimizer step.
+    """Replicas that stood in for slow ones, one entry per optimizer step.
 
     Attributes:
         step: Steps done so far.
@@ -373,7 +371,7 @@ class EnergyMeasured(Event):
     def joules(self) -> float | None:
         """Sum over all nodes; None where nothing could be read."""
         counted = self.counted
-        return math.fsum(float(name["joules"]) for name in counted) if counted else None
+        return math.fsum(float(device["joules"]) for device in counted) if counted else None
 
 
 @dataclass(frozen=True)
@@ -471,7 +469,7 @@ class AttemptEnded(Event):
 
     Attributes:
         outcome: ``completed``, ``to_be_continued`` or ``failed``.
-        seconds: Wall time since the last StepsDone (or Ready), by purpose.
+        seconds: Wall time since the last StepsDone (or TrainingStarted), by purpose.
     """
 
     kind: ClassVar[str] = "attempt_ended"
@@ -520,3 +518,66 @@ def _read_back(value: Any, annotation: str) -> Any:
     if isinstance(value, list):
         return [float(inner) for inner in value]
     return value
+
+
+@dataclass(frozen=True)
+class CheckpointCopied(Event):
+    """A checkpoint is complete in a slower, safer place as well.
+
+    Attributes:
+        place: The tier.
+        seconds: Time of the copy, without the wait before it.
+        bytes: What rank 0 has written there.
+    """
+
+    kind: ClassVar[str] = "checkpoint_copied"
+    step: int
+    place: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class DataStaged(Event):
+    """Every node has its own copy of the tokens, or reads them in place.
+
+    Attributes:
+        seconds: Longest time that a process needed for all its files.
+        copies: One entry for each file and node: ``source``, ``path``, ``host``, ``processes``
+            that use it there, ``bytes``, ``copied_bytes`` (read from the source now; 0: the copy
+            was there), ``resumed_bytes`` (left by a process that died), ``seconds``,
+            ``waited_seconds`` (the longest that a process waited for another), ``evicted`` (sources
+            of copies that had to go), ``damaged`` (an earlier copy was, and was made anew) and
+            ``problem`` (why it is read in place; empty where it is not).
+    """
+
+    kind: ClassVar[str] = "data_staged"
+    seconds: float
+    copies: list[dict[str, Any]]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that all nodes have read from the sources now."""
+        return sum(int(copy_["copied_bytes"]) for copy_ in self.copies)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why files are read in place, each reason once."""
+        return sorted({str(copy_["problem"]) for copy_ in self.copies if copy_["problem"]})
+
+    def words(self) -> str:
+        """One line for people."""
+        kept = [copy_ for copy_ in self.copies if not copy_["problem"]]
+        if not kept:
+            return "data: read in place, on no node from a copy"
+        nodes = len({copied["host"] for copied in kept})
+        total = sum(int(copied["bytes"]) for copied in kept)
+        on = f"{nodes} node{'s' if nodes != 1 else ''}"
+        if not self.copied_bytes:
+            return (
+                f"data: {total / 1e6:,.1f} MB were on {on} already, found in {self.seconds:.2f} s"
+            )
+        return (
+            f"data: {self.copied_bytes / 1e6:,.1f} of {total / 1e6:,.1f} MB copied to {on} in "
+            f"{self.seconds:.2f} s"
+        )

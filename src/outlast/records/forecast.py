@@ -1,4 +1,4 @@
-"""What a run was predicted to need beside what it was measured to need.
+"""Forecast of a run beside its measured figures.
 
 found = forecast_of(read_run("runs/quickstart"))    # None where nothing was predicted
 found.compared()[0].ratio                           # 1.06: steps took 6 % longer than predicted
@@ -8,21 +8,144 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from outlast.records.energy import energy_totals
-from outlast.records.events import AttemptStarted, Ready, StepsDone
-from outlast.records.predicted import (
-    MemoryMeasured,
-    Predicted,
-    bytes_words,
-    range_words,
-    seconds_words,
-)
+from outlast.records.events import AttemptStarted, Event, StepsDone, TrainingStarted
 
 if TYPE_CHECKING:
-    from outlast.records.reader import Run
+    from outlast.records.log import Run
+
+
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True)
+class Predicted(Event):
+    """Predicted needs of the attempt; plain numbers, so that no planner is needed to read it.
+
+    Attributes:
+        step_seconds: Median wall time of a step, and the ends of its interval.
+        step_seconds_low: See `step_seconds`.
+        step_seconds_high: See `step_seconds`.
+        memory_bytes: Peak of the process that needs most, and the ends of its interval.
+        memory_bytes_low: See `memory_bytes`.
+        memory_bytes_high: See `memory_bytes`.
+        tokens_per_s: Of all processes together, within steps.
+        joules_per_token: Of all devices, within the windows that hold steps; None where nothing
+            is predicted.
+        joules_per_token_low: See `joules_per_token`.
+        joules_per_token_high: See `joules_per_token`.
+        run_seconds: From the first step to the end of the whole job in one attempt, with
+            evaluations, checkpoints and export; None where nothing is predicted.
+        run_seconds_low: See `run_seconds`.
+        run_seconds_high: See `run_seconds`.
+        terms: What a step's seconds are made of, by term; they add up to `step_seconds`.
+        coverage: Share of cases in which the truth should lie inside an interval.
+        extrapolated: Why the figures are beyond what was calibrated, a phrase each.
+        calibration: What the constants are from, e.g. the name of a calibration.
+        memory_of: Which memory is meant: ``allocated``, ``reserved`` (both on the device) or
+            ``resident`` (of the process, on the host); empty for reserved on a device and
+            resident on a CPU.
+    """
+
+    kind: ClassVar[str] = "predicted"
+    step_seconds: float
+    step_seconds_low: float
+    step_seconds_high: float
+    memory_bytes: float
+    memory_bytes_low: float
+    memory_bytes_high: float
+    tokens_per_s: float
+    joules_per_token: float | None = None
+    joules_per_token_low: float | None = None
+    joules_per_token_high: float | None = None
+    run_seconds: float | None = None
+    run_seconds_low: float | None = None
+    run_seconds_high: float | None = None
+    terms: dict[str, float] = field(default_factory=dict)
+    coverage: float = 0.9
+    extrapolated: list[str] = field(default_factory=list)
+    calibration: str = ""
+    memory_of: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryMeasured(Event):
+    """Peak memory of every process since it began.
+
+    Attributes:
+        step: Steps done so far.
+        ranks: Of each process: ``rank``, ``host``, ``resident_bytes`` (all of its memory on the
+            host, with what it shares with others), and on a GPU ``allocated_bytes`` (in tensors)
+            and ``reserved_bytes`` (taken from the device by torch).
+        what: Where the figures are read, in words.
+    """
+
+    kind: ClassVar[str] = "memory_measured"
+    step: int
+    ranks: list[dict[str, Any]]
+    what: str
+
+    def most(self, memory_of: str = "") -> tuple[str, int] | None:
+        """Kind of memory meant by `memory_of`, and the figure of the process with the most of it.
+
+        Args:
+            memory_of: As in `Predicted`.
+
+        Returns:
+            None where it is not recorded of every process.
+        """
+        on_device = all("reserved_bytes" in rank for rank in self.ranks)
+        name = memory_of or ("reserved" if on_device else "resident")
+        found = [rank.get(f"{name}_bytes") for rank in self.ranks]
+        known = [int(size) for size in found if isinstance(size, int | float)]
+        return (name, max(known)) if known and len(known) == len(found) else None
+
+
+def predicted_words(event: Predicted) -> str:
+    """The prediction in one line, as it is printed before the first step."""
+    low, high = seconds_words(event.step_seconds_low), seconds_words(event.step_seconds_high)
+    said = [
+        f"{seconds_words(event.step_seconds)} per step ({range_words(low, high)})",
+        bytes_words(event.memory_bytes),
+    ]
+    if event.joules_per_token is not None:
+        said.append(f"{event.joules_per_token:.3g} J per token")
+    if event.run_seconds is not None:
+        said.append(f"the whole run in {seconds_words(event.run_seconds)}")
+    beyond = f"; extrapolated: {', '.join(event.extrapolated)}" if event.extrapolated else ""
+    return f"predicted: {', '.join(said)}{beyond}"
+
+
+def seconds_words(seconds: float) -> str:
+    """A span of time, e.g. ``0.31 s`` or ``2 min 20 s``."""
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    if seconds < 3599.5:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
+
+
+def range_words(low: str, high: str) -> str:
+    """Both ends, with a unit that they share said once, e.g. ``0.28 to 0.35 s``."""
+    (number, _, unit), (_, _, other) = low.partition(" "), high.partition(" ")
+    return f"{number if unit == other else low} to {high}"
+
+
+def bytes_words(size_bytes: float) -> str:
+    """An amount of memory with a binary prefix, e.g. ``1.9 GiB``."""
+    if size_bytes >= 0.9995 * _GIB:
+        return f"{size_bytes / _GIB:,.1f} GiB"
+    return f"{size_bytes / _MIB:.0f} MiB" if size_bytes >= _MIB else f"{size_bytes / 1024:.3g} KiB"
+
 
 _WARM_UP_STEPS = 5
 _WARM_UP_SHARE = 0.1
@@ -31,7 +154,7 @@ _MOST_WARM_UP = 0.5
 
 @dataclass(frozen=True)
 class Measured:
-    """What one attempt took; None stands for what is not recorded.
+    """Measured figures of one attempt; None stands for a figure that is not recorded.
 
     Attributes:
         attempt: Its number.
@@ -84,7 +207,7 @@ class Compared:
 
     @property
     def inside(self) -> bool | None:
-        """Whether the measured figure lies in the interval; None where one of them is missing."""
+        """True if the measured figure lies in the interval; None where one of them is missing."""
         if self.measured is None or self.low is None or self.high is None:
             return None
         return self.low <= self.measured <= self.high
@@ -138,12 +261,7 @@ class Forecast:
 
     def compared(self) -> tuple[Compared, ...]:
         """Every predicted figure beside the measured one: time first, then memory."""
-        return (
-            *self._within_steps(),
-            self._memory(),
-            *self._energy(),
-            *self._whole_run(),
-        )
+        return (*self._within_steps(), self._memory(), *self._energy(), *self._whole_run())
 
     def sentence(self) -> str:
         """Time and memory in one line, as it is printed when the attempt has ended."""
@@ -204,7 +322,7 @@ def forecast_of(run: Run) -> Forecast | None:
 
 
 def measured_figures(run: Run, attempt: int | None = None) -> Measured | None:
-    """What `attempt` took (the last by default); None for an attempt that is not recorded.
+    """Measured figures of `attempt` (the last by default); None where it is not recorded.
 
     Steps that a later attempt did again count here: they took what they took.
     """
@@ -263,5 +381,5 @@ def _run_seconds(run: Run, attempt: int) -> float | None:
     [found] = [item for item in run.attempts if item.number == attempt]
     if found.outcome != "completed" or found.first_step != 0:
         return None
-    ready = next(record for record, _ in run.of(Ready) if record.attempt == attempt)
+    ready = next(record for record, _ in run.of(TrainingStarted) if record.attempt == attempt)
     return found.end_time - ready.time

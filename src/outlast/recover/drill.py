@@ -19,7 +19,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outlast.errors import RecoverError
-from outlast.records import Ready, StepsDone, read_run
+from outlast.records import (
+    StepsDone,
+    TrainingStarted,
+    read_run,
+)
 from outlast.recover.phase_page import (
     PHASES,
     arm,
@@ -315,7 +319,7 @@ class DrilledRun:
             return 0
         run = read_run(self._directory.path)
         done = [event.step for record, event in run.of(StepsDone) if record.attempt <= before]
-        first = [event.step for record, event in run.of(Ready) if record.attempt == after]
+        first = [event.step for record, event in run.of(TrainingStarted) if record.attempt == after]
         return max(max(done, default=0) - min(first, default=0), 0)
 
     def _steps(self) -> list[tuple[Record, StepsDone]]:

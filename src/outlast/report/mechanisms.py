@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from outlast.records import (
+    CorruptionDetected,
     MemberLost,
     Tensorized,
-    WrongNumbers,
     coding_totals,
     guard_totals,
     recovery_totals,
@@ -250,7 +250,7 @@ def _gaps(totals: GuardTotals) -> str:
 
 
 def _findings(overview: Overview) -> str:
-    found = overview.run.of(WrongNumbers)
+    found = overview.run.of(CorruptionDetected)
     if not found:
         return '<p class="about">Nothing wrong was found.</p>'
     rows = [

@@ -29,8 +29,8 @@ from outlast.coding.protocol import (
 )
 from outlast.distributed.group import gather_on_first
 from outlast.errors import CodingError, JobError
-from outlast.records import GradientsCoded, WrongNumbers
-from outlast.records.coded import DUPLICATE
+from outlast.records import CorruptionDetected, GradientsCoded
+from outlast.records.totals import DUPLICATE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,7 +105,7 @@ class CodingNotes:
     replicas: int
     speaks: bool
     _steps: dict[int, _Step] = field(default_factory=dict)
-    _wrong: list[WrongNumbers] = field(default_factory=list)
+    _wrong: list[CorruptionDetected] = field(default_factory=list)
 
     def covered(self, step: int, outcome: CoverageOutcome) -> None:
         """Note a step of coverage; of one that the guard repeats, the last time counts."""
@@ -120,7 +120,7 @@ class CodingNotes:
         )
         for disagreement in outcome.disagreements:
             self._wrong.append(
-                WrongNumbers(
+                CorruptionDetected(
                     step=step,
                     module=f"chunk {disagreement.chunk}",
                     operation=DUPLICATE,
@@ -151,7 +151,7 @@ class CodingNotes:
             own_seconds=own_seconds,
         )
 
-    def take(self, step: int) -> list[GradientsCoded | WrongNumbers]:
+    def take(self, step: int) -> list[GradientsCoded | CorruptionDetected]:
         """All ranks' notes since the last call; all ranks call it together.
 
         Args:

@@ -12,7 +12,11 @@ from outlast.errors import WrongNumbersError
 from outlast.guard import Finding, Guard, Policy, guard
 from outlast.guard.findings import HARMFUL
 from outlast.guard.policy import collapsed
-from outlast.records import Guarded, MemberLost, WrongNumbers
+from outlast.records import (
+    CorruptionDetected,
+    Guarded,
+    MemberLost,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,7 +94,7 @@ class RunGuard:
         """Findings of this process that are not recorded yet."""
         return len(self.guard.ledger.findings) - self._reported
 
-    def news(self) -> list[WrongNumbers | MemberLost]:
+    def news(self) -> list[CorruptionDetected | MemberLost]:
         """All ranks' findings since the last call, by rank; all ranks call it together.
 
         Where the attempts have ended with wrong numbers, their ranks count as lost.
@@ -131,13 +135,13 @@ class RunGuard:
         )
 
 
-def _lost(wrong: WrongNumbers) -> MemberLost:
+def _lost(wrong: CorruptionDetected) -> MemberLost:
     note = f"{wrong.operation} of {wrong.module} stays wrong on {wrong.device}"
     return MemberLost(wrong.step, f"rank {wrong.found_on}", "corrupt", 0.0, note)
 
 
-def _event(finding: Finding) -> WrongNumbers:
-    return WrongNumbers(
+def _event(finding: Finding) -> CorruptionDetected:
+    return CorruptionDetected(
         step=finding.step,
         module=finding.module,
         operation=finding.operation,

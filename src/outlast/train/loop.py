@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.errors import WrongNumbersError
-from outlast.records import Ready, StopRequested, Stopwatch, Warned
+from outlast.records import (
+    StopRequested,
+    Stopwatch,
+    TrainingStarted,
+    Warned,
+)
 from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.recover.resize import RESIZE
 from outlast.train.boundary import Agreed, Interval, Outcome, StateMovedError
@@ -121,7 +126,7 @@ class Trainer:
         parts["restore"] = time.perf_counter() - begun
         if self.guard is not None:
             self.guard.restart(first_step)
-        self._record(Ready(first_step, time.time() - started, parts))
+        self._record(TrainingStarted(first_step, time.time() - started, parts))
         if self.energy is not None:
             self._record(self.energy.begin(first_step))
             for message in self.energy.warnings:

@@ -30,6 +30,7 @@ from outlast.records import (
     CheckpointInterval,
     CheckpointRestored,
     CheckpointSaved,
+    CorruptionDetected,
     DataStaged,
     Evaluated,
     Event,
@@ -37,13 +38,12 @@ from outlast.records import (
     MemberLost,
     MembershipChanged,
     Predicted,
-    Ready,
     Sink,
     StateRecovered,
     StepsDone,
     StopRequested,
+    TrainingStarted,
     Warned,
-    WrongNumbers,
     predicted_words,
     recovery_words,
 )
@@ -94,7 +94,7 @@ def message_of(event: Event) -> str | None:
             return f"model: {event.parameters:,} parameters on {on}{layout}"
         case Predicted():
             return predicted_words(event)
-        case Ready():
+        case TrainingStarted():
             slowest = sorted(event.parts.items(), key=lambda part: -part[1])[:3]
             where = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
             return f"ready at step {event.step} after {event.seconds:.1f} s ({where})"
@@ -111,7 +111,7 @@ def message_of(event: Event) -> str | None:
             | CheckpointInterval()
         ):
             return _about_checkpoints(event)
-        case WrongNumbers() | GradientsCoded():
+        case CorruptionDetected() | GradientsCoded():
             return _about_numbers(event)
         case StopRequested():
             return f"step {event.step}: stopping ({event.reason})"
@@ -149,8 +149,8 @@ def _about_checkpoints(
             return f"checkpoints: {event.reason}"
 
 
-def _about_numbers(event: WrongNumbers | GradientsCoded) -> str | None:
-    if isinstance(event, WrongNumbers):
+def _about_numbers(event: CorruptionDetected | GradientsCoded) -> str | None:
+    if isinstance(event, CorruptionDetected):
         return (
             f"step {event.step + 1}: wrong numbers in {event.operation} of {event.module} on "
             f"rank {event.found_on} ({event.device}): {event.outcome.replace('_', ' ')}"
@@ -219,7 +219,7 @@ class TerminalDisplay:
 
     def write(self, event: Event) -> None:
         """Move the bar, or print the event's line above it."""
-        if isinstance(event, Ready):
+        if isinstance(event, TrainingStarted):
             self._start(event.step)
         if isinstance(event, (CheckpointSaved, CheckpointRestored)):
             self._saved = f"saved at {event.step}"

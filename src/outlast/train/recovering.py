@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import CheckpointStore
     from outlast.distributed.ranks import Ranks
-    from outlast.job.recover import RecoverSection
+    from outlast.job.sections import RecoverSection
     from outlast.records import Event, Run, RunDirectory
     from outlast.recover.phase_page import EnterPhase
     from outlast.recover.restart import CompleteState

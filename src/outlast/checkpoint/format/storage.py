@@ -2,7 +2,7 @@
 
 Every file appears complete or not at all: it is written under a temporary name, synced and
 renamed, and the directory is synced; an object store makes an uploaded object visible at once.
-Nothing is ever changed in place. A process that has lost its lease (see `outlast.records.lock`)
+Nothing is ever changed in place. A process that has lost its lease (see `outlast.records.lease`)
 makes nothing visible.
 """
 

@@ -1,1 +1,1 @@
-"""The links of a run on a queue with a time limit."""
+"""Job chains: a run as short jobs that follow each other on a queue with a time limit."""

@@ -1,4 +1,4 @@
-"""What a link's batch script runs: ``python -m outlast.cluster.chain FOLDER NUMBER``.
+"""Entry point of a link's batch script: ``python -m outlast.cluster.chain FOLDER NUMBER``.
 
 A filler, and a link whose time limit was chosen, is told its nodes and its limit as well: ``filler
 NODES SECONDS`` or ``link NODES SECONDS``. Those of other links are in the plan.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from outlast.cluster.chain.files import ChainFiles
 from outlast.cluster.chain.link import run_link
-from outlast.cluster.chain.plan import ChainFiles
 from outlast.errors import EXIT_BAD_INPUT, OutlastError
 
 if __name__ == "__main__":

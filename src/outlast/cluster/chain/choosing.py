@@ -3,6 +3,10 @@
 ``slurm.wall_time = "auto"``: every shape that the site allows is predicted on the queue as it is
 now (`outlast.cluster.policies`), and the one with which the run ends first is submitted. A link
 chooses for its successor as it begins, for what it will leave, and for a start after its own end.
+
+The prediction made when a link was submitted stands in the journal as it came out of the simulated
+queue, uncorrected; the link's own beginning says what came true. The errors of all chains in one
+folder of runs are one sample: they meet the same queue.
 """
 
 from __future__ import annotations
@@ -10,32 +14,168 @@ from __future__ import annotations
 import dataclasses
 import math
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.journal import note_or_print
-from outlast.cluster.chain.leading import lead_seconds_of
-from outlast.cluster.chain.plan import read_plan
+from outlast.cluster.chain.files import (
+    chain_files,
+    entries,
+    note_or_print,
+    of_kind,
+    read_plan,
+    run_log,
+)
+from outlast.cluster.chain.filler import SPEED_EXPONENT, StepTimes, step_times, work_seconds
+from outlast.cluster.chain.margin import first_lead_seconds
 from outlast.cluster.chain.planning import LONGEST_UNLIMITED_SECONDS, costs_of, site_of
-from outlast.cluster.chain.progress import run_log
-from outlast.cluster.chain.starts import correction_of, predicted_fields, starts_nearby
 from outlast.cluster.chain.submission import submit_link
-from outlast.cluster.chain.work import SPEED_EXPONENT, step_times, work_seconds
-from outlast.cluster.durations import duration_text
-from outlast.cluster.slurm.limits import chosen_partitions
-from outlast.cluster.slurm.nodes import partitions_now
+from outlast.cluster.slurm.partitions import chosen_partitions, partitions_now
+from outlast.cluster.slurm.values import duration_text
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan, Entry
     from outlast.cluster.chain.planning import Costs, Site
-    from outlast.cluster.chain.work import StepTimes
     from outlast.cluster.policies.automatic import Choice
-    from outlast.cluster.policies.behaviour import Behaviour
-    from outlast.cluster.policies.job import MalleableJob
-    from outlast.cluster.policies.predict import Correction, StartForecast
+    from outlast.cluster.policies.decision import MalleableJob
+    from outlast.cluster.policies.forecast import Behaviour, Correction, StartForecast
     from outlast.cluster.slurm.commands import Patience
+
+
+FEWEST = 5
+"""Past predictions from which on the next ones are corrected: one or two starts are an accident."""
+NEWEST = 60
+"""Older ones than so many are of another queue."""
+
+
+@dataclass(frozen=True)
+class PastStart:
+    """A prediction and what came of it.
+
+    Attributes:
+        time: When it was made, seconds since the epoch.
+        nodes: That the link asked for.
+        wall_seconds: That it asked for.
+        predicted_seconds: Wait at P10, P50 and P90, and the longest of all samples.
+        waited_seconds: From when it could start to when it did.
+    """
+
+    time: float
+    nodes: int
+    wall_seconds: float
+    predicted_seconds: tuple[float, float, float, float]
+    waited_seconds: float
+
+    @property
+    def certain(self) -> bool:
+        """True for a start predicted at once in every sample; such a prediction teaches nothing."""
+        return not self.predicted_seconds[3] > 0.0
+
+
+def predicted_fields(forecast: StartForecast) -> dict[str, object]:
+    """A prediction as fields of the journal's entry ``chosen``."""
+    import numpy as np
+
+    from outlast.cluster.policies.forecast import LEVELS
+
+    waits = forecast.wait_seconds
+    quantiles = [float(item) for item in np.quantile(waits, LEVELS)]
+    told = (forecast.p10_seconds, forecast.p50_seconds, forecast.p90_seconds)
+    return {
+        "waits": [round(quantile, 1) for quantile in (*quantiles, float(waits.max()))],
+        "told": [round(seconds, 1) for seconds in told],
+    }
+
+
+def past_starts(journal: Sequence[Entry]) -> list[PastStart]:
+    """Predictions of one chain whose links have begun, oldest first."""
+    began = {str(entry["job"]): float(entry["began"]) for entry in of_kind(journal, "started")}
+    ended = {str(entry["job"]): float(entry["time"]) for entry in of_kind(journal, "ended")}
+    found = []
+    for entry in of_kind(journal, "chosen"):
+        job, after, waits = str(entry["job"]), str(entry.get("after", "")), entry.get("waits")
+        # Of a link that ended without a word nobody knows since when the next one could start.
+        if job not in began or not waits or (after and after not in ended):
+            continue
+        ready = max(float(entry["time"]), ended.get(after, 0.0))
+        p10, p50, p90, longest = (float(wait) for wait in waits)
+        found.append(
+            PastStart(
+                time=float(entry["time"]),
+                nodes=int(entry["nodes"]),
+                wall_seconds=float(entry["wall_seconds"]),
+                predicted_seconds=(p10, p50, p90, longest),
+                waited_seconds=max(began[job] - ready, 0.0),
+            )
+        )
+    return found
+
+
+def starts_nearby(files: ChainFiles) -> list[PastStart]:
+    """Predictions of this chain and of those whose runs lie beside this one, the newest `NEWEST`.
+
+    Those that were certain to start at once are left out; so are journals that cannot be read.
+    """
+    try:
+        journals = sorted(files.run.parent.glob(f"*/{files.path.name}/{files.journal.name}"))
+    except OSError:
+        journals = [files.journal]
+    found: list[PastStart] = []
+    for journal in journals:
+        try:
+            found += past_starts(entries(chain_files(journal.parent.parent)))
+        except (ClusterError, KeyError, TypeError, ValueError):
+            continue
+    uncertain = [start for start in found if not start.certain]
+    return sorted(uncertain, key=lambda start: start.time)[-NEWEST:]
+
+
+def correction_of(past: Sequence[PastStart]) -> Correction | None:
+    """Correction of the next predictions by past errors; None with fewer than `FEWEST`."""
+    import numpy as np
+
+    from outlast.cluster.policies.forecast import Correction, StartForecast
+
+    if len(past) < FEWEST:
+        return None
+    forecasts = [
+        StartForecast(
+            nodes=start.nodes,
+            wall_seconds=start.wall_seconds,
+            wait_seconds=np.array(start.predicted_seconds),
+            p10_seconds=start.predicted_seconds[0],
+            p50_seconds=start.predicted_seconds[1],
+            p90_seconds=start.predicted_seconds[2],
+        )
+        for start in past
+    ]
+    return Correction.learnt(forecasts, [start.waited_seconds for start in past])
+
+
+def starts_words(past: Sequence[PastStart]) -> str:
+    """One sentence about the accuracy of earlier predictions."""
+    if not past:
+        return (
+            f"no predicted start of this folder's runs has been seen yet; from {FEWEST} on, "
+            "predictions are corrected by past errors"
+        )
+    count = len(past)
+    early = sum(start.waited_seconds <= start.predicted_seconds[2] for start in past)
+    seen = (
+        f"{count} predicted start(s) of this folder's runs were seen: {early} came by the P90 that "
+        "was predicted"
+    )
+    found = correction_of(past)
+    if found is None:
+        return f"{seen}; from {FEWEST} on, predictions are corrected by past errors"
+    middle, late = math.exp(found.p50), math.exp(found.p90)
+    return (
+        f"{seen}; predictions are corrected by that (waits and 5 min times {middle:.2g} at P50, "
+        f"{late:.2g} at P90)"
+    )
+
 
 WALLS_HOURS = (1, 2, 4, 8, 12, 24, 48)
 _SAMPLES = 16
@@ -46,7 +186,7 @@ _FEWEST_SAMPLES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """What one link is submitted with.
+    """Nodes and time limit of one link, with the reason.
 
     Attributes:
         plan: Of the chain, with this link's nodes and time limit.
@@ -82,15 +222,16 @@ def choose_now(
         ClusterError: The queue cannot be asked, or no shape makes progress.
     """
     from outlast.cluster.policies.automatic import choose
-    from outlast.cluster.policies.decision import Situation
-    from outlast.cluster.policies.holes import as_slurm
-    from outlast.cluster.policies.job import Limits
+    from outlast.cluster.policies.decision import Limits, Situation
+    from outlast.cluster.policies.forecast import as_slurm
     from outlast.cluster.slurm.snapshot import queue_now
 
     partitions = chosen_partitions(partitions_now(), plan.partition)
     limits = Limits(
         # A link that ends by itself needs no more.
-        max_wall_seconds=min(longest_seconds(site), _own_end(plan)),
+        max_wall_seconds=min(
+            longest_seconds(site), max(plan.link_seconds, 60.0) if plan.link_seconds else math.inf
+        ),
         max_nodes=site.limits.nodes or 2**31,
         # One place in the queue, unless the job wants fillers; nobody looks for one between links.
         max_jobs=(site.limits.submitted_jobs or 2**31) if plan.filler_nodes and not after else 1,
@@ -110,12 +251,12 @@ def choose_now(
 
 
 def behaviour_now(partitions: Sequence[str]) -> Behaviour:
-    """How much of their limits jobs use, by recent accounting; assumed where that says nothing.
+    """Share of their limits that jobs use, by recent accounting; assumed where that says nothing.
 
     Whether one may see everybody's jobs there is not known, so what arrives is not taken from it.
     """
-    from outlast.cluster.policies.behaviour import Behaviour
-    from outlast.cluster.workload.sacct import recent_jobs
+    from outlast.cluster.policies.forecast import Behaviour
+    from outlast.cluster.workload import recent_jobs
 
     log = recent_jobs(partitions)
     return Behaviour.assumed() if log is None else Behaviour.learnt(log, arrivals=False)
@@ -137,7 +278,7 @@ def job_of(
         sizes: Node counts that it can run on.
         times: Of steps on some of them; None: the speed is assumed.
     """
-    from outlast.cluster.policies.job import MalleableJob, PowerSpeed
+    from outlast.cluster.policies.decision import MalleableJob, PowerSpeed
 
     reference = next((node for node in plan.nodes if node in sizes), sizes[0])
     return MalleableJob(
@@ -157,11 +298,6 @@ def longest_seconds(site: Site) -> float:
     return LONGEST_UNLIMITED_SECONDS if longest is None or math.isinf(longest) else longest
 
 
-def _own_end(plan: ChainPlan) -> float:
-    """Seconds after which a link ends by itself, as long as a limit must be."""
-    return max(plan.link_seconds, 60.0) if plan.link_seconds else math.inf
-
-
 def choose_first(
     files: ChainFiles,
     plan: ChainPlan,
@@ -171,7 +307,7 @@ def choose_first(
     step: int | None = None,
     after: str = "",
 ) -> Chosen:
-    """What link `number`, the first one that is submitted, should be.
+    """Choose nodes and time limit of link `number`, the first to be submitted.
 
     Args:
         files: Of the chain.
@@ -195,7 +331,7 @@ def choose_first(
 
 
 def choose_next(files: ChainFiles, link: ChainPlan, number: int, job: str) -> Chosen:
-    """What link `number` should be, chosen by the link before it as that begins.
+    """Choose nodes and time limit of link `number`; the link before it calls this as it begins.
 
     Args:
         files: Of the chain.
@@ -222,7 +358,7 @@ def _on_reference(
     plan: ChainPlan, reference: int, seconds: float, times: StepTimes | None
 ) -> float:
     """Training in seconds on `reference` nodes, which was given for the plan's first nodes."""
-    from outlast.cluster.policies.job import PowerSpeed
+    from outlast.cluster.policies.decision import PowerSpeed
 
     first = plan.nodes[0]
     speed = times.speed(first) if times else PowerSpeed(first, SPEED_EXPONENT)
@@ -251,8 +387,7 @@ def submit_chosen(
     """Submit a link with what was chosen, and write down what was predicted; see `submit_link`."""
     plan = chosen.plan
     if lead_seconds is None:
-        saves, usable = run_log(files).save_seconds, plan.usable_seconds() or 0.0
-        lead_seconds = lead_seconds_of(plan, saves, at_risk_seconds=usable, hard_end=True)
+        lead_seconds = first_lead_seconds(files, plan)
     job = submit_link(
         files, plan, number, after=after, lead_seconds=lead_seconds, patience=patience
     )
@@ -304,11 +439,7 @@ def _chosen(
             return _as_before(plan, running, number, "that is expected to do all that is left")
         job = job.after(done, nodes)
     choice = choose_now(
-        plan,
-        site,
-        job,
-        correction=correction_of(starts_nearby(files)),
-        after=after,
+        plan, site, job, correction=correction_of(starts_nearby(files)), after=after
     )
     best, reason = choice.best, choice.reason
     if measured is None:

@@ -1,4 +1,4 @@
-"""The fence: of all links of a chain, one may write its run.
+"""The fence: of all links of a chain, only its holder may write the run.
 
 A file names the holder: job, host, boot, process and when that was started. It is made by linking a
 complete file to the name, so it is never seen half written. Another link takes it over when the
@@ -14,14 +14,13 @@ Of several links that find the same dead holder one gets the fence: whoever remo
 that very file first (flock) and looks at it again, so that a newer one is never removed by mistake.
 A holder that was believed dead and is not (a node that was cut off) finds at its next heartbeat
 that the fence names another, and ends its processes. These need not wait for it: the fence is their
-lease (`outlast.records.lock`), which each save checks, and they end when it names another job or
+lease (`outlast.records.lease`), which each save checks, and they end when it names another job or
 when the heartbeat has stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -34,10 +33,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from outlast.cluster.slurm.commands import SlurmUnreachableError
-from outlast.cluster.slurm.states import has_ended, is_waiting
+from outlast.cluster.slurm.jobs import has_ended, is_waiting
 from outlast.errors import ClusterError
-from outlast.records.lock import LEASE_FILE, LEASE_JOB, LEASE_TOKEN
-from outlast.records.process import boot_identity, started_seconds
+from outlast.records.lease import lease_environment
+from outlast.records.lock import remove_lock_file
+from outlast.records.process import boot_identity, process_lives, started_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,14 +46,13 @@ HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 WAIT_SECONDS = 90.0
 _LOOK_SECONDS = 1.0
-_SAME_START_SECONDS = 0.05
 # A dead holder's file is removed at once, unless somebody else is at it.
 _REMOVAL_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a fence.
+    """Holder of a fence.
 
     Attributes:
         job: Slurm's number of the link's job.
@@ -156,13 +155,10 @@ class Fence:
     @property
     def lease(self) -> dict[str, str]:
         """Environment variables of the processes that write the run under this fence."""
-        found = {LEASE_FILE: str(self._path), LEASE_TOKEN: self.holder.token}
-        # Of an array's place another number than the one by which the chain knows it.
-        number = os.environ.get("SLURM_JOB_ID")
-        return {**found, LEASE_JOB: number} if number else found
+        return lease_environment(self._path, self.holder.token)
 
     def held(self, *, at_once: bool = False) -> bool:
-        """Whether this link still holds the fence; also shows others that it is alive.
+        """True while this link holds the fence; the call also shows others that it is alive.
 
         A file system that does not answer for a moment is no reason to give up.
 
@@ -213,26 +209,11 @@ class Fence:
 
     def _remove(self, holder: Holder | None) -> bool:
         """Remove the file if it still names `holder`; False where somebody else is at it."""
-        try:
-            file = self._path.open("r+b")
-        except FileNotFoundError:
-            return True
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            except OSError:
-                pass  # a file system without flock: the few microseconds' risk is taken
-            with contextlib.suppress(FileNotFoundError):
-                same = os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
-                if same and _parsed(file.read()) == holder:
-                    self._path.unlink()
-        return True
+        return remove_lock_file(self._path, lambda content, _: _parsed(content) == holder)
 
     def _alive(self, holder: Holder, watched: _Watched) -> bool:
         here = (holder.host, holder.boot) == (self.holder.host, self.holder.boot)
-        if here and not _process_lives(holder):
+        if here and not process_lives(holder.process, holder.started):
             return False
         if holder.job == self.holder.job:
             # An earlier start of this job: Slurm starts it again only after its end.
@@ -267,7 +248,7 @@ class _Watched:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who a fence file names; None where there is none, or it is damaged."""
+    """Holder named by a fence file; None where there is none, or it is damaged."""
     try:
         return _parsed(path.read_bytes())
     except OSError:
@@ -285,15 +266,6 @@ def this_process(job: str) -> Holder:
         started_seconds(process),
         uuid.uuid4().hex,
     )
-
-
-def _process_lives(holder: Holder) -> bool:
-    try:
-        process = psutil.Process(holder.process)
-        same = abs(started_seconds(process) - holder.started) < _SAME_START_SECONDS
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _parsed(content: bytes) -> Holder | None:

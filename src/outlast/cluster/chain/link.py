@@ -1,4 +1,4 @@
-"""One link of a chain: what the batch script turns into, from its start to its exit code.
+"""One link of a chain, from the start of its batch script to its exit code.
 
 It takes the fence, submits the link that follows, starts the run's processes with srun, tells them
 when to save and stop, and says in the journal how it went. It needs neither torch nor the command
@@ -16,61 +16,44 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.clock import (
-    LinkClock,
-    asking,
-    known_left_seconds,
-)
-from outlast.cluster.chain.ending import (
-    Ending,
-    other_jobs,
-    submit_again,
-)
 from outlast.cluster.chain.fence import WAIT_SECONDS, Fence, FenceHeldError
-from outlast.cluster.chain.filling import filler_plan
-from outlast.cluster.chain.journal import (
+from outlast.cluster.chain.files import (
     entries,
     finished,
     is_filler,
     note_or_print,
     of_kind,
-)
-from outlast.cluster.chain.judging import TERMINATED, judge_previous
-from outlast.cluster.chain.plan import read_plan
-from outlast.cluster.chain.progress import (
+    read_plan,
     reported_progress,
     run_log,
     script_has_stopped,
     unfinished,
     write_progress,
 )
+from outlast.cluster.chain.filler import filler_plan
+from outlast.cluster.chain.next_job import LinkEnd, NextJob, other_jobs, submit_again
+from outlast.cluster.chain.stopping import LinkClock, asking, known_left_seconds
 from outlast.cluster.chain.submission import cancel
-from outlast.cluster.chain.succession import Succession
 from outlast.cluster.chain.verdict import (
+    TERMINATED,
     Verdict,
     fruitless_links,
     verdict_of,
+    verdict_on_previous,
 )
 from outlast.cluster.chain.watching import HANDOVER_SECONDS, Watch
 from outlast.cluster.slurm.commands import IMPATIENT, Patience, installed
-from outlast.cluster.slurm.history import state_now
-from outlast.cluster.slurm.nodes import hosts_in
-from outlast.cluster.slurm.queue import left_seconds_now
+from outlast.cluster.slurm.jobs import is_live, left_seconds_now, state_now
+from outlast.cluster.slurm.partitions import hosts_in
 from outlast.cluster.slurm.script import BEGAN
-from outlast.cluster.slurm.states import is_live
-from outlast.errors import (
-    EXIT_DONE,
-    EXIT_GIVE_UP,
-    EXIT_TO_BE_CONTINUED,
-    ClusterError,
-)
+from outlast.errors import EXIT_DONE, EXIT_GIVE_UP, EXIT_TO_BE_CONTINUED, ClusterError
 from outlast.records.directory import replace_file
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from outlast.cluster.chain.fence import Holder
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan
 
 _SIGNAL_DELAY_SECONDS = 1.0
 # What a link waits for Slurm's word at its end.
@@ -139,9 +122,7 @@ class Link:
             self.began = float(os.environ.get(BEGAN, ""))
         except ValueError:
             self.began = time.time()
-        self._succession = Succession(
-            self.files, self.plan, self.number, self.job.partition("_")[0]
-        )
+        self._next_job = NextJob(self.files, self.plan, self.number, self.job.partition("_")[0])
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
         """Handle Slurm's warning (USR1) and its request to end (TERM): only remember it."""
@@ -161,17 +142,15 @@ class Link:
             # The holder before may have ended the chain, as a filler that has done all steps.
             if (code := self._ended_before()) is not None:
                 return code
-            before = judge_previous(self.files, self.plan, self.job)
+            before = verdict_on_previous(self.files, self.plan, self.job)
             verdict = self._work(fence) if before is None else before
             # Slurm may have lost this node, and another link may have begun: it is the one that
             # decides what follows.
             if self._fenced or not fence.held(at_once=True):
                 return EXIT_TO_BE_CONTINUED
             # Under the fence, so that who gets it next knows whether the chain has ended.
-            last = Ending(self.files, self.plan, self.number, self.job)
-            verdict = last.conclude(
-                verdict, self._succession.submit, told_to_stop=self._told_to_stop
-            )
+            last = LinkEnd(self.files, self.plan, self.number, self.job)
+            verdict = last.conclude(verdict, self._next_job.submit, told_to_stop=self._told_to_stop)
         finally:
             fence.release()
         print(f"link {self.number}: {verdict.outcome}: {verdict.reason}", flush=True)
@@ -205,7 +184,7 @@ class Link:
         return EXIT_TO_BE_CONTINUED
 
     def _patience(self, holder: Holder) -> float:
-        """How long a live holder of the fence is waited for; a filler is asked to save and end."""
+        """Seconds to wait for a live holder of the fence; a filler is asked to save and end."""
         if self.plan.kind == "filler":
             return 0.0
         submitted = of_kind(entries(self.files), "submitted")
@@ -234,8 +213,30 @@ class Link:
         if reported_progress(self.files).get("outcome"):
             with contextlib.suppress(OSError):
                 write_progress(self.files, outcome="")
-        clock = self._clock()
-        self._note_start(first)
+        known = known_left_seconds(os.environ, self.plan.limit_seconds, self.began)
+        passed = max(time.time() - self.began, 0.0)
+        longest = self.plan.link_seconds - passed if self.plan.link_seconds else math.inf
+        number = os.environ["SLURM_JOB_ID"]
+        clock = LinkClock(
+            asking(number, left_seconds_now), known_seconds=known, longest_seconds=longest
+        )
+        clock.refresh()
+        filler = self.plan.kind == "filler"
+        note_or_print(
+            self.files,
+            "started",
+            job=self.job,
+            number=self.number,
+            began=self.began,
+            step=first,
+            nodes=self.plan.nodes_of(self.number),
+            processes=self.plan.processes_of(self.number),
+            hosts=hosts_in(os.environ.get("SLURM_JOB_NODELIST", "")),
+            **({"role": "filler"} if filler else {}),
+        )
+        if not filler:
+            with contextlib.suppress(OSError):
+                self.files.handover.unlink()
         watch = Watch(
             self.files,
             self.plan,
@@ -247,31 +248,38 @@ class Link:
             log,
             self.signals,
         )
-        self._succession.lead_seconds = watch.measure_lead()
-        self._succession.left_seconds = clock.limit_left_seconds
-        self._succession.begin()
-        code = self._train(watch)
+        self._next_job.lead_seconds = watch.measure_lead()
+        self._next_job.left_seconds = clock.limit_left_seconds
+        self._next_job.begin()
+        code = watch.train()
+        if code in TERMINATED and not self.signals:
+            # What has ended the program is on its way to this process, too.
+            self._changed.wait(_SIGNAL_DELAY_SECONDS)
+        watch.note_signals()
+        self._next_job.lead_seconds = watch.lead_seconds
+        self._told_to_stop, self._fenced = bool(watch.stop), watch.fenced
         last = run_log(self.files).step
         log.read()
         stopped = log.outcome == "to_be_continued" and log.attempt > attempt
         stopped = stopped or (last > first and script_has_stopped(self.files))
         if code == EXIT_DONE and stopped:
             code = EXIT_TO_BE_CONTINUED
-        self._succession.join()
+        self._next_job.join()
         verdict = self._verdict(code, first, last, fruitless, watch)
-        self._note_end(code, verdict, last, watch)
+        note_or_print(
+            self.files,
+            "ended",
+            job=self.job,
+            number=self.number,
+            code=code,
+            verdict=verdict.outcome,
+            reason=verdict.reason,
+            step=last,
+            state=watch.state,
+            left=watch.clock.limit_left_seconds(),
+            seconds=time.time() - self.began,
+        )
         return verdict
-
-    def _train(self, watch: Watch) -> int:
-        """Run the program to its end; returns its exit code."""
-        code = watch.train()
-        if code in TERMINATED and not self.signals:
-            # What has ended the program is on its way to this process, too.
-            self._changed.wait(_SIGNAL_DELAY_SECONDS)
-        watch.note_signals()
-        self._succession.lead_seconds = watch.lead_seconds
-        self._told_to_stop, self._fenced = bool(watch.stop), watch.fenced
-        return code
 
     def _doubts(self, watch: Watch) -> str:
         """Why the program's exit code of 0 is no proof that all is done; empty where it is."""
@@ -303,7 +311,7 @@ class Link:
         return ""
 
     def _verdict(self, code: int, first: int, last: int, fruitless: int, watch: Watch) -> Verdict:
-        """What the exit code of the program means."""
+        """Verdict on the exit code of the program."""
         if self._fenced:
             return Verdict("continue", "another link holds the fence")
         doubts = self._doubts(watch) if code == EXIT_DONE else ""
@@ -319,47 +327,3 @@ class Link:
             failure=watch.log.failure,
             unfinished=doubts,
         )
-
-    def _note_start(self, step: int) -> None:
-        filler = self.plan.kind == "filler"
-        note_or_print(
-            self.files,
-            "started",
-            job=self.job,
-            number=self.number,
-            began=self.began,
-            step=step,
-            nodes=self.plan.nodes_of(self.number),
-            processes=self.plan.processes_of(self.number),
-            hosts=hosts_in(os.environ.get("SLURM_JOB_NODELIST", "")),
-            **({"role": "filler"} if filler else {}),
-        )
-        if not filler:
-            with contextlib.suppress(OSError):
-                self.files.handover.unlink()
-
-    def _note_end(self, code: int, verdict: Verdict, step: int, watch: Watch) -> None:
-        note_or_print(
-            self.files,
-            "ended",
-            job=self.job,
-            number=self.number,
-            code=code,
-            verdict=verdict.outcome,
-            reason=verdict.reason,
-            step=step,
-            state=watch.state,
-            left=watch.clock.limit_left_seconds(),
-            seconds=time.time() - self.began,
-        )
-
-    def _clock(self) -> LinkClock:
-        known = known_left_seconds(os.environ, self.plan.limit_seconds, self.began)
-        passed = max(time.time() - self.began, 0.0)
-        longest = self.plan.link_seconds - passed if self.plan.link_seconds else math.inf
-        number = os.environ["SLURM_JOB_ID"]
-        clock = LinkClock(
-            asking(number, left_seconds_now), known_seconds=known, longest_seconds=longest
-        )
-        clock.refresh()
-        return clock

@@ -1,25 +1,30 @@
-"""What a person does with a chain from a login node: begin, resume, stop, adopt. No daemon."""
+"""Commands for a chain from a login node: begin, resume, stop, adopt. No daemon."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.filling import fill
-from outlast.cluster.chain.journal import entries, finished, is_filler, note, of_kind
-from outlast.cluster.chain.leading import lead_seconds_of
-from outlast.cluster.chain.plan import read_plan, write_plan
-from outlast.cluster.chain.progress import run_log, unfinished
+from outlast.cluster.chain.files import (
+    entries,
+    finished,
+    is_filler,
+    note,
+    of_kind,
+    read_plan,
+    unfinished,
+    write_plan,
+)
+from outlast.cluster.chain.filler import submit_filler
+from outlast.cluster.chain.margin import first_lead_seconds
 from outlast.cluster.chain.submission import cancel, live_jobs, submit_chain
-from outlast.cluster.slurm.history import state_now
-from outlast.cluster.slurm.queue import queued
-from outlast.cluster.slurm.states import is_live, is_waiting
+from outlast.cluster.slurm.jobs import is_live, is_waiting, queued, state_now
 from outlast.errors import ClusterError
 from outlast.records.directory import RunDirectory, replace_file
 
 if TYPE_CHECKING:
     from outlast.cluster.chain.choosing import Chosen
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan
 
 
 def begin(
@@ -96,9 +101,9 @@ def _submitted(
 
 
 def _filler(files: ChainFiles) -> list[str]:
-    """A filler for the first wait; none where there is no hole, or the queue is not known."""
+    """Submit a filler for the first wait; none without a backfill window, or a known queue."""
     try:
-        job = fill(files)
+        job = submit_filler(files)
     except ClusterError:
         return []
     return [] if job is None else [job]
@@ -268,10 +273,3 @@ def next_number(files: ChainFiles) -> int:
     started = [entry for entry in of_kind(journal, "started") if not is_filler(entry)]
     begun = [int(entry["number"]) for entry in [*started, *adopted]]
     return max(begun, default=0) + 1
-
-
-def first_lead_seconds(files: ChainFiles, plan: ChainPlan) -> float:
-    """How long before its limit Slurm warns a link that is submitted now."""
-    usable = plan.usable_seconds() or 0.0
-    saves = run_log(files).save_seconds
-    return lead_seconds_of(plan, saves, at_risk_seconds=usable, hard_end=True)

@@ -1,4 +1,4 @@
-"""From a job and what the cluster allows to the plan of a chain, or a refusal with the figures."""
+"""The plan of a chain, from a job and the limits of the cluster; or a refusal with the figures."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.leading import ASSUMED_SAVE_SECONDS, lead_seconds_of
-from outlast.cluster.chain.plan import ChainFiles, ChainPlan, chain_files
-from outlast.cluster.chain.progress import run_log
-from outlast.cluster.durations import duration_text, limit_seconds
+from outlast.cluster.chain.files import ChainFiles, ChainPlan, chain_files, run_log
+from outlast.cluster.chain.margin import ASSUMED_SAVE_SECONDS, lead_seconds_of
 from outlast.cluster.slurm.commands import SlurmMissingError, SlurmRefusedError
-from outlast.cluster.slurm.limits import (
+from outlast.cluster.slurm.partitions import (
     Limits,
     array_size_now,
     check_request,
     chosen_partitions,
     limits_of,
+    partitions_now,
     quality_now,
 )
-from outlast.cluster.slurm.nodes import partitions_now
-from outlast.cluster.staging.burst_buffer import job_directives
+from outlast.cluster.slurm.values import duration_text, limit_seconds
+from outlast.cluster.staging.job import job_directives
 from outlast.errors import ClusterError
-from outlast.job.slurm import CHOSEN
+from outlast.job.cluster import CHOSEN
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -37,7 +36,7 @@ LONGEST_UNLIMITED_SECONDS = 7 * 86400.0
 
 @dataclass(frozen=True)
 class Site:
-    """What the cluster says of the partitions that a job may use; see `Limits`.
+    """Limits of the partitions that a job may use, as the cluster states them; see `Limits`.
 
     Attributes:
         limits: Of the job.
@@ -55,7 +54,7 @@ UNKNOWN_SITE = Site(Limits(), known=False)
 
 @dataclass(frozen=True)
 class Costs:
-    """What a link spends besides training.
+    """Overhead of a link besides training.
 
     Attributes:
         restart_seconds: From the beginning of its script to its first step.
@@ -71,7 +70,7 @@ class Costs:
 
 
 def site_now(job: Job) -> Site:
-    """What the cluster allows to a job; see `site_of`."""
+    """Limits of the cluster for a job; see `site_of`."""
     return site_of(job.slurm.partition, job.slurm.qos, array=job.slurm.chain == "array")
 
 
@@ -158,11 +157,7 @@ def plan_chain(job: Job, site: Site) -> ChainPlan:
     )
     at_once = plan.links if plan.kind != "dependent" else min(2, plan.links or 2)
     check_request(
-        site.limits,
-        limit_seconds=limit or 0.0,
-        nodes=plan.nodes,
-        jobs=at_once,
-        kind=plan.kind,
+        site.limits, limit_seconds=limit or 0.0, nodes=plan.nodes, jobs=at_once, kind=plan.kind
     )
     check_room(plan, costs_of(plan, log.save_seconds, measured_restart=bool(restart)))
     return plan
@@ -221,7 +216,7 @@ def _reference(job: Job, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def costs_of(
     plan: ChainPlan, save_seconds: list[float], *, measured_restart: bool = False
 ) -> Costs:
-    """What a link of `plan` spends besides training."""
+    """Overhead of a link of `plan` besides training."""
     usable = plan.usable_seconds() or math.inf
     hard = plan.limit_seconds is not None and usable >= plan.limit_seconds
     lead = lead_seconds_of(plan, save_seconds, at_risk_seconds=usable, hard_end=hard)
@@ -259,7 +254,7 @@ def check_room(plan: ChainPlan, costs: Costs) -> None:
 
 
 def links_needed(plan: ChainPlan, costs: Costs, train_seconds: float | None) -> int | None:
-    """How many links a training of `train_seconds` takes; None where that is not known."""
+    """Number of links for `train_seconds` of training; None where that is not known."""
     usable = plan.usable_seconds()
     if train_seconds is None or usable is None:
         return None

@@ -1,4 +1,4 @@
-"""How a chain is doing: links, progress, where the time went, and when it will be done.
+"""Status of a chain: links, progress, use of time, and the expected end.
 
 All figures are measured, from the journal and the run's records, but the time that is left, which
 is predicted from them.
@@ -14,26 +14,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outlast.cluster.chain.fence import read_holder
-from outlast.cluster.chain.journal import (
+from outlast.cluster.chain.files import (
     choice_words,
     entries,
     finished,
     is_filler,
     of_kind,
+    read_plan,
+    run_log,
 )
-from outlast.cluster.chain.plan import read_plan
-from outlast.cluster.chain.progress import run_log
 from outlast.cluster.chain.submission import jobs_now
-from outlast.cluster.slurm.history import history_of
-from outlast.cluster.slurm.queue import waiting_words
-from outlast.cluster.slurm.states import is_waiting
+from outlast.cluster.slurm.jobs import history_of, is_waiting, waiting_words
 from outlast.errors import ClusterError, OutlastError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from outlast.cluster.chain.journal import Entry
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan, Entry
 
 _USEFUL = ("compute", "data", "communication", "evaluation", "other")
 """Purposes of `outlast.records` that a run without interruptions has as well."""
@@ -122,7 +119,7 @@ class ChainStatus:
 
 
 def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
-    """How the chain is doing now.
+    """Return the present status of the chain.
 
     Raises:
         ClusterError: There is no chain.
@@ -145,7 +142,17 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
     alive = holder.job if holder is not None and (problem or not ask_slurm) else ""
     links = links_of(plan, journal, log.step, alive, live)
     if ask_slurm:
-        links = _with_elapsed(links)
+        # `links` with what accounting says of those that had no last word.
+        lost = [link.job for link in links if link.seconds is None]
+        records = history_of(lost) if lost else []
+        # Of a job that was requeued the newest counts.
+        elapsed = {record.identity: record.elapsed_seconds for record in records}
+        links = [
+            dataclasses.replace(link, seconds=elapsed.get(link.job))
+            if link.seconds is None
+            else link
+            for link in links
+        ]
     asked = ask_slurm and not problem
     outcome, reason = _outcome(journal, links, live, waits, problem, asked=asked)
     if outcome == "stalled":
@@ -174,11 +181,7 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
 
 
 def links_of(
-    plan: ChainPlan,
-    journal: Sequence[Entry],
-    step: int,
-    holder: str,
-    live: Mapping[str, str],
+    plan: ChainPlan, journal: Sequence[Entry], step: int, holder: str, live: Mapping[str, str]
 ) -> list[LinkStatus]:
     """The links that have started."""
     started = of_kind(journal, "started")
@@ -199,13 +202,19 @@ def links_of(
             alive = job == holder or job in live
             verdict, reason = ("running", "") if alive else ("lost", "ended without a word")
         known = end["step"] if end else after["step"] if after else step
+        before = started[index - 1] if index else None
+        if before is None:
+            since = submitted.get(str(start["job"]))
+        else:
+            ended_before = ended.get(str(before["job"]))
+            since = None if ended_before is None else float(ended_before["time"])
         found.append(
             LinkStatus(
                 number=int(start["number"]),
                 job=job,
                 nodes=int(start.get("nodes", 1)),
                 processes=int(start.get("processes", plan.processes_of(int(start["number"])))),
-                wait_seconds=_wait(started[index - 1] if index else None, start, ended, submitted),
+                wait_seconds=None if since is None else max(float(start["began"]) - since, 0.0),
                 seconds=_ran_seconds(start, end, running=verdict == "running"),
                 first_step=int(start["step"]),
                 last_step=int(known),
@@ -229,34 +238,8 @@ def _ran_seconds(start: Entry, end: Entry | None, *, running: bool) -> float | N
     return max(time.time() - float(start["began"]), 0.0) if running else None
 
 
-def _with_elapsed(links: Sequence[LinkStatus]) -> list[LinkStatus]:
-    """`links` with what accounting says of those that had no last word."""
-    lost = [link.job for link in links if link.seconds is None]
-    records = history_of(lost) if lost else []
-    # Of a job that was requeued the newest counts.
-    elapsed = {record.identity: record.elapsed_seconds for record in records}
-    return [
-        dataclasses.replace(link, seconds=elapsed.get(link.job)) if link.seconds is None else link
-        for link in links
-    ]
-
-
-def _wait(
-    before: Entry | None,
-    start: Entry,
-    ended: Mapping[str, Entry],
-    submitted: Mapping[str, float],
-) -> float | None:
-    if before is None:
-        since = submitted.get(str(start["job"]))
-    else:
-        end = ended.get(str(before["job"]))
-        since = None if end is None else float(end["time"])
-    return None if since is None else max(float(start["began"]) - since, 0.0)
-
-
 def spent_seconds(files: ChainFiles, links: Sequence[LinkStatus]) -> dict[str, float]:
-    """What the time of links that have ended, and of the one that runs, went to, by cause."""
+    """Time of links that have ended, and of the running one, by cause."""
     from outlast.records import LOST, read_run
 
     allocated = sum(link.seconds for link in links if link.seconds is not None)

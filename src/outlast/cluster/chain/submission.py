@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.journal import entries, note_or_print, submitted_jobs
+from outlast.cluster.chain.files import entries, note_or_print, submitted_jobs
 from outlast.cluster.slurm.commands import (
     Patience,
     SlurmMissingError,
@@ -13,18 +13,16 @@ from outlast.cluster.slurm.commands import (
     SlurmUnreachableError,
     ask,
 )
-from outlast.cluster.slurm.queue import queued
+from outlast.cluster.slurm.jobs import is_live, is_waiting, queued
 from outlast.cluster.slurm.script import Batch, batch_text, log_pattern, overriding
-from outlast.cluster.slurm.states import is_live, is_waiting
 from outlast.errors import ClusterError
 from outlast.records.directory import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.cluster.chain.journal import Entry
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
-    from outlast.cluster.slurm.queue import QueuedJob
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan, Entry
+    from outlast.cluster.slurm.jobs import QueuedJob
 
 _SHORTEST_WARNING_SECONDS = 10
 # sbatch takes no more: sig_time has 16 bits.
@@ -37,7 +35,7 @@ def batch_of(files: ChainFiles, plan: ChainPlan, number: int, lead_seconds: floa
     filler = plan.kind == "filler"
     shape: tuple[str, ...] = ()
     if filler or plan.chooses:
-        # Both have a limit: a hole's length, or the one that was chosen.
+        # Both have a limit: a backfill window's length, or the one that was chosen.
         assert plan.limit_seconds is not None
         kind = "filler" if filler else "link"
         shape = (kind, str(plan.nodes[0]), f"{plan.limit_seconds:g}")
@@ -52,14 +50,7 @@ def batch_of(files: ChainFiles, plan: ChainPlan, number: int, lead_seconds: floa
         warn_seconds=warning_seconds(plan, lead_seconds),
         output=log_pattern(str(files.path), log),
         directory=plan.directory,
-        program=(
-            plan.python,
-            "-m",
-            "outlast.cluster.chain",
-            str(files.path),
-            str(number),
-            *shape,
-        ),
+        program=(plan.python, "-m", "outlast.cluster.chain", str(files.path), str(number), *shape),
         cpus_per_task=plan.cpus_per_task,
         gpus_per_node=plan.gpus_per_node,
         partition=plan.partition,
@@ -76,7 +67,7 @@ def batch_of(files: ChainFiles, plan: ChainPlan, number: int, lead_seconds: floa
 
 
 def warning_seconds(plan: ChainPlan, lead_seconds: float) -> int:
-    """When Slurm's signal should come: about when the link's own clock acts, and never at once."""
+    """Time of Slurm's signal: about when the link's own clock acts, and never at once."""
     longest = plan.limit_seconds / 3.0 if plan.limit_seconds else 300.0
     latest = min(round(min(lead_seconds, longest)), _LONGEST_WARNING_SECONDS)
     return max(latest, _SHORTEST_WARNING_SECONDS)

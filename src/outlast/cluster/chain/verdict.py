@@ -1,27 +1,42 @@
-"""What the end of a link means for its chain: done, go on, or give up.
+"""Verdict on the end of a link: the chain is done, continues, or gives up.
 
 A chain is done only where the exit code, the run's own record and Slurm agree: srun also ends with
 0 when Slurm has lost a node in the middle of the run.
+
+A link that ended without a word is judged by the next one. That also waits for the trainer's lock:
+its owner cannot be examined from another host, so it counts as live for two minutes after its last
+sign of life, unless Slurm has ended the job whose process it was.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import signal
+import socket
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.journal import is_filler, of_kind, since_resumed
-from outlast.cluster.slurm.states import is_live
+from outlast.cluster.chain.files import entries, is_filler, note_or_print, of_kind, since_resumed
+from outlast.cluster.slurm.commands import IMPATIENT, Patience
+from outlast.cluster.slurm.jobs import has_ended, is_live, state_now
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
     EXIT_GIVE_UP,
     EXIT_TO_BE_CONTINUED,
+    ClusterError,
 )
+from outlast.records.lock import OwnerLock
+from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from outlast.cluster.chain.journal import Entry
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan, Entry
+
 
 OUTCOMES = ("done", "gave_up", "cancelled", "stopped")
 NOT_ITS_FAULT = frozenset(
@@ -32,7 +47,7 @@ NOT_ITS_FAULT = frozenset(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a link's end.
+    """Verdict on a link's end.
 
     Attributes:
         outcome: ``continue``, or one of `OUTCOMES`, which end the chain.
@@ -44,7 +59,7 @@ class Verdict:
 
     @property
     def ends_the_chain(self) -> bool:
-        """Whether no further link is to run."""
+        """True if no further link is to run."""
         return self.outcome != "continue"
 
     @property
@@ -68,7 +83,7 @@ def verdict_of(
     failure: str = "",
     unfinished: str = "",
 ) -> Verdict:
-    """What follows when the program of a link has ended.
+    """Return the verdict for a link whose program has ended.
 
     Args:
         code: Its exit code.
@@ -114,7 +129,7 @@ def verdict_of(
 
 
 def verdict_of_lost(state: str | None, signalled: Entry | None, *, preemptible: bool) -> Verdict:
-    """What follows from a link that ended without a word of its own, seen by the next one.
+    """Return the verdict, given by the next link, on a link that ended without one of its own.
 
     Args:
         state: Of its job as Slurm says; None where nobody knows it any more.
@@ -163,7 +178,7 @@ def fruitless_links(journal: Sequence[Entry], step: int) -> int:
 
 
 def _denies(state: str | None) -> bool:
-    """Whether Slurm says of a job anything but that it runs or has ended well."""
+    """True if Slurm says of a job anything but that it runs or has ended well."""
     return state is not None and not is_live(state) and state != "COMPLETED"
 
 
@@ -173,3 +188,102 @@ def _how(code: int, signal: str) -> str:
     if code < 0 or code > 128:
         return f"killed by signal {-code if code < 0 else code - 128}"
     return f"ended with code {code}"
+
+
+_LOOK_SECONDS = 1.0
+
+
+def wait_for_lock(
+    path: Path, dead_hosts: Sequence[str] = (), *, fence: Path | None = None
+) -> float:
+    """Wait until no owner on another host can be alive any more.
+
+    A lock of this host, since it was booted, is left to the trainer, which can examine its owner.
+
+    Args:
+        path: The lock.
+        dead_hosts: Hosts of a job that has ended for certain: a lock from there is removed.
+        fence: Of the chain, which this link holds.
+
+    Returns:
+        Seconds that it took, at most `OwnerLock.stale_after_seconds`.
+    """
+    begun = time.monotonic()
+    dead = {host.partition(".")[0] for host in dead_hosts}
+    while time.monotonic() - begun < OwnerLock.stale_after_seconds:
+        try:
+            found = json.loads(path.read_bytes())
+            owner, boot = str(found["host"]), str(found["boot"])
+            age_seconds = time.time() - path.stat().st_mtime
+        except (OSError, ValueError, KeyError, TypeError):
+            break
+        if fence is not None and str(fence) in (found.get("lease") or ()):
+            # Of an earlier job of this chain: the trainer breaks it, by its lease.
+            break
+        here = (owner, boot) == (socket.gethostname(), boot_identity())
+        if here or age_seconds > OwnerLock.stale_after_seconds:
+            break
+        if owner.partition(".")[0] in dead:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            break
+        time.sleep(_LOOK_SECONDS)
+    return time.monotonic() - begun
+
+
+_PATIENCE = Patience(answer_seconds=10.0, total_seconds=20.0)
+TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit codes of a program that dies of SIGTERM, by itself and as a shell or srun says it."""
+
+
+def verdict_on_previous(files: ChainFiles, plan: ChainPlan, job: str) -> Verdict | None:
+    """Find out how the link before `job` ended, and wait until nothing of it can write.
+
+    Returns:
+        A verdict if the chain ends with it, because its job was cancelled; else None.
+    """
+    journal = entries(files)
+    # A job that was adopted is the only one that starts without a word.
+    before = [
+        entry
+        for entry in journal
+        if (entry["kind"] == "started" or entry.get("adopted")) and str(entry["job"]) != job
+    ]
+    last = before[-1] if before else None
+    # Wait for the trainer's lock, which may be of any program; a dead job's is removed.
+    lock = files.run / "lock"
+    dead: list[str] = []
+    if last is not None and lock.exists():
+        with contextlib.suppress(ClusterError):
+            state = state_now(str(last["job"]), IMPATIENT, of_processes=True)
+            dead = last.get("hosts", []) if has_ended(state or "") else []
+    wait_for_lock(lock, dead_hosts=dead, fence=files.fence)
+    if not before:
+        return None
+    # Whatever became of a filler, the link in whose place it trained goes on.
+    if is_filler(before[-1]) or plan.kind == "filler":
+        return None
+    resumed = of_kind(journal, "resumed")
+    if resumed and resumed[-1]["time"] > before[-1]["time"]:
+        return None
+    return _judge(files, plan, journal, before[-1])
+
+
+def _judge(
+    files: ChainFiles, plan: ChainPlan, journal: Sequence[Entry], last: Entry
+) -> Verdict | None:
+    job = str(last["job"])
+    told = [entry for entry in of_kind(journal, "ended") if entry["job"] == job]
+    signals = [entry for entry in of_kind(journal, "signalled") if entry["job"] == job]
+    terminated = any(entry["signal"] == "SIGTERM" for entry in signals)
+    if told and not terminated and told[-1].get("code") not in TERMINATED:
+        return None
+    try:
+        state = state_now(job, _PATIENCE)
+    except ClusterError:
+        # That Slurm is silent does not mean that it has forgotten the job.
+        state = str((signals[-1].get("state") if signals else None) or "UNKNOWN")
+    kind = "judged" if told or last.get("adopted") else "lost"
+    note_or_print(files, kind, job=job, state=state)
+    verdict = verdict_of_lost(state, signals[-1] if signals else None, preemptible=plan.preemptible)
+    return verdict if verdict.ends_the_chain else None

@@ -1,6 +1,10 @@
-"""While the program of a link runs: it is told when to stop, and ended where another link writes.
+"""Supervision of a link's program: when it is to stop, and its end where another link writes.
 
 The ranks read a file at step boundaries; signals are the back-up.
+
+While a link waits in the queue no node is its own. Those of the link before are, and those of a
+filler that trains in the meantime, and the next link may well get them again: there the data that
+it will need are copied beside the training (`Prefetching`).
 """
 
 from __future__ import annotations
@@ -16,31 +20,150 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outlast.cluster.chain import stopping
-from outlast.cluster.chain.clock import countdown, write_countdown
-from outlast.cluster.chain.ending import waiting_link_cancelled
 from outlast.cluster.chain.fence import read_holder
-from outlast.cluster.chain.filling import in_the_way
-from outlast.cluster.chain.journal import note_or_print
-from outlast.cluster.chain.leading import lead_seconds_of
-from outlast.cluster.chain.prefetching import Prefetching
-from outlast.cluster.chain.program import program_of
-from outlast.cluster.slurm.commands import IMPATIENT, Patience, ask
-from outlast.cluster.slurm.history import state_now
-from outlast.cluster.slurm.states import has_ended
+from outlast.cluster.chain.files import note_or_print
+from outlast.cluster.chain.filler import reason_to_yield
+from outlast.cluster.chain.margin import lead_seconds_of
+from outlast.cluster.chain.next_job import waiting_link_cancelled
+from outlast.cluster.chain.stopping import RECORD_TELLS, countdown, write_countdown
+from outlast.cluster.slurm.commands import IMPATIENT, Patience, ask, installed
+from outlast.cluster.slurm.jobs import has_ended, state_now
 from outlast.errors import ClusterError, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.cluster.chain.clock import LinkClock
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from outlast.cluster.chain.fence import Fence
-    from outlast.cluster.chain.plan import ChainFiles, ChainPlan
-    from outlast.cluster.chain.progress import RunLog
+    from outlast.cluster.chain.files import ChainFiles, ChainPlan, RunLog
+    from outlast.cluster.chain.stopping import LinkClock
+
+
+_PATIENCE_SECONDS = 5.0
+
+
+@dataclass
+class Prefetching:
+    """The copying beside the training of link `number`, which is job `job`."""
+
+    files: ChainFiles
+    plan: ChainPlan
+    number: int
+    job: str
+    _begun: bool = False
+    _kill_at: float = math.inf
+    _process: subprocess.Popen[bytes] | None = None
+
+    def look(self, *, under_way: bool, ending: bool = False) -> None:
+        """Begin once training is under way; write down how it went when it has ended.
+
+        Args:
+            under_way: Whether the link trains.
+            ending: Whether its last save may be under way, which is to have the file system.
+        """
+        if ending:
+            self._ask_to_end()
+        elif under_way and not self._begun:
+            self._begun = True
+            # A program of one's own has data of its own.
+            if not self.plan.command and wants_prefetch(self.files.job):
+                nodes = self.plan.nodes_of(self.number)
+                known = {stopping.CHAIN, stopping.JOB}
+                try:
+                    self._process = subprocess.Popen(
+                        prefetch_words(self.plan.python, self.files.job, nodes),
+                        env={
+                            name: value for name, value in os.environ.items() if name not in known
+                        },
+                    )
+                except OSError as error:
+                    print(f"data are not prefetched for the next link: {error}", flush=True)
+        if self._process is not None and self._process.poll() is not None:
+            self._note()
+
+    def end(self) -> None:
+        """End it with the link; what was copied by then is gone on with later."""
+        if self._process is not None:
+            # srun takes its tasks on other nodes with it only where it is asked to end.
+            self._ask_to_end()
+            try:
+                self._process.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                # The next link waits for this job's end; what is half copied does no harm.
+                self._process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_PATIENCE_SECONDS)
+            self._note()
+
+    def _ask_to_end(self) -> None:
+        """Ask once, and end it if it does not do so soon; waits for nothing."""
+        if self._process is None:
+            return
+        if math.isinf(self._kill_at):
+            self._process.terminate()
+            self._kill_at = time.monotonic() + _PATIENCE_SECONDS
+        elif time.monotonic() > self._kill_at:
+            self._process.kill()
+
+    def _note(self) -> None:
+        assert self._process is not None
+        note_or_print(self.files, "prefetched", job=self.job, code=self._process.returncode)
+        self._process = None
+
+
+def wants_prefetch(job_file: Path) -> bool:
+    """True if a job leaves copying to the prefetch, instead of waiting for it at the start."""
+    # Half a second's imports, which no link needs before it trains.
+    from outlast.job import load_job
+
+    with contextlib.suppress(OutlastError):
+        staging = load_job(job_file, []).staging
+        return bool(staging.directory) and staging.prefetch and not staging.wait
+    return False
+
+
+def prefetch_words(python: str, job_file: Path, nodes: int) -> Sequence[str]:
+    """Command that prefetches on all nodes of this job; one node needs no srun."""
+    from outlast.cluster.staging.job import prefetch_command
+
+    words = prefetch_command(python, job_file, nodes, beside_training=True)
+    if nodes == 1 and not installed("srun"):
+        return words[words.index(python) :]
+    return words
+
+
+def program_of(files: ChainFiles, plan: ChainPlan, number: int) -> list[str]:
+    """Name and arguments of the program of link `number`.
+
+    ``outlast train`` as a step of all processes, or the job's own shell line. One process needs no
+    srun, which containers may lack.
+    """
+    if plan.command:
+        return ["bash", "-c", plan.command]
+    train = [plan.python, "-m", "outlast", "train", str(files.job)]
+    nodes, processes = plan.nodes_of(number), plan.processes_of(number)
+    if processes == 1 and not installed("srun"):
+        return train
+    # A rank that died must not leave the others waiting for it. Those that stop to be continued end
+    # with 0 here, one after the other.
+    return [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={processes}",
+        "--kill-on-bad-exit=1",
+        f"--export=ALL,{RECORD_TELLS}=1",
+        *train,
+    ]
+
 
 HANDOVER_SECONDS = 900.0
 """A filler's step and its save; then its processes end."""
 _LOOK_SECONDS = 0.5
+
 # Ranks read the file that tells them to stop; where a shared file system shows it late, a signal
 # does the same.
 _SIGNAL_AFTER_SECONDS = 10.0
+
 # Slurm's documentation lets a warning come a minute before the lead that it was asked for.
 _EARLIEST_WARNING_SECONDS = 120.0
 _QUEUE_SECONDS = 60.0
@@ -78,10 +201,10 @@ class Watch:
     _told: int = 0
     _published: tuple[float, float, str] = (-math.inf, 0.0, "")
     _looked_at_queue: float = field(default_factory=time.monotonic)
-    _in_the_way: str = ""
+    _reason_to_yield: str = ""
 
     def measure_lead(self) -> float:
-        """When the last save begins, in seconds before the end, from the saves so far."""
+        """Update the start of the last save, in seconds before the end, from the saves so far."""
         clock = self.clock
         left = clock.left_seconds()
         self.lead_seconds = lead_seconds_of(
@@ -160,7 +283,7 @@ class Watch:
             self._published = (clock.end, self.lead_seconds, self.stop)
 
     def _why_stop(self) -> str:
-        """What beside the clock and signals asks the link to end."""
+        """Reason, besides the clock and signals, for the link to end."""
         if self.files.stop.exists():
             return "outlast cluster stop"
         return self._make_way() if self.plan.kind == "filler" else ""
@@ -195,14 +318,14 @@ class Watch:
             self._looked_at_queue = now
             # The queue is asked beside the loop, which must not wait.
             threading.Thread(target=self._look_at_queue, daemon=True).start()
-        return self._in_the_way
+        return self._reason_to_yield
 
     def _look_at_queue(self) -> None:
         left = self.plan.limit_seconds or 0.0
         with contextlib.suppress(OutlastError):
-            self._in_the_way = waiting_link_cancelled(self.files, self.number) or in_the_way(
-                self.files, self.job, self.plan, left, self.began
-            )
+            self._reason_to_yield = waiting_link_cancelled(
+                self.files, self.number
+            ) or reason_to_yield(self.files, self.job, self.plan, left, self.began)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Ask a program that runs to save and end, and wait for it; kill it where that is in vain.
@@ -233,7 +356,7 @@ class Watch:
                 ask(["scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"]], IMPATIENT)
 
     def _in_time(self) -> bool:
-        """Whether Slurm's warning is not needed, since the link's own clock knows the same limit.
+        """True if Slurm's warning is not needed, since the link's own clock knows the same limit.
 
         Long before the limit it is no warning of Slurm's: a person asks for a stop.
         """

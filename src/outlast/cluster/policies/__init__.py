@@ -1,4 +1,4 @@
-"""What to submit: one long job, a chain, an anchor with fillers, or nodes and wall time planned.
+"""Submission policies: one long job, a chain, an anchor with fillers, or a planned shape.
 
     queue = ...                                       # of squeue and sinfo, or of a simulation
     job = MalleableJob(work_seconds=40 * 3600, reference_nodes=8, sizes=(2, 4, 8, 16, 32),
@@ -11,25 +11,38 @@ seen. `Run` carries decisions out on the simulator; on a cluster the caller does
 """
 
 from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.automatic import Automatic, Choice, choose
-from outlast.cluster.policies.behaviour import Behaviour
-from outlast.cluster.policies.calibrate import learn_correction, queue_at
-from outlast.cluster.policies.chains import FixedLinks, OneLongJob
-from outlast.cluster.policies.decision import Decision, OwnJob, Policy, Situation, Submission
-from outlast.cluster.policies.driver import Run
-from outlast.cluster.policies.job import (
-    AmdahlSpeed,
+from outlast.cluster.policies.automatic import (
+    Automatic,
+    Candidate,
+    Choice,
+    Planned,
+    candidates,
+    choose,
+)
+from outlast.cluster.policies.decision import (
+    Decision,
+    FixedLinks,
     Limits,
     MalleableJob,
+    OneLongJob,
+    OwnJob,
+    Policy,
     PowerSpeed,
+    Situation,
+    Submission,
     TableSpeed,
 )
-from outlast.cluster.policies.planned import Candidate, Planned, candidates
-from outlast.cluster.policies.predict import Correction, StartForecast, forecast_waits
-from outlast.cluster.policies.replay import Row, replay
+from outlast.cluster.policies.forecast import (
+    Behaviour,
+    Correction,
+    StartForecast,
+    forecast_waits,
+    learn_correction,
+    queue_at,
+)
+from outlast.cluster.policies.replay import PolicyResult, SimulatedRun, replay
 
 __all__ = [
-    "AmdahlSpeed",
     "AnchorFiller",
     "Automatic",
     "Behaviour",
@@ -44,9 +57,9 @@ __all__ = [
     "OwnJob",
     "Planned",
     "Policy",
+    "PolicyResult",
     "PowerSpeed",
-    "Row",
-    "Run",
+    "SimulatedRun",
     "Situation",
     "StartForecast",
     "Submission",

@@ -1,13 +1,13 @@
-"""Anchor and filler: one long job keeps the place in the queue, holes train meanwhile.
+"""Anchor and filler: one long job keeps the place in the queue, backfill windows train meanwhile.
 
 The anchor asks for all that is left. While it waits, a filler takes what backfill leaves free, on
 at most as many nodes, from the same checkpoint. The filler saves and ends as soon as anybody's
 job could start on its nodes: first, because a scheduler gives nodes only once they are free, and
 because a filler that stands in the way of those before the anchor delays the anchor itself. The
-anchor's limit falls as work gets done, so that it fits smaller holes itself. A filler that can
-finish the job makes the anchor superfluous.
+anchor's limit falls as work gets done, so that it fits smaller backfill windows itself. A filler
+that can finish the job makes the anchor superfluous.
 
-A lone hole is no reason to leave the queue: giving up the place costs more than the hole gains.
+A lone window is no reason to leave the queue: giving up the place costs more than the window gains.
 """
 
 from __future__ import annotations
@@ -15,23 +15,35 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from outlast.cluster.policies.decision import Decision, OwnJob, Situation, Submission
-from outlast.cluster.policies.holes import Backfill, hole_seconds, place_of, starts_now, without
-from outlast.cluster.policies.job import MINUTE, MalleableJob
-from outlast.cluster.policies.words import hours
-from outlast.cluster.simulate.queue import Queue
+from outlast.cluster.policies.decision import (
+    MINUTE,
+    Decision,
+    MalleableJob,
+    OwnJob,
+    Situation,
+    Submission,
+    hours,
+)
+from outlast.cluster.policies.forecast import (
+    Backfill,
+    place_of,
+    starts_now,
+    window_seconds,
+    without,
+)
+from outlast.cluster.simulate.engine import Queue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorFiller:
-    """One long job and fillers in the holes before it starts.
+    """One long job and fillers in the backfill windows before it starts.
 
     Attributes:
         anchor_nodes: Of the long job; None for the reference.
         longest_filler_seconds: Of a filler.
         shorten_by_seconds: The anchor's limit is lowered in steps of at least this.
         rest_seconds: From the end of a filler until the next one, at least a minute.
-        outlook_seconds: Fillers are compared by what they get done in this time: beyond it holes
+        outlook_seconds: Fillers are compared by what they get done in this time: beyond it windows
             will have changed.
         gain: A filler moves to more nodes where they get this many times as much done.
         polite: Whether fillers make way for every job that could start on their nodes; otherwise
@@ -52,56 +64,47 @@ class AnchorFiller:
     watches: bool = True
 
     def decide(self, situation: Situation) -> Decision:
-        """What to do now."""
+        """Decide the next actions."""
         main, filler = situation.main, situation.filler
         if main is None:
-            return self._first(situation, filler)
+            # No job holds a place yet.
+            if filler is not None:
+                return Decision(reason="the filler finishes the job")
+            nodes = self.anchor_nodes or situation.job.reference_nodes
+            wall = situation.limits.wall_to_finish(situation.job, nodes)
+            anchor = Submission(nodes=nodes, wall_seconds=wall)
+            return Decision(reason="one long job holds the place in the queue", submit=(anchor,))
         if main.running:
-            return self._running(situation, main, filler)
+            # The anchor has its nodes.
+            if filler is None:
+                return Decision(reason="the long job runs")
+            if filler.ending:
+                return Decision(reason="the long job goes on when the filler has saved")
+            if not filler.running:
+                return Decision(reason="the long job runs", cancel=(filler.number,))
+            if self._filler_is_sooner(situation, main, filler):
+                return Decision(
+                    reason="the filler finishes sooner than the long job", cancel=(main.number,)
+                )
+            return Decision(
+                reason="the long job has started: the filler saves and ends",
+                hand_over=(filler.number,),
+            )
         if filler is None:
-            return self._waiting(situation, main)
+            # The anchor waits and nothing trains.
+            shorten = self._shorten(situation, main)
+            submit = self._filler(situation, main)
+            if submit is None:
+                return Decision(reason="no backfill window is worth a filler", shorten=shorten)
+            reason = f"{submit.nodes} nodes are free for {hours(submit.wall_seconds)}"
+            return Decision(reason=reason, shorten=shorten, submit=(submit,))
         if filler.ending:
             return Decision(reason="the filler saves")
         if not filler.running:
             return Decision(
-                reason="the hole was gone before the filler could start", cancel=(filler.number,)
+                reason="the window was gone before the filler could start", cancel=(filler.number,)
             )
         return self._training(situation, main, filler)
-
-    def _first(self, situation: Situation, filler: OwnJob | None) -> Decision:
-        """No job holds a place yet."""
-        if filler is not None:
-            return Decision(reason="the filler finishes the job")
-        nodes = self._nodes(situation)
-        wall = situation.limits.wall_to_finish(situation.job, nodes)
-        anchor = Submission(nodes=nodes, wall_seconds=wall)
-        return Decision(reason="one long job holds the place in the queue", submit=(anchor,))
-
-    def _running(self, situation: Situation, main: OwnJob, filler: OwnJob | None) -> Decision:
-        """The anchor has its nodes."""
-        if filler is None:
-            return Decision(reason="the long job runs")
-        if filler.ending:
-            return Decision(reason="the long job goes on when the filler has saved")
-        if not filler.running:
-            return Decision(reason="the long job runs", cancel=(filler.number,))
-        if self._filler_is_sooner(situation, main, filler):
-            return Decision(
-                reason="the filler finishes sooner than the long job", cancel=(main.number,)
-            )
-        return Decision(
-            reason="the long job has started: the filler saves and ends",
-            hand_over=(filler.number,),
-        )
-
-    def _waiting(self, situation: Situation, main: OwnJob) -> Decision:
-        """The anchor waits and nothing trains."""
-        shorten = self._shorten(situation, main)
-        submit = self._filler(situation, main)
-        if submit is None:
-            return Decision(reason="no hole is worth a filler", shorten=shorten)
-        reason = f"{submit.nodes} nodes are free for {hours(submit.wall_seconds)}"
-        return Decision(reason=reason, shorten=shorten, submit=(submit,))
 
     def _training(self, situation: Situation, main: OwnJob, filler: OwnJob) -> Decision:
         """The anchor waits while a filler trains."""
@@ -121,7 +124,7 @@ class AnchorFiller:
         return Decision(reason=reason, hand_over=(filler.number,), shorten=shorten)
 
     def _in_the_way(self, situation: Situation, main: OwnJob, filler: OwnJob) -> bool:
-        """Whether a job would start now, were the filler's nodes free."""
+        """True if a job would start now, were the filler's nodes free."""
         freed = without(situation.queue, {filler.number})
         starts = starts_now(freed, backfill=self.backfill)
         if self.polite or not starts:
@@ -130,15 +133,15 @@ class AnchorFiller:
         return place is not None and starts[0] <= place
 
     def _filler(self, situation: Situation, main: OwnJob) -> Submission | None:
-        """The next filler, if any hole is worth it."""
-        # Without any rest, a hole that the scheduler refuses would be asked for again at once.
+        """The next filler, if any window is worth it."""
+        # Without any rest, a window that the scheduler refuses would be asked for again at once.
         rest = max(self.rest_seconds, MINUTE)
         if len(situation.own) >= situation.limits.max_jobs or situation.quiet_seconds < rest:
             return None
-        return self._best_hole(situation, main, situation.queue)
+        return self._best_window(situation, main, situation.queue)
 
-    def _best_hole(self, situation: Situation, main: OwnJob, queue: Queue) -> Submission | None:
-        """The hole of the queue that gets most done soon."""
+    def _best_window(self, situation: Situation, main: OwnJob, queue: Queue) -> Submission | None:
+        """The window of the queue that gets most done soon."""
         job, limits = situation.job, situation.limits
         best: tuple[float, int, float] | None = None
         for nodes in limits.sizes(job):
@@ -146,9 +149,9 @@ class AnchorFiller:
                 continue
             longest = min(self.longest_filler_seconds, limits.longest)
             # Also under EASY: what delays a job before the anchor delays the anchor.
-            hole = min(hole_seconds(queue, nodes, backfill="conservative"), longest)
+            window = min(window_seconds(queue, nodes, backfill="conservative"), longest)
             finish = job.wall_to_finish(nodes)
-            wall = finish if finish <= hole else math.floor(hole / MINUTE) * MINUTE
+            wall = finish if finish <= window else math.floor(window / MINUTE) * MINUTE
             if wall < limits.min_wall_seconds and wall < finish:
                 continue
             done = self._soon(job, nodes, wall)
@@ -164,11 +167,11 @@ class AnchorFiller:
         )
 
     def _larger(self, situation: Situation, main: OwnJob, filler: OwnJob) -> bool:
-        """Whether a filler on more nodes would get enough more done, its restart charged."""
+        """True if a filler on more nodes would get enough more done, its restart charged."""
         queue, job = situation.queue, situation.job
         if not queue.free_nodes:
             return False
-        found = self._best_hole(situation, main, without(queue, {filler.number}))
+        found = self._best_window(situation, main, without(queue, {filler.number}))
         if found is None or found.nodes <= filler.nodes:
             return False
         stays = min(filler.left_seconds(queue.now_seconds), self.outlook_seconds)
@@ -191,11 +194,8 @@ class AnchorFiller:
         return job.work_seconds / job.speed(filler.nodes) + job.save_seconds
 
     def _filler_is_sooner(self, situation: Situation, main: OwnJob, filler: OwnJob) -> bool:
-        """Whether a running filler finishes the job before an anchor that starts now would."""
+        """True if a running filler finishes the job before an anchor that starts now would."""
         done = self._time_in_filler(situation, filler)
         if done > filler.left_seconds(situation.queue.now_seconds) - situation.job.lead_seconds:
             return False
         return done <= situation.job.save_seconds + situation.job.run_seconds(main.nodes)
-
-    def _nodes(self, situation: Situation) -> int:
-        return self.anchor_nodes or situation.job.reference_nodes

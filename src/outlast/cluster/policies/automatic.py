@@ -1,29 +1,235 @@
-"""The choice between the policies, made by predicting them all on the present queue.
+"""The choice among policies and shapes, by predicting them all on the present queue.
 
 Nodes are those with which the job is predicted to end first; fillers train until it starts, where
 it is predicted to wait for long enough. Where one long job on the reference nodes is best, that is
 what is said.
+
+Nodes and wall time are chosen by simulating the queue for every shape that the site allows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.behaviour import Behaviour
-from outlast.cluster.policies.decision import Decision, Situation, Submission
-from outlast.cluster.policies.holes import Backfill
-from outlast.cluster.policies.job import MalleableJob
-from outlast.cluster.policies.planned import Candidate, candidates, thriftiest
-from outlast.cluster.policies.predict import Correction
-from outlast.cluster.policies.words import hours
+from outlast.cluster.policies.decision import (
+    MINUTE,
+    Decision,
+    MalleableJob,
+    Situation,
+    Submission,
+    hours,
+)
+from outlast.cluster.policies.forecast import (
+    Backfill,
+    Behaviour,
+    Correction,
+    StartForecast,
+    corrected_waits,
+    forecast_waits,
+    window_seconds,
+)
 from outlast.errors import ClusterError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Candidate:
+    """One (nodes, wall time) and what is predicted of it.
+
+    Attributes:
+        start: When it would start.
+        finish_seconds: (samples,) from now until the whole job is done, with corrected waits, the
+            links after this one taken to fare alike.
+        node_seconds: Of the whole job.
+    """
+
+    start: StartForecast
+    finish_seconds: np.ndarray[tuple[int], np.dtype[np.float64]]
+    node_seconds: float
+
+    @property
+    def nodes(self) -> int:
+        """To ask for."""
+        return self.start.nodes
+
+    @property
+    def wall_seconds(self) -> float:
+        """To ask for."""
+        return self.start.wall_seconds
+
+    @property
+    def mean_finish_seconds(self) -> float:
+        """Mean finish time: the criterion of the choice."""
+        return float(np.mean(self.finish_seconds))
+
+    def finish_quantile(self, level: float) -> float:
+        """Seconds from now until the job is done, at a level."""
+        return float(np.quantile(self.finish_seconds, level))
+
+
+def candidates(
+    situation: Situation,
+    walls: Sequence[float] = (),
+    *,
+    windows: bool = True,
+    behaviour: Behaviour | None = None,
+    samples: int = 32,
+    seed: int = 0,
+    backfill: Backfill = "easy",
+    correction: Correction | None = None,
+    after: int | None = None,
+) -> list[Candidate]:
+    """All shapes that make progress, with their predictions, the soonest finished first.
+
+    Args:
+        situation: The queue, without own jobs that wait, and what is left of the job.
+        walls: Wall times to try, in seconds, beside all that is left.
+        windows: Whether to try the length of the window that is free now, too.
+        behaviour: As for `forecast_waits`, like the rest.
+        samples: See there.
+        seed: See there.
+        backfill: See there.
+        correction: See there.
+        after: See there.
+
+    Raises:
+        ClusterError: No shape that is allowed makes progress.
+    """
+    job, limits = situation.job, situation.limits
+    shapes = [
+        (nodes, wall)
+        for nodes in limits.sizes(job)
+        if nodes <= situation.queue.nodes
+        for wall in _walls(situation, nodes, walls, backfill if windows else None)
+    ]
+    allowed = limits.max_node_seconds - situation.used_node_seconds
+    useful = [shape for shape in shapes if job.progress(*shape) > 0.0]
+    affordable = [shape for shape in useful if _node_seconds(job, *shape) <= allowed]
+    if not affordable:
+        raise ClusterError(_nothing(situation, bool(useful)))
+    found = forecast_waits(
+        situation.queue,
+        affordable,
+        behaviour,
+        samples=samples,
+        seed=seed,
+        backfill=backfill,
+        correction=correction,
+        after=after,
+    )
+    return sorted(
+        (_candidate(job, forecast, correction or Correction()) for forecast in found),
+        key=lambda candidate: candidate.mean_finish_seconds,
+    )
+
+
+def _walls(
+    situation: Situation, nodes: int, walls: Sequence[float], windows: Backfill | None
+) -> list[float]:
+    """Wall times worth trying on so many nodes, without those beyond what is left."""
+    job, limits = situation.job, situation.limits
+    whole = limits.wall_to_finish(job, nodes)
+    tried = {whole, *(wall for wall in walls if wall < whole)}
+    if windows is not None:
+        window = min(window_seconds(situation.queue, nodes, backfill=windows), whole)
+        if window >= limits.min_wall_seconds:
+            tried.add(math.floor(window / MINUTE) * MINUTE)
+    return sorted(tried, reverse=True)
+
+
+def _candidate(job: MalleableJob, start: StartForecast, correction: Correction) -> Candidate:
+    nodes, wall = start.nodes, start.wall_seconds
+    progress = job.progress(nodes, wall)
+    # What is left afterwards takes its share of as many such links.
+    links = job.work_seconds / progress if progress else math.inf
+    one = corrected_waits(start, correction) + job.link_seconds(nodes, wall)
+    return Candidate(
+        start=start,
+        finish_seconds=one * max(links, 1.0),
+        node_seconds=_node_seconds(job, nodes, wall),
+    )
+
+
+def _node_seconds(job: MalleableJob, nodes: int, wall: float) -> float:
+    links = max(job.work_seconds / job.progress(nodes, wall), 1.0)
+    return nodes * job.link_seconds(nodes, wall) * links
+
+
+def _nothing(situation: Situation, useful: bool) -> str:
+    if useful:
+        left = situation.limits.max_node_seconds - situation.used_node_seconds
+        return f"node hours: {left / 3600.0:.0f} are left, which no node count can do with"
+    most = situation.queue.nodes
+    if min(situation.limits.sizes(situation.job)) > most:
+        return f"sizes = {situation.job.sizes}: only {most} nodes are up, too few for any of them"
+    longest = situation.limits.longest
+    return (
+        f"wall time {hours(longest)}: restart, last save and lead alone take "
+        f"{situation.job.overhead(situation.job.reference_nodes):g} s; ask for more"
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Planned:
+    """Each link has the nodes and the wall time with which the job is predicted to end first.
+
+    Attributes:
+        walls: Wall times to try, in seconds, beside all that is left and the free window.
+        behaviour: Of the queue's users.
+        samples: Ways in which the queue may go on.
+        seed: Of the random numbers.
+        backfill: Kind of the scheduler.
+        thrift: A shape with fewer node hours is taken if it ends later by at most this share.
+    """
+
+    walls: tuple[float, ...] = ()
+    behaviour: Behaviour | None = None
+    samples: int = 16
+    seed: int = 0
+    backfill: Backfill = "easy"
+    thrift: float = 0.0
+    name: str = "planned nodes and wall time"
+    watches: bool = False
+
+    def decide(self, situation: Situation) -> Decision:
+        """Submit the best link when there is none."""
+        if situation.own:
+            return Decision(reason="a link is in the queue")
+        ranking = candidates(
+            situation,
+            self.walls,
+            behaviour=self.behaviour,
+            samples=self.samples,
+            seed=self.seed,
+            backfill=self.backfill,
+        )
+        best = thriftiest(ranking, self.thrift)
+        submission = Submission(
+            nodes=best.nodes,
+            wall_seconds=best.wall_seconds,
+            expected_start_seconds=situation.queue.now_seconds + best.start.p50_seconds,
+        )
+        reason = (
+            f"{best.nodes} nodes for {hours(best.wall_seconds)} end first: predicted in "
+            f"{hours(best.mean_finish_seconds)}"
+        )
+        return Decision(reason=reason, submit=(submission,))
+
+
+def thriftiest(ranking: Sequence[Candidate], thrift: float) -> Candidate:
+    """Of all that end at most a share later than the first, the one of fewest node hours."""
+    latest = ranking[0].mean_finish_seconds * (1.0 + thrift)
+    near = [candidate for candidate in ranking if candidate.mean_finish_seconds <= latest]
+    return min(near, key=lambda candidate: (candidate.node_seconds, candidate.mean_finish_seconds))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Choice:
-    """What is best to submit now, and why.
+    """Best submission now, with the reason.
 
     Attributes:
         best: The shape to submit.
@@ -39,18 +245,13 @@ class Choice:
     fillers: bool
     reason: str
 
-    @property
-    def just_one_long_job(self) -> bool:
-        """Whether nothing beats submitting one long job and waiting."""
-        return self.best is self.long_job and not self.fillers
-
 
 def choose(
     situation: Situation,
     behaviour: Behaviour | None = None,
     *,
     walls: tuple[float, ...] = (),
-    holes: bool = False,
+    windows: bool = False,
     samples: int = 32,
     seed: int = 0,
     backfill: Backfill = "easy",
@@ -64,7 +265,7 @@ def choose(
         situation: The queue without own jobs that wait, and what is left of the job.
         behaviour: Of the queue's users; None: what is assumed without a log.
         walls: Wall times to try, in seconds, beside all that is left.
-        holes: Whether to try the length of the hole that is free now, too; a filler takes it
+        windows: Whether to try the length of the window that is free now, too; a filler takes it
             without giving up the place in the queue, so not where fillers are possible.
         samples: Ways in which the queue may go on.
         seed: Of the random numbers.
@@ -79,7 +280,7 @@ def choose(
     ranking = candidates(
         situation,
         walls,
-        holes=holes,
+        windows=windows,
         behaviour=behaviour,
         samples=samples,
         seed=seed,
@@ -110,7 +311,10 @@ def choose(
 def _reason(
     job: MalleableJob, best: Candidate, long_job: Candidate, fillers: bool, *, follows: bool
 ) -> str:
-    start, shape = f"predicted to start {_within(best, follows=follows)}", _shape(best)
+    start, shape = (
+        f"predicted to start {_within(best, follows=follows)}",
+        f"{_nodes(best)} for {hours(best.wall_seconds)}",
+    )
     whole = long_job.wall_seconds >= job.wall_to_finish(long_job.nodes)
     long = "one long job" if whole else "links as long as they may be"
     # What follows another job is counted from the end of that.
@@ -123,21 +327,17 @@ def _reason(
     if best is long_job:
         return (
             f"{long}, {shape}, {'holds' if whole else 'hold'} the place in the queue, {start}; "
-            "fillers train in holes until then"
+            "fillers train in backfill windows until then"
         )
     text = (
         f"{shape}, {start}, {'ends' if best.nodes == 1 else 'end'} the job {ends}, {long} on "
         f"{_nodes(long_job)} in {hours(long_job.mean_finish_seconds)} (both predicted)"
     )
-    return f"{text}; fillers train in holes until it starts" if fillers else text
+    return f"{text}; fillers train in backfill windows until it starts" if fillers else text
 
 
 def _nodes(candidate: Candidate) -> str:
     return "1 node" if candidate.nodes == 1 else f"{candidate.nodes} nodes"
-
-
-def _shape(candidate: Candidate) -> str:
-    return f"{_nodes(candidate)} for {hours(candidate.wall_seconds)}"
 
 
 def _within(candidate: Candidate, *, follows: bool) -> str:
@@ -169,7 +369,7 @@ class Automatic:
     watches: bool = True
 
     def decide(self, situation: Situation) -> Decision:
-        """What to do now."""
+        """Decide the next actions."""
         if situation.own:
             return self.fillers.decide(situation)
         choice = choose(

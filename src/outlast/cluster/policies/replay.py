@@ -1,7 +1,11 @@
-"""What each policy would have done: the same run, submitted at many moments of a workload.
+"""Replay of policies: the same run, submitted at many moments of a workload.
 
 At each moment the simulation of everybody else is copied, and one run under one policy is added to
 each copy. So the policies meet the same queue, and what follows is theirs.
+
+A link of the run begins with a restart, trains until it is told to end, has done all, or must save
+to meet its limit, and ends with a save. A main job that starts while a filler still trains waits
+for that one's save before it restarts, on its own nodes.
 """
 
 from __future__ import annotations
@@ -9,26 +13,271 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outlast.cluster.policies.behaviour import Behaviour
-from outlast.cluster.policies.decision import Policy
-from outlast.cluster.policies.driver import Run
-from outlast.cluster.policies.holes import Backfill
-from outlast.cluster.policies.job import Limits, MalleableJob
+from outlast.cluster.policies.decision import Limits, MalleableJob, OwnJob, Policy, Role, Situation
+from outlast.cluster.policies.forecast import Backfill, Behaviour
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.settings import IDEAL, Settings
-from outlast.cluster.workload.jobs import Workload
+from outlast.cluster.simulate.state import IDEAL, Reason, Settings
+from outlast.cluster.workload import Workload
 from outlast.errors import ClusterError
+
+_SPARE_SECONDS = 1.0
+"""A link that ends at its limit ends a second before it, so that rounding never kills a save."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One job of the run.
+
+    Attributes:
+        number: Of the simulation.
+        role: Its part in the policy.
+        nodes: That it asked for.
+        limit_seconds: That it may run.
+        job: What was left when it began to restart.
+        pace: Real seconds of training per expected second; 1 where the expectation is right.
+        started_seconds: When it got its nodes; infinite before.
+        ready_seconds: When it could begin to restart.
+        told_seconds: When it was told to save and end; infinite if not.
+        ended_seconds: When it gave up its nodes.
+        progress_seconds: Reference seconds that it got done, once it has ended.
+    """
+
+    number: int
+    role: Role
+    nodes: int
+    limit_seconds: float
+    job: MalleableJob
+    pace: float = 1.0
+    started_seconds: float = math.inf
+    ready_seconds: float = math.inf
+    told_seconds: float = math.inf
+    ended_seconds: float = math.inf
+    progress_seconds: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        """True while it holds its nodes."""
+        return self.started_seconds < math.inf and self.ended_seconds == math.inf
+
+    @property
+    def first_step_seconds(self) -> float:
+        """Begin of its training."""
+        return self.ready_seconds + self.job.restart(self.nodes)
+
+    @property
+    def rate(self) -> float:
+        """Reference seconds per second of training."""
+        return self.job.speed(self.nodes) / self.pace
+
+    def training_until(self) -> float:
+        """End of its training: done, told to stop, or at the latest for its limit."""
+        must = self.started_seconds + self.limit_seconds - self.job.save_seconds - _SPARE_SECONDS
+        done = self.first_step_seconds + self.job.work_seconds / self.rate
+        until = min(done, self.told_seconds, must - self.job.lead_seconds)
+        return max(until, self.first_step_seconds)
+
+    def trained(self, now_seconds: float) -> float:
+        """Reference seconds done by a moment."""
+        until = min(now_seconds, self.training_until())
+        done = max(until - self.first_step_seconds, 0.0) * self.rate
+        # The last step of all work must not be lost to rounding.
+        return self.job.work_seconds if done > self.job.work_seconds - 1e-6 else done
+
+    def kept(self, now_seconds: float, period_seconds: float) -> float:
+        """Reference seconds in the last checkpoint before a moment, where no last save was made."""
+        done = self.trained(now_seconds)
+        return done // (period_seconds * self.rate) * period_seconds * self.rate
+
+    def run_seconds(self) -> float:
+        """From its start to the end of its save; it saves nothing where it trained nothing."""
+        if self.told_seconds <= self.first_step_seconds:
+            return max(self.told_seconds - self.started_seconds, 0.0)
+        return self.training_until() + self.job.save_seconds - self.started_seconds
+
+    def seen(self) -> OwnJob:
+        """As a policy sees it."""
+        return OwnJob(
+            number=self.number,
+            role=self.role,
+            nodes=self.nodes,
+            limit_seconds=self.limit_seconds,
+            started_seconds=self.started_seconds if self.running else None,
+            ending=self.told_seconds < math.inf,
+        )
+
+
+_DONE = 1e-6
+
+
+@dataclass(slots=True)
+class SimulatedRun:
+    """One long run under a policy: a driver of the simulation.
+
+    Attributes:
+        policy: What decides.
+        job: What is left, running links apart.
+        limits: Of the site and the user.
+        pace: Real seconds of training per expected second.
+        period_seconds: Training between two checkpoints: what a link loses at most that is lost
+            with its node or to a preemption.
+        links: All jobs of the run so far, in order of submission.
+        submitted_seconds: When the run began.
+        finished_seconds: When it was done; infinite before.
+        wants_ticks: Whether the policy looks at the queue while its jobs wait.
+    """
+
+    policy: Policy
+    job: MalleableJob
+    limits: Limits = field(default_factory=Limits)
+    pace: float = 1.0
+    period_seconds: float = 1800.0
+    links: list[Link] = field(default_factory=list)
+    submitted_seconds: float = math.inf
+    finished_seconds: float = math.inf
+    wants_ticks: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wants_ticks = self.policy.watches
+
+    @property
+    def node_seconds(self) -> float:
+        """Nodes times the seconds that the run's jobs held them, so far as they have ended."""
+        return sum(
+            link.nodes * (link.ended_seconds - link.started_seconds)
+            for link in self.links
+            if math.isfinite(link.started_seconds) and math.isfinite(link.ended_seconds)
+        )
+
+    @property
+    def useful_node_seconds(self) -> float:
+        """Nodes times the seconds of training that lasted."""
+        return sum(link.nodes * link.progress_seconds / link.rate for link in self.links)
+
+    @property
+    def turnaround_seconds(self) -> float:
+        """From submission to the end."""
+        return self.finished_seconds - self.submitted_seconds
+
+    def begin(self, simulation: Simulation) -> None:
+        """Submit what the policy wants now."""
+        self.submitted_seconds = simulation.now
+        self._decide(simulation)
+
+    def started(self, simulation: Simulation, job: int) -> None:
+        """One of the jobs got its nodes: its link begins, or waits for another's save."""
+        link = self._link(job)
+        if link is None:
+            return
+        others = any(link.running for link in self.links)
+        link.started_seconds = simulation.now
+        if not others:
+            self._set_off(simulation, link)
+
+    def ended(self, simulation: Simulation, job: int, reason: Reason) -> None:
+        """One of the jobs gave up its nodes or its place."""
+        link = self._link(job)
+        if link is None or link.ended_seconds < math.inf:
+            return
+        link.ended_seconds = simulation.now
+        # A job that is put back into the queue waits two minutes and more: a new one does not.
+        simulation.cancel(job)
+        if link.ready_seconds < math.inf:
+            # What no last save has kept is what the checkpoint before it has.
+            link.progress_seconds = (
+                link.trained(simulation.now)
+                if reason == "done"
+                else link.kept(simulation.now, self.period_seconds)
+            )
+            if link.progress_seconds > 0.0:
+                self.job = self.job.after(link.progress_seconds, link.nodes)
+        if self.job.work_seconds <= _DONE:
+            self._finish(simulation)
+            return
+        for other in self.links:
+            if other.running and other.ready_seconds == math.inf:
+                self._set_off(simulation, other)
+        if not self._open():
+            self._decide(simulation)
+
+    def tick(self, simulation: Simulation) -> None:
+        """The queue has changed."""
+        if self.finished_seconds == math.inf:
+            self._decide(simulation)
+
+    def _set_off(self, simulation: Simulation, link: Link) -> None:
+        """From now on the link restarts and trains."""
+        link.ready_seconds = simulation.now
+        link.job = self.job
+        simulation.set_run_seconds(link.number, link.run_seconds())
+
+    def _finish(self, simulation: Simulation) -> None:
+        self.finished_seconds = simulation.now
+        for link in self._open():
+            simulation.cancel(link.number)
+
+    def _decide(self, simulation: Simulation) -> None:
+        decision = self.policy.decide(self.situation(simulation))
+        for number in decision.hand_over:
+            link = self._link(number)
+            if link is not None and link.told_seconds == math.inf:
+                link.told_seconds = simulation.now
+                simulation.set_run_seconds(number, link.run_seconds())
+        for number in decision.cancel:
+            simulation.cancel(number)
+        for number, limit in decision.shorten:
+            link = self._link(number)
+            if link is not None:
+                link.limit_seconds = limit
+                simulation.shorten(number, limit)
+        for wanted in decision.submit:
+            submitted = simulation.submit(wanted.nodes, wanted.wall_seconds, wanted.wall_seconds)
+            self.links.append(
+                Link(
+                    number=submitted,
+                    role=wanted.role,
+                    nodes=wanted.nodes,
+                    limit_seconds=wanted.wall_seconds,
+                    job=self.job,
+                    pace=self.pace,
+                )
+            )
+
+    def situation(self, simulation: Simulation) -> Situation:
+        """Present input for the policy."""
+        job = self.job
+        for link in self.links:
+            if link.running and link.ready_seconds < math.inf:
+                job = job.after(link.trained(simulation.now), link.nodes)
+        return Situation(
+            queue=simulation.snapshot(),
+            job=job,
+            limits=self.limits,
+            own=tuple(link.seen() for link in self._open()),
+            used_node_seconds=self.node_seconds,
+            quiet_seconds=simulation.now
+            - max(
+                (link.ended_seconds for link in self.links if link.role == "filler"),
+                default=-math.inf,
+            ),
+        )
+
+    def _open(self) -> list[Link]:
+        return [link for link in self.links if link.ended_seconds == math.inf]
+
+    def _link(self, number: int) -> Link | None:
+        return next((link for link in self.links if link.number == number), None)
+
 
 _LOOK_SECONDS = 6 * 3600.0
 _LONGEST_SECONDS = 400 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ReplayOutcome:
     """One run under one policy.
 
     Attributes:
@@ -60,7 +309,7 @@ def play(
     limits: Limits | None = None,
     *,
     pace: float = 1.0,
-) -> Run:
+) -> SimulatedRun:
     """Add one run to a copy of the simulation and go on until it is done.
 
     Args:
@@ -74,7 +323,7 @@ def play(
         ClusterError: It is not done after more than a year.
     """
     world = copy.deepcopy(simulation)
-    run = Run(policy=policy, job=job, limits=limits or Limits(), pace=pace)
+    run = SimulatedRun(policy=policy, job=job, limits=limits or Limits(), pace=pace)
     run.begin(world)
     while run.finished_seconds == math.inf:
         world.run(until=world.now + _LOOK_SECONDS, driver=run)
@@ -86,9 +335,9 @@ def play(
     return run
 
 
-def outcome(run: Run) -> Outcome:
+def outcome(run: SimulatedRun) -> ReplayOutcome:
     """The figures of a run that is done."""
-    return Outcome(
+    return ReplayOutcome(
         policy=run.policy.name,
         moment=run.submitted_seconds,
         turnaround_seconds=run.turnaround_seconds,
@@ -128,12 +377,12 @@ def seen_by_now(workload: Workload, simulation: Simulation) -> Workload:
 
 
 def behaviour_now(workload: Workload, simulation: Simulation) -> Behaviour:
-    """What users of the queue are known to do at this moment."""
+    """Behaviour of the queue's users as known at this moment."""
     return Behaviour.learnt(seen_by_now(workload, simulation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PolicyResult:
     """One policy at one load, against one long job; all simulated.
 
     Attributes:
@@ -159,7 +408,7 @@ class Row:
     waste: float
 
 
-def rows(load: float, found: Sequence[Sequence[Outcome]]) -> list[Row]:
+def rows(load: float, found: Sequence[Sequence[ReplayOutcome]]) -> list[PolicyResult]:
     """Compare outcomes.
 
     Args:
@@ -173,7 +422,7 @@ def rows(load: float, found: Sequence[Sequence[Outcome]]) -> list[Row]:
         ratios = [mine.turnaround_seconds / base.turnaround_seconds for mine, base in pairs]
         nodes = [mine.node_seconds / base.node_seconds for mine, base in pairs]
         result.append(
-            Row(
+            PolicyResult(
                 load=load,
                 policy=first.policy,
                 runs=len(every),
@@ -198,7 +447,7 @@ def replay(
     seed: int = 0,
     backfill: Backfill = "easy",
     scheduler: Settings = IDEAL,
-) -> list[Row]:
+) -> list[PolicyResult]:
     """Submit one run at several moments of a workload, under one policy after the other.
 
     Args:

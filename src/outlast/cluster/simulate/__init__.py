@@ -1,1 +1,1 @@
-"""A cluster's scheduler, event by event."""
+"""Discrete-event simulation of a cluster's scheduler."""

@@ -1,1 +1,1 @@
-"""What the batch system Slurm says, and what it is told."""
+"""Interface to the batch system Slurm: commands, their output, batch scripts."""

@@ -1,4 +1,4 @@
-"""Asking Slurm: one command with a deadline, again where a failure passes, one sentence where not.
+"""Slurm commands: each with a deadline, repeated where a failure passes, else one sentence.
 
 A controller that restarts, a socket that times out or a full queue of requests is nothing that a
 user did wrong: such a command is given again until `Patience` is over. What Slurm refuses is not
@@ -71,7 +71,7 @@ class SlurmRefusedError(ClusterError):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a command is waited for and given again.
+    """Deadline and retries of a command.
 
     Attributes:
         answer_seconds: Longest wait for one answer.
@@ -89,7 +89,7 @@ _LONGEST_PAUSE_SECONDS = 15.0
 
 
 def installed(command: str) -> bool:
-    """Whether the command is on this machine's path."""
+    """True if the command is on this machine's path."""
     return shutil.which(command) is not None
 
 
@@ -101,7 +101,7 @@ def ask(
     before_retry: Callable[[], str | None] | None = None,
     without: Collection[str] = (),
 ) -> str:
-    """What the command prints.
+    """Run the command and return its output.
 
     Args:
         command: Name and arguments, no shell.
@@ -174,7 +174,7 @@ def _once(
 
 
 def passes(words: str) -> bool:
-    """Whether a failure with these words may be over in a moment."""
+    """True if a failure with these words may be over in a moment."""
     plain = words.lower()
     return any(item in plain for item in _PASSING) and not any(
         item in plain for item in _NOT_PASSING

@@ -1,4 +1,4 @@
-"""The exact text of a batch script, as a pure function of what was asked for."""
+"""The exact text of a batch script, as a pure function of the request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from outlast.cluster.durations import limit_text
+from outlast.cluster.slurm.values import limit_text
 from outlast.errors import ClusterError
 
 BEGAN = "OUTLAST_LINK_BEGAN"
@@ -18,7 +18,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./~-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class Batch:
-    """What one batch job asks for and runs.
+    """Request and content of one batch job.
 
     Attributes:
         name: Of the job, as squeue shows it.

@@ -1,4 +1,4 @@
-"""The live queue as the simulator's `Queue`: what a forecast of starts begins with."""
+"""The live queue as the simulator's `Queue`, from which starts are forecast."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outlast.cluster.simulate.queue import Queue
-from outlast.cluster.slurm.queue import QueuedJob, queued
+from outlast.cluster.simulate.engine import Queue
+from outlast.cluster.slurm.jobs import QueuedJob, queued
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.cluster.slurm.nodes import Partition
+    from outlast.cluster.slurm.partitions import Partition
 
 # What waits for something else than nodes does not compete for them yet.
 _NOT_IN_LINE = ("dependency", "begintime", "jobheld", "reservation", "deadline", "assoc", "qos")

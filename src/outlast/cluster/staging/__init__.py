@@ -6,9 +6,11 @@ copy = stage.fetch("s3://corpus/train.bin", beside=["train.json"])   # one proce
 copy.path                                                            # on the node's own disk
 """
 
-from outlast.cluster.staging.burst_buffer import directives, job_directives
+from outlast.cluster.staging.copying import ReadAhead
 from outlast.cluster.staging.job import (
     NodeStager,
+    directives,
+    job_directives,
     prefetch,
     prefetch_command,
     stage_for,
@@ -16,7 +18,6 @@ from outlast.cluster.staging.job import (
     token_files_of,
     told,
 )
-from outlast.cluster.staging.readahead import ReadAhead
 from outlast.cluster.staging.stage import Stage, StagedCopy
 
 __all__ = [

@@ -1,33 +1,419 @@
-"""One file, copied so that it can be gone on with after a kill, and checked on the disk.
+"""Copies of files that can be resumed after a kill, and are checked on the disk.
 
 While `X.part` grows, `X.journal` gets the digest of all that was written so far after every block.
-Who takes over reads what is there, keeps the blocks up to which it has that digest and goes on
-behind them. The file
-takes its name only when it is whole, synced, and has been read back from the disk with the digest
-that the source's bytes had on their way. Its journal stays until `forget_journal`, so that a kill
-between two files of a copy costs no file.
+Who takes over reads what is there, keeps the blocks up to which it has that digest and continues
+behind them. The file takes its name only when it is whole, synced, and has been read back from the
+disk with the digest that the source's bytes had on their way. Its journal stays until
+`forget_journal`, so that a kill between two files of a copy costs no file.
+
+Sources are files and folders of a file system that nodes share, or of an fsspec URL. A file is
+known by name, size and *version*, something that changes with its content: the time of its last
+change, an object's ETag, or a digest where the caller knows it. It is read ahead in large blocks:
+parallel file systems and object stores give their bandwidth to large requests of which several are
+on the way; a single reader that waits for each of them gets a fraction of it.
+
+A copy that is written through the kernel's memory is moved twice and pushes out what others hold
+there. ``O_DIRECT`` takes it from the caller's memory to the disk; offset, length and address must
+be multiples of the disk's block size, which whole blocks of the read-ahead are. Where a file system
+refuses (tmpfs of older kernels, some FUSE), and for the end of a file, the ordinary way is taken.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import errno
+import fcntl
+import mmap
 import os
+import posixpath
 import struct
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
-from outlast.cluster.staging.readahead import ReadAhead, blocks_of
-from outlast.cluster.staging.source import LocalReader, SourceFile, open_reader
-from outlast.cluster.staging.writing import BlockWriter
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
+
+
+ALIGNMENT_BYTES = 4096
+
+
+class BlockWriter:
+    """Writes a file in order, from some offset on.
+
+    Args:
+        path: The file; made when needed.
+        offset: Where to begin; what is there from this byte on is cut off.
+        direct: Whether to try to write past the kernel's memory.
+    """
+
+    def __init__(self, path: Path, offset: int, *, direct: bool = True) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._offset = offset
+        self._direct = False
+        try:
+            os.ftruncate(self._descriptor, offset)
+            if direct and offset % ALIGNMENT_BYTES == 0:
+                self._set_direct(True)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """True if the next block is written past the kernel's memory."""
+        return self._direct
+
+    def write(self, block: memoryview) -> None:
+        """Append a block; raises OSError."""
+        if self._direct and len(block) % ALIGNMENT_BYTES:
+            self._set_direct(False)
+        while block:
+            try:
+                count = os.pwrite(self._descriptor, block, self._offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._set_direct(False)
+                continue
+            self._offset += count
+            block = block[count:]
+            if block and self._direct:
+                # Cut short by a disk that is nearly full, or a signal: the rest may be unaligned.
+                self._set_direct(False)
+
+    def sync(self) -> None:
+        """Wait until all is on the disk; raises OSError."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Give the file back."""
+        os.close(self._descriptor)
+
+    def _set_direct(self, wanted: bool) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        flags = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
+        self._direct = False
+        # Refused where the file system does not know it.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+            self._direct = wanted
+
+
+SMALLEST_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """Parameters of reading a file ahead.
+
+    Attributes:
+        block_bytes: Bytes of one request, at least 1 MiB.
+        blocks: Requests on the way while the block before is used; memory is one block more.
+    """
+
+    block_bytes: int = 8 << 20
+    blocks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.block_bytes < SMALLEST_BLOCK_BYTES:
+            raise ClusterError(
+                f"a read-ahead of {self.block_bytes} bytes a request is too little; use at least "
+                f"{SMALLEST_BLOCK_BYTES} (staging.block_megabytes = 1)"
+            )
+        if self.blocks < 1:
+            raise ClusterError(f"a read-ahead of {self.blocks} blocks reads nothing; use 1 or more")
+
+
+def blocks_of(
+    reader: Reader, start: int, stop: int, ahead: ReadAhead, deadline: float
+) -> Iterator[memoryview]:
+    """The bytes [start, stop) of a file in order.
+
+    Args:
+        reader: The open file.
+        start: First byte.
+        stop: One past the last byte.
+        ahead: Size and number of requests.
+        deadline: Time of the monotonic clock by which the last block must have come.
+
+    Yields:
+        Blocks of `ahead.block_bytes`, the last one shorter; each is valid until the next is taken.
+
+    Raises:
+        OSError: A read failed.
+        ClusterError: A block did not come by the deadline.
+    """
+    size = ahead.block_bytes
+    offsets = range(start, stop, size)
+    slots = min(ahead.blocks + 1, len(offsets))
+    if slots == 0:
+        return
+    # Memory that is written again and again: fresh memory would cost a page fault for each page.
+    memories = [mmap.mmap(-1, min(size, stop - start)) for _ in range(slots)]
+    executor = concurrent.futures.ThreadPoolExecutor(
+        min(ahead.blocks, slots), thread_name_prefix="outlast-stage"
+    )
+
+    def read(number: int) -> memoryview:
+        offset = offsets[number]
+        view = memoryview(memories[number % slots])[: min(size, stop - offset)]
+        reader.read_into(view, offset)
+        return view
+
+    try:
+        coming = {number: executor.submit(read, number) for number in range(slots)}
+        for number in range(len(offsets)):
+            left_seconds = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+            try:
+                yield coming.pop(number).result(left_seconds)
+            except concurrent.futures.TimeoutError:
+                raise ClusterError(
+                    f"byte {offsets[number]} of {stop} did not come within the time allowed "
+                    "(staging.timeout_seconds); see whether the storage still answers"
+                ) from None
+            if (following := number + slots) < len(offsets):
+                coming[following] = executor.submit(read, following)
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+_SMALL_BYTES = 1 << 20
+_ATTEMPTS = 4
+_FIRST_PAUSE_SECONDS = 0.25
+_VERSION_FIELDS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file that is to be copied.
+
+    Attributes:
+        name: Path below the folder of the copy, with forward slashes.
+        location: Path or URL.
+        size_bytes: Its size.
+        version: Changes with the content.
+    """
+
+    name: str
+    location: str
+    size_bytes: int
+    version: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, with what belongs to it, or a folder.
+
+    Attributes:
+        location: Path or URL.
+        files: All its files; of a file, itself first.
+        is_folder: Whether it is a folder.
+    """
+
+    location: str
+    files: tuple[SourceFile, ...]
+    is_folder: bool
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+class Reader(Protocol):
+    """An open file; several threads may read parts of it at once."""
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes from `offset` on; raises OSError where that fails."""
+
+    def close(self) -> None:
+        """Give the file back."""
+
+
+def is_url(location: str) -> bool:
+    """True if `location` is an fsspec URL and no path."""
+    return "://" in location
+
+
+def find(location: str, beside: Sequence[str] = ()) -> Source:
+    """List the files at a path or URL.
+
+    Args:
+        location: A file, or a folder with all files below it.
+        beside: Names in a file's own folder that belong to it and are taken where they exist.
+
+    Raises:
+        ClusterError: Nothing is there, it cannot be listed, or a size is not known.
+    """
+    try:
+        found = _find_remote(location, beside) if is_url(location) else _find(location, beside)
+    except ClusterError:
+        raise
+    except FileNotFoundError:
+        raise ClusterError(f"{location} does not exist, so it cannot be staged") from None
+    except Exception as error:
+        # The clients of object stores raise classes of their own.
+        raise ClusterError(f"{location} cannot be looked at ({_words(error)})") from error
+    if not found.files:
+        raise ClusterError(f"the folder {location} holds no file to stage")
+    return found
+
+
+def open_reader(file: SourceFile) -> Reader:
+    """Open a file for reading.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    if is_url(file.location):
+        return _RemoteReader(file)
+    return LocalReader(Path(file.location))
+
+
+class LocalReader:
+    """Reads with ``preadv``, straight into the caller's memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes from `offset` on."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            if count == 0:
+                raise OSError(f"{self._path} ends at byte {offset + done}: it was cut meanwhile")
+            done += count
+
+    def close(self) -> None:
+        """Give the file back."""
+        os.close(self._descriptor)
+
+
+class _RemoteReader:
+    """Asks an fsspec file system for ranges; tries again where it fails."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self._filesystem, self._path = _filesystem_of(file.location)
+        self._location = file.location
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill `view` with the bytes from `offset` on."""
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        for attempt in range(_ATTEMPTS):
+            try:
+                content = self._filesystem.cat_file(
+                    self._path, start=offset, end=offset + len(view)
+                )
+                break
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                if attempt + 1 == _ATTEMPTS:
+                    raise OSError(f"{self._location} cannot be read ({_words(error)})") from error
+            time.sleep(pause_seconds)
+            pause_seconds *= 2
+        if len(content) != len(view):
+            raise OSError(
+                f"{self._location} gave {len(content)} bytes where {len(view)} from byte {offset} "
+                "were asked for; its server must know ranges, and the file must not change"
+            )
+        view[:] = content
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _find(location: str, beside: Sequence[str]) -> Source:
+    path = Path(location)
+    if path.is_dir():
+        inside = sorted(item for item in path.rglob("*") if item.is_file())
+        listed = [_local_file(file, file.relative_to(path).as_posix()) for file in inside]
+        return Source(location, tuple(listed), is_folder=True)
+    companions = [path.with_name(name) for name in beside]
+    found = [_companion(companion) for companion in companions if companion.is_file()]
+    return Source(location, (_local_file(path, path.name), *found), is_folder=False)
+
+
+def _local_file(path: Path, name: str) -> SourceFile:
+    facts = path.stat()
+    return SourceFile(name, str(path), facts.st_size, f"mtime {facts.st_mtime_ns}")
+
+
+def _companion(path: Path) -> SourceFile:
+    """A small file that belongs to another, known by its content: copies of it are as good."""
+    file = _local_file(path, path.name)
+    if file.size_bytes > _SMALL_BYTES:
+        return file
+    return replace(file, version=f"xxh3-128 {xxhash.xxh3_128_hexdigest(path.read_bytes())}")
+
+
+def _find_remote(location: str, beside: Sequence[str]) -> Source:
+    filesystem, path = _filesystem_of(location)
+    filesystem.invalidate_cache()
+    facts = filesystem.info(path)
+    if facts["type"] == "directory":
+        inside: dict[str, Any] = filesystem.find(path, detail=True)
+        root = path.rstrip("/") + "/"
+        listed = [
+            _remote_file(filesystem, item, _safe(name.removeprefix(root), location))
+            for name, item in sorted(inside.items())
+        ]
+        return Source(location, tuple(listed), is_folder=True)
+    files = [_remote_file(filesystem, facts, posixpath.basename(path))]
+    for name in beside:
+        try:
+            companion = filesystem.info(posixpath.join(posixpath.dirname(path), name))
+        except FileNotFoundError:
+            continue
+        files.append(_remote_file(filesystem, companion, name))
+    return Source(location, tuple(files), is_folder=False)
+
+
+def _safe(name: str, location: str) -> str:
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ClusterError(f"{location} lists the file {name!r}, which lies outside it")
+    return name
+
+
+def _remote_file(filesystem: Any, facts: dict[str, Any], name: str) -> SourceFile:
+    location = filesystem.unstrip_protocol(facts["name"])
+    size = facts.get("size")
+    if size is None:
+        raise ClusterError(f"the server of {location} does not say how large it is")
+    known = {field: str(facts[field]) for field in _VERSION_FIELDS if facts.get(field)}
+    version = " ".join(f"{field} {value}" for field, value in known.items())
+    return SourceFile(name, location, int(size), version)
+
+
+def _filesystem_of(location: str) -> tuple[Any, str]:
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.core.url_to_fs(location)
+    except (ValueError, ImportError) as error:
+        raise ClusterError(
+            f"{location} cannot be used: {error}; install the fsspec package of its protocol"
+        ) from None
+    return filesystem, path
+
+
+def _words(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error)
+    return text or type(error).__name__
+
 
 PART = ".part"
 JOURNAL = ".journal"
@@ -35,11 +421,11 @@ _NOTE = struct.Struct("<Q")
 
 
 class Pace(Protocol):
-    """How fast a copy may be; `outlast.cluster.storage` has such."""
+    """Rate limit of a copy; `outlast.cluster.storage` has such."""
 
     @property
     def block_bytes(self) -> int:
-        """How much to ask for at once, so that the flow is even."""
+        """Bytes to ask for at once, so that the flow is even."""
 
     def take(self, size_bytes: int, deadline_seconds: float, /) -> None:
         """Wait until so many bytes may be copied; raises ClusterError at the deadline."""
@@ -51,7 +437,7 @@ Pacing = Callable[[str], "AbstractContextManager[Pace | None]"]
 
 @dataclass(frozen=True)
 class Copied:
-    """What was done for one file.
+    """Result of copying one file.
 
     Attributes:
         digest: xxh3-128 of its content, hexadecimal.
@@ -104,7 +490,14 @@ def copy_file(
         try:
             for block in blocks_of(reader, kept, file.size_bytes, ahead, deadline):
                 if pace is not None:
-                    _take(pace, len(block), deadline)
+                    size_bytes = len(block)
+                    while size_bytes > 0:
+                        piece = min(size_bytes, pace.block_bytes)
+                        try:
+                            pace.take(piece, max(deadline - time.monotonic(), 0.0))
+                        except ClusterError as error:
+                            raise ClusterError(f"{error} (staging.timeout_seconds)") from None
+                        size_bytes -= piece
                 whole.update(block)
                 writer.write(block)
                 _append(notes.fileno(), _NOTE.pack(_note(whole)))
@@ -123,17 +516,6 @@ def copy_file(
         )
     part.replace(target)
     return Copied(whole.hexdigest(), done - kept, kept)
-
-
-def _take(pace: Pace, size_bytes: int, deadline: float) -> None:
-    """Wait until a block may be copied, in pieces that are no longer than the pace likes."""
-    while size_bytes > 0:
-        piece = min(size_bytes, pace.block_bytes)
-        try:
-            pace.take(piece, max(deadline - time.monotonic(), 0.0))
-        except ClusterError as error:
-            raise ClusterError(f"{error} (staging.timeout_seconds)") from None
-        size_bytes -= piece
 
 
 def forget_journal(target: Path) -> None:
@@ -167,7 +549,7 @@ def _keep(
 
 
 def _note(digest: xxhash.xxh3_128) -> int:
-    """What the journal holds of a digest: its low 64 bits."""
+    """Entry of the journal for a digest: its low 64 bits."""
     return digest.intdigest() & (2**64 - 1)
 
 

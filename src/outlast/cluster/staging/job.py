@@ -1,10 +1,18 @@
-"""What the section [staging] of a job asks for: a stager for the trainer, and prefetching."""
+"""Section [staging] of a job: a stager for the trainer, prefetching, burst-buffer directives.
+
+A burst buffer: Slurm hands the lines that begin with the site's directive to its plugin, which
+makes room and copies files while the job still waits in the queue. They are in the plugin's own
+language: DataWarp's and Rabbit's are known here, another site's comes from the job file. Sources:
+Slurm's Burst Buffer Guide; DataWarp User Guide (S-2558); the Near Node Flash project's "Rabbit User
+Interactions".
+"""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -12,19 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.cluster.staging.readahead import ReadAhead
-from outlast.cluster.staging.source import is_url
+from outlast.cluster.staging.copying import ReadAhead, is_url
 from outlast.cluster.staging.stage import Stage, StagedCopy
-from outlast.cluster.storage.backoff import GentlePace
-from outlast.cluster.storage.pace import TokenBucket
+from outlast.cluster.storage.pace import GentlePace, TokenBucket
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from outlast.cluster.staging.copying import Pace, Pacing
     from outlast.job import Job, StagingSection
+
 
 BESIDE = "--beside-training"
 """Option of ``python -m outlast.cluster.staging``."""
@@ -99,7 +106,7 @@ class NodeStager:
         folder, original = directory_of(self.settings), Path(source)
         wanted = [original, *(original.with_name(name) for name in beside)]
         size = 0
-        for item in (name for name in wanted if name.exists()):
+        for item in (file for file in wanted if file.exists()):
             path = folder / item.name
             if not path.is_file() or path.samefile(item):
                 return None
@@ -202,10 +209,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def prefetch(
-    job: Job,
-    *,
-    beside_training: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    job: Job, *, beside_training: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> list[StagedCopy]:
     """Get the tokens of a job to this node before its processes ask for them.
 
@@ -239,7 +243,7 @@ def prefetch(
 
 
 def told(job: Job, copies: Sequence[StagedCopy]) -> list[str]:
-    """What `prefetch` has done for a job, a line for each file."""
+    """Report of `prefetch` for a job, a line for each file."""
     if not job.staging.directory:
         return ["nothing to do: staging.directory is empty, so tokens are read where they are"]
     if not copies:
@@ -278,3 +282,87 @@ def prefetch_command(
         *((BESIDE,) if beside_training else ()),
         str(job_file),
     )
+
+
+_LINES = {
+    "datawarp": (
+        "#DW jobdw type=scratch access_mode=striped capacity={gigabytes}GB",
+        "#DW stage_in type=file source={source} destination=$DW_JOB_STRIPED/{name}",
+    ),
+    "rabbit": (
+        "#DW jobdw type=xfs capacity={gigabytes}GB name=outlast",
+        "#DW copy_in source={source} destination=$DW_JOB_outlast/{name}",
+    ),
+}
+_SAFE = re.compile(r"[A-Za-z0-9@%+=:,./_~-]+")
+_SPARE = 1.1
+
+
+def directives(settings: StagingSection, files: Sequence[tuple[str, int]]) -> list[str]:
+    """The lines for a batch script.
+
+    Args:
+        settings: The section [staging].
+        files: Absolute path and size in bytes of every file that is to be copied.
+
+    Returns:
+        The lines, which belong after the #SBATCH lines and before the first command; none where
+        staging.burst_buffer is off.
+
+    Raises:
+        ClusterError: A path cannot stand in a directive, or two files have one name.
+    """
+    if settings.burst_buffer == "off":
+        return []
+    names = [Path(path).name for path, _ in files]
+    for (path, _), name in zip(files, names, strict=True):
+        if not _SAFE.fullmatch(path):
+            raise ClusterError(
+                f"{path!r} cannot stand in a burst-buffer directive; give the file a name of "
+                "letters, digits, dots, dashes and underscores"
+            )
+        if names.count(name) > 1:
+            raise ClusterError(
+                f"two files are called {name}, which would be one in the burst buffer; rename one"
+            )
+    templates = _LINES.get(settings.burst_buffer, tuple(settings.burst_buffer_lines))
+    wanted = settings.burst_buffer_gigabytes or sum([size for _, size in files]) * _SPARE / 1e9
+    capacity = str(max(math.ceil(wanted), 1))
+    lines = []
+    for template in templates:
+        line = template.replace("{gigabytes}", capacity)
+        if "{source}" in line or "{name}" in line:
+            lines += [
+                line.replace("{source}", path).replace("{name}", name)
+                for (path, _), name in zip(files, names, strict=True)
+            ]
+        else:
+            lines.append(line)
+    return lines
+
+
+def job_directives(job: Job) -> list[str]:
+    """The lines for the batch script of a job, for its token files and their headers.
+
+    Raises:
+        ClusterError: As `directives`; also where a file does not exist, or is a URL.
+    """
+    if job.staging.burst_buffer == "off":
+        return []
+    return directives(job.staging, list(_files_with_headers(token_files_of(job))))
+
+
+def _files_with_headers(files: Iterable[str]) -> Iterable[tuple[str, int]]:
+    for file in files:
+        if is_url(file):
+            raise ClusterError(
+                f"{file} is a URL, which a burst buffer cannot copy; set staging.burst_buffer to "
+                '"off", and each node copies it itself'
+            )
+        path = Path(file).absolute()
+        if not path.is_file():
+            raise ClusterError(f"{path} does not exist, so no burst buffer can copy it")
+        yield str(path), path.stat().st_size
+        header = path.with_name(header_name(file) or path.name)
+        if header != path and header.is_file():
+            yield str(header), header.stat().st_size

@@ -1,11 +1,11 @@
-"""Who wrote a file that others read on another node, and whether that process still lives."""
+"""Owners of files that processes on several nodes read, and the test of their liveness."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,10 +41,6 @@ class Owner:
     job: str = ""
     cluster: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def this_process() -> Owner:
     """The process that asks."""
@@ -69,7 +65,7 @@ def owner_of(content: Any) -> Owner | None:
 
 
 def is_alive(owner: Owner) -> bool | None:
-    """Whether a process lives; None where that cannot be seen from here, as on another node."""
+    """True if a process lives; None where that cannot be seen from here, as on another node."""
     here = (socket.gethostname(), _boot(), _namespace())
     if (owner.host, owner.boot, owner.namespace) != here or not owner.started:
         return None
@@ -82,7 +78,7 @@ def lives(
     stale_after_seconds: float,
     ask_alive: Callable[[Owner], bool | None] | None = None,
 ) -> bool:
-    """Whether an owner counts as alive.
+    """True if an owner counts as alive.
 
     Args:
         owner: Of a file.

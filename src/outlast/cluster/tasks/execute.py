@@ -1,4 +1,4 @@
-"""Carries a schedule out: copies in threads, in the planned order, within bandwidth caps.
+"""Execution of a schedule: copies in threads, in the planned order, within bandwidth caps.
 
     def drain(transfer):                       # e.g. of a checkpoint store, or of staging
         for block in blocks_of(transfer.name, transfer.block_bytes):
@@ -11,6 +11,10 @@ What is to be done is given in by the caller as functions; nothing here knows of
 task starts when those before it have ended and its nodes are free in the planned order, be that
 sooner or later than planned. Whenever a transfer begins or ends, bandwidth is shared anew: those
 that the plan serves first come first.
+
+`TransferPlan` is for copies that are under way anyhow, those of the trainer: training does not wait
+for the plan, nor the plan for training; whatever copy is under way takes the bandwidth that its
+place in the schedule gives it among the others that are.
 """
 
 from __future__ import annotations
@@ -25,23 +29,77 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from outlast.cluster.storage.pace import TokenBucket
-from outlast.cluster.tasks.fluid import Flow
-from outlast.cluster.tasks.sharing import Shares
+from outlast.cluster.tasks.build import run_graph
+from outlast.cluster.tasks.planner import plan
+from outlast.cluster.tasks.schedule import Flow, fair_rates
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Hashable, Mapping
 
+    from outlast.cluster.tasks.build import RunFigures
     from outlast.cluster.tasks.schedule import Schedule
+
+
+LEAST_SHARE = 0.01
+"""Share of its cap that a transfer gets even when others should come first: those may hang."""
+
+
+class Shares:
+    """Transfers that come and go; whenever one does, bandwidth is shared anew.
+
+    Those of a smaller level come first, equal ones share fairly. Used from any number of threads.
+
+    Args:
+        bytes_per_s: Bandwidth by resource.
+        part: What of each rate is this process's, where others carry out the same transfers beside
+            it; between 0 and 1.
+    """
+
+    def __init__(self, bytes_per_s: Mapping[str, float], part: float = 1.0) -> None:
+        self._bytes_per_s = dict(bytes_per_s)
+        self._part = part
+        self._lock = threading.Lock()
+        self._flowing: dict[Hashable, tuple[Flow, TokenBucket]] = {}
+
+    def begin(self, name: Hashable, flow: Flow, bucket: TokenBucket) -> None:
+        """Let a transfer join; its bucket has the rate that is its own, until it leaves.
+
+        Args:
+            name: Its own.
+            flow: What it goes through, with a finite cap.
+            bucket: Gets the rate.
+        """
+        with self._lock:
+            self._flowing[name] = (flow, bucket)
+            self._share()
+
+    def end(self, name: Hashable) -> None:
+        """The transfer has ended; may be called twice."""
+        with self._lock:
+            if self._flowing.pop(name, None) is not None:
+                self._share()
+
+    def stop(self) -> None:
+        """Let no transfer go on."""
+        with self._lock:
+            for _, bucket in self._flowing.values():
+                bucket.stop()
+
+    def _share(self) -> None:
+        flows = [flow for flow, _ in self._flowing.values()]
+        rates = fair_rates(flows, self._bytes_per_s)
+        for (flow, bucket), rate in zip(self._flowing.values(), rates, strict=True):
+            bucket.set_rate(self._part * max(rate, LEAST_SHARE * flow.cap_bytes_per_s))
+
 
 _MOST_THREADS = 64
 _LOOK_SECONDS = 0.2
-
 Outcome = Literal["done", "failed", "not started"]
 
 
 class Transfer:
-    """What the function that does a task is given.
+    """Argument of the function that does a task.
 
     Attributes:
         name: Of the task, or of the edge ("a -> b").
@@ -57,12 +115,12 @@ class Transfer:
 
     @property
     def moved_bytes(self) -> int:
-        """What was taken."""
+        """Bytes taken."""
         return self._bucket.passed_bytes
 
     @property
     def block_bytes(self) -> int:
-        """How much to move between two calls of `take`."""
+        """Bytes to move between two calls of `take`."""
         return self._bucket.block_bytes
 
     @property
@@ -116,13 +174,13 @@ class Happened:
 
     @property
     def late_seconds(self) -> float:
-        """How much later than planned it ended; negative: earlier."""
+        """Seconds by which it ended later than planned; negative: earlier."""
         return self.end_seconds - self.planned_end_seconds
 
 
 @dataclass(frozen=True)
 class Report:
-    """What happened.
+    """Result of carrying out a schedule.
 
     Attributes:
         tasks: By start.
@@ -203,7 +261,9 @@ class Executor:
         heapq.heapify(ready)
         running: dict[int, float] = {}
         try:
-            while (ready or running) and not self._over():
+            while (ready or running) and not (
+                self._stopped.is_set() or time.monotonic() >= self._end
+            ):
                 wake = self._start(ready, running)
                 happened = self._next(wake)
                 if happened is None:
@@ -221,11 +281,13 @@ class Executor:
         finally:
             self.stop()
         for number, start in running.items():
-            found[number] = self._given_up(number, start)
+            # A task under way when the run ended; its thread may still wait for something.
+            now = time.monotonic()
+            reason = "the run was stopped"
+            if now >= self._end:
+                reason = f"the run took longer than {self._deadline_seconds:g} s"
+            found[number] = self._happened(number, "failed", (start, now - self._zero), 0, reason)
         return self._report(found)
-
-    def _over(self) -> bool:
-        return self._stopped.is_set() or time.monotonic() >= self._end
 
     def _start(self, ready: list[tuple[float, int]], running: dict[int, float]) -> float:
         """Start what may start now; returns the seconds until something else may."""
@@ -252,7 +314,7 @@ class Executor:
         return wake
 
     def _next(self, seconds: float) -> tuple[int, Happened] | None:
-        """What ends next, within so many seconds; also None now and then, to see `stop`."""
+        """Wait for the next end, at most so many seconds; None now and then, to see `stop`."""
         try:
             return self._ended.get(timeout=max(min(seconds, _LOOK_SECONDS), 0.0))
         except queue.Empty:
@@ -298,14 +360,6 @@ class Executor:
             error,
         )
 
-    def _given_up(self, number: int, start: float) -> Happened:
-        """A task under way when the run ended; its thread may still wait for something."""
-        now = time.monotonic()
-        reason = "the run was stopped"
-        if now >= self._end:
-            reason = f"the run took longer than {self._deadline_seconds:g} s"
-        return self._happened(number, "failed", (start, now - self._zero), 0, reason)
-
     def _report(self, found: dict[int, Happened]) -> Report:
         failed = [happened.name for happened in found.values() if happened.outcome == "failed"]
         reason = f'"{failed[0]}" failed before' if failed else "the run was stopped"
@@ -320,19 +374,19 @@ class Executor:
 
 
 def flow_of(schedule: Schedule, number: int) -> Flow:
-    """What an activity that moves bytes is to the others under way."""
+    """Flow of an activity that moves bytes."""
     activity, names = schedule.graph.activities[number], list(schedule.graph.machine.bytes_per_s)
-    via = tuple(names[name] for name in activity.via)
+    via = tuple(names[resource] for resource in activity.via)
     return Flow(via, activity.cap_bytes_per_s, schedule.levels[number])
 
 
 def _with_node_order(schedule: Schedule) -> list[list[int]]:
-    """What each task waits for: those before it, and those that have its nodes before it."""
-    before = [list(name) for name in schedule.graph.before]
+    """Predecessors of each task: those before it, and those that have its nodes before it."""
+    before = [list(sources) for sources in schedule.graph.before]
     last: dict[tuple[int, int], int] = {}
     place = {number: at for at, number in enumerate(schedule.graph.order)}
     numbers = sorted(
-        place, key=lambda name: (schedule.starts[name], schedule.ends[name], place[name])
+        place, key=lambda number: (schedule.starts[number], schedule.ends[number], place[number])
     )
     for number in numbers:
         row = schedule.row(schedule.graph.activities[number].name)
@@ -374,3 +428,54 @@ def copy_file(source: Path, target: Path, transfer: Transfer) -> int:
     finally:
         os.close(folder)
     return size
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The transfers of a planned run; travels to other processes.
+
+    Attributes:
+        bytes_per_s: Bandwidth by resource, of all that use it together.
+        copies: For each tier, its copies by the step that was saved.
+        stage_in: Of the data before the first step; None: nothing is staged.
+    """
+
+    bytes_per_s: Mapping[str, float]
+    copies: Mapping[str, Mapping[int, Flow]]
+    stage_in: Flow | None
+
+    def copy(self, tier: str, step: int) -> Flow:
+        """Flow of the copy of a step to a tier.
+
+        A save of another step than those planned, as that of a stop, has the place of the nearest.
+
+        Raises:
+            ClusterError: For a tier that is not planned.
+        """
+        planned = self.copies.get(tier)
+        if not planned:
+            raise ClusterError(f'no copies to a tier named "{tier}" are planned: add such a tier')
+        return planned[min(planned, key=lambda item: (abs(item - step), item))]
+
+
+def transfer_plan(figures: RunFigures) -> TransferPlan:
+    """Plan a run and keep what its copies need of the plan.
+
+    Raises:
+        ClusterError: For figures without a meaning.
+    """
+    schedule = plan(run_graph(figures))
+    numbers = {activity.name: number for number, activity in enumerate(schedule.graph.activities)}
+    saves = -(-figures.steps // figures.save_every_steps) if figures.save_bytes else 0
+    copies: dict[str, dict[int, Flow]] = {}
+    for tier in figures.tiers:
+        copies[tier.name] = {
+            min(save * figures.save_every_steps, figures.steps): flow_of(
+                schedule, numbers[f"drain {save} to {tier.name}"]
+            )
+            for save in range(tier.every, saves + 1, tier.every)
+        }
+    staged = numbers.get("stage-in")
+    return TransferPlan(
+        dict(figures.bytes_per_s), copies, None if staged is None else flow_of(schedule, staged)
+    )

@@ -6,29 +6,231 @@ ground. Every bar says when one points at it what it is and when.
 
 from __future__ import annotations
 
-import html
+import heapq
+import itertools
 import math
-from typing import TYPE_CHECKING
-
-from outlast.cluster.tasks.lanes import (
-    KINDS_SHOWN,
-    Bar,
-    Lane,
-    Use,
-    merged,
-    node_lanes,
-    transfer_lanes,
-    uses,
-)
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from outlast.cluster.tasks.schedule import Schedule
+    from outlast.cluster.tasks.schedule import Row, Schedule
+
+
+KINDS_SHOWN = ("stage-in", "train", "save", "drain", "move", "evaluate", "prune", "stage-out")
+MOST_STEPS = 1000
+"""Steps of a resource's use; more are averaged."""
+MOST_ROWS = 12
+"""Rows of one group of nodes, or of transfers; the rest is said to be left out."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch in a row.
+
+    Attributes:
+        start_seconds: Its start.
+        end_seconds: Its end.
+        kind: Of its tasks.
+        words: What it is called.
+        count: How many tasks it stands for.
+    """
+
+    start_seconds: float
+    end_seconds: float
+    kind: str
+    words: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class GanttRow:
+    """A labelled row of bars.
+
+    Attributes:
+        label: Its name.
+        bars: By start; they do not overlap.
+        left_out: Rows that are not shown after this one.
+    """
+
+    label: str
+    bars: tuple[Bar, ...]
+    left_out: int = 0
+
+
+@dataclass(frozen=True)
+class Use:
+    """Use of a resource over time.
+
+    Attributes:
+        label: Its name.
+        bytes_per_s: Its bandwidth.
+        kinds: The kinds of the layers, lowest first.
+        times: Seconds; steps begin at each.
+        layers: For each kind, bytes per second from each time to the next.
+        busy: Share of the whole time that its bandwidth is used for.
+    """
+
+    label: str
+    bytes_per_s: float
+    kinds: tuple[str, ...]
+    times: tuple[float, ...]
+    layers: tuple[tuple[float, ...], ...]
+    busy: float
+
+
+def node_rows(schedule: Schedule) -> list[GanttRow]:
+    """One row for all nodes that do the same, group by group."""
+    names = list(schedule.graph.machine.nodes)
+    by_node: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for row in schedule.rows:
+        for node in row.nodes:
+            by_node[row.group, node].append(row)
+    found = []
+    for group, name in enumerate(names):
+        alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        for node in range(schedule.graph.machine.nodes[name]):
+            alike[tuple(row.name for row in by_node[group, node])].append(node)
+        lanes = sorted(alike.values())
+        for nodes in lanes[:MOST_ROWS]:
+            rows = by_node[group, nodes[0]]
+            left_out = len(lanes) - MOST_ROWS if nodes is lanes[:MOST_ROWS][-1] else 0
+            word = name.removesuffix("s") if len(nodes) == 1 else name
+            found.append(GanttRow(f"{word} {_ranges(nodes)}", _bars(rows), max(left_out, 0)))
+    return found
+
+
+def transfer_rows(schedule: Schedule) -> list[GanttRow]:
+    """Rows of activities that need no nodes, by kind; each in a free row of its kind."""
+    sorts: dict[str, list[list[Row]]] = {}
+    free: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for row in schedule.rows:
+        if row.nodes:
+            continue
+        label = _sort(row)
+        lanes, ends = sorts.setdefault(label, []), free[label]
+        if ends and ends[0][0] <= row.start_seconds:
+            number = heapq.heappop(ends)[1]
+            lanes[number].append(row)
+        else:
+            number = len(lanes)
+            lanes.append([row])
+        heapq.heappush(ends, (row.end_seconds, number))
+    most = max(MOST_ROWS // max(len(sorts), 1), 1)
+    found = []
+    for label, lanes in sorts.items():
+        shown = lanes[: max(most, MOST_ROWS - sum(map(len, sorts.values())) + len(lanes))]
+        for number, lane in enumerate(shown):
+            left_out = len(lanes) - len(shown) if lane is shown[-1] else 0
+            found.append(GanttRow(label if not number else "", _bars(lane), left_out))
+    return found
+
+
+def _sort(row: Row) -> str:
+    """Kind of a transfer, with its target if its name states one."""
+    if row.kind == "move":
+        return "read"
+    _, to, place = row.name.partition(" to ")
+    return f"{row.kind}{to}{place}" if row.kind == "drain" else row.kind
+
+
+def uses(schedule: Schedule) -> list[Use]:
+    """Load of each resource over time, by kind."""
+    changes: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
+    for number, activity in enumerate(schedule.graph.activities):
+        kind = KINDS_SHOWN.index(activity.kind)
+        for start, end, rate in schedule.rate_of(number) if activity.size_bytes else ():
+            for resource in activity.via:
+                changes[resource] += [(start, kind, rate), (end, kind, -rate)]
+    found = []
+    for resource, (name, capacity) in enumerate(schedule.graph.machine.bytes_per_s.items()):
+        if found_changes := changes[resource]:
+            found.append(_use_of(name, capacity, found_changes, schedule.makespan_seconds))
+    return found
+
+
+def _use_of(name: str, capacity: float, changes: list[tuple[float, int, float]], end: float) -> Use:
+    kinds = sorted({kind for _, kind, _ in changes})
+    now = dict.fromkeys(kinds, 0.0)
+    times: list[float] = [0.0]
+    layers: dict[int, list[float]] = {kind: [0.0] for kind in kinds}
+    moved = 0.0
+    for time, together in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        moved += sum(now.values()) * (time - times[-1])
+        for _, kind, rate in together:
+            # What rounding leaves when all flows have ended is none.
+            now[kind] = now[kind] + rate if now[kind] + rate > 1e-9 * capacity else 0.0
+        if time > times[-1]:
+            times.append(time)
+            for kind in kinds:
+                layers[kind].append(now[kind])
+        else:
+            for kind in kinds:
+                layers[kind][-1] = now[kind]
+    if len(times) > MOST_STEPS:
+        layers = {kind: _averaged(times, layers[kind], end) for kind in kinds}
+        times = [number * end / MOST_STEPS for number in range(MOST_STEPS)]
+    return Use(
+        name,
+        capacity,
+        tuple(KINDS_SHOWN[kind] for kind in kinds),
+        tuple(times),
+        tuple(tuple(layers[kind]) for kind in kinds),
+        moved / (capacity * end) if end else 0.0,
+    )
+
+
+def _averaged(times: Sequence[float], rates: Sequence[float], end: float) -> list[float]:
+    """The mean rate in each of `MOST_STEPS` stretches of equal length."""
+    width = end / MOST_STEPS
+    found = [0.0] * MOST_STEPS
+    for number, (start, rate) in enumerate(zip(times, rates, strict=True)):
+        until = min(times[number + 1] if number + 1 < len(times) else end, end)
+        last = min(int(until / width), MOST_STEPS - 1) if rate else -1
+        for step in range(int(start / width), last + 1):
+            within = min(until, (step + 1) * width) - max(start, step * width)
+            found[step] += rate * max(within, 0.0) / width
+    return found
+
+
+def _bars(rows: Iterable[Row]) -> tuple[Bar, ...]:
+    return tuple(Bar(row.start_seconds, row.end_seconds, row.kind, row.name) for row in rows)
+
+
+def merged(bars: Sequence[Bar], shortest_seconds: float) -> list[Bar]:
+    """Bars too short to be seen, made one with neighbours of their kind."""
+    found: list[Bar] = []
+    for bar in bars:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.kind == bar.kind
+            and bar.start_seconds - last.end_seconds < shortest_seconds
+            and bar.end_seconds - bar.start_seconds < shortest_seconds
+        ):
+            count = last.count + 1
+            words = f"{count} x {bar.kind}"
+            found[-1] = Bar(last.start_seconds, bar.end_seconds, bar.kind, words, count)
+        else:
+            found.append(bar)
+    return found
+
+
+def _ranges(nodes: Sequence[int]) -> str:
+    """``1-4, 7``: nodes counted from 1."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(nodes), key=lambda item: item[1] - item[0]):
+        found = [node + 1 for _, node in run]
+        parts.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
+    return ", ".join(parts) if len(parts) < 4 else f"{', '.join(parts[:3])}, ..."
+
 
 _WIDTH = 1180
 _LEFT, _RIGHT, _TOP = 172, 24, 30
-_LANE, _GAP, _USE, _SECTION = 26, 4, 46, 18
+_ROW, _GAP, _USE, _SECTION = 26, 4, 46, 18
 _CHARACTER = 6.4
 _COLOURS = {
     "stage-in": ("#56b4e9", "#7cc7f0", "#10222e"),
@@ -58,7 +260,7 @@ _TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 
 
 
 def gantt_svg(schedule: Schedule, title: str = "") -> str:
-    """The picture: lanes of nodes, of transfers in the background, and how busy resources are.
+    """The picture: rows of nodes, of transfers in the background, and how busy resources are.
 
     Args:
         schedule: What is shown; thousands of tasks are fine, for those too short to be seen are
@@ -66,41 +268,55 @@ def gantt_svg(schedule: Schedule, title: str = "") -> str:
         title: Said to those who cannot see it.
     """
     scale = _Scale(schedule.makespan_seconds)
-    parts: list[str] = []
+    shown: list[dict[str, Any]] = []
     top = _TOP
-    for lanes in (node_lanes(schedule), transfer_lanes(schedule)):
-        top += _SECTION if parts and lanes else 0
-        for lane in lanes:
-            parts.append(_lane(lane, top, scale))
-            top += _LANE + _GAP
-            if lane.left_out:
-                words = f"and {lane.left_out} more lanes"
-                parts.append(_text(_LEFT - 10, top + 11, words, "end muted small"))
-                top += _LANE - 8
-    shown = uses(schedule)
-    top += _SECTION if shown else 0
-    for use in shown:
-        parts.append(_use(use, top, scale, schedule.makespan_seconds))
+    for rows in (node_rows(schedule), transfer_rows(schedule)):
+        top += _SECTION if shown and rows else 0
+        for row in rows:
+            left_out = f"and {row.left_out} more lanes" if row.left_out else ""
+            bars = [_drawn(bar, scale) for bar in merged(row.bars, 1.0 / scale.per_second)]
+            label = _short(row.label, 24)
+            shown.append({"top": top, "label": label, "bars": bars, "left_out": left_out})
+            top += _ROW + _GAP + (_ROW - 8 if left_out else 0)
+    used = uses(schedule)
+    top += _SECTION if used else 0
+    layers = []
+    for use in used:
+        layers.append(_layers(use, top, scale, schedule.makespan_seconds))
         top += _USE + 10
-    height = top + 8
-    axis = _axis(scale, top)
-    bound = _bound(schedule, scale, top)
-    words = html.escape(title or "Gantt chart of a schedule", quote=True)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        f'role="img" aria-label="{words}"><style>{_style()}</style>'
-        f"{axis}{''.join(parts)}{bound}</svg>"
+    count = math.floor(scale.end / scale.step + 1e-9)
+    seconds = [number * scale.step for number in range(count + 1)]
+    names = [""] * count + [f" {scale.name}"]
+    bound = schedule.bound_seconds
+    early = 0 < bound < schedule.makespan_seconds * (1 - 1e-3)
+    return _rendered(
+        "gantt.svg.jinja",
+        title=title or "Gantt chart of a schedule",
+        width=_WIDTH,
+        left=_LEFT,
+        right=_WIDTH - _RIGHT,
+        axis=_TOP,
+        bottom=top,
+        height=_ROW,
+        rows=shown,
+        uses=layers,
+        ticks=[
+            (scale.x(at), f"{at / scale.unit:g}{name}")
+            for at, name in zip(seconds, names, strict=True)
+        ],
+        # No line where no schedule can end before the end itself.
+        bound=(scale.x(bound), duration(bound)) if early else None,
+        colours=_GROUND,
+        kinds=_COLOURS,
     )
 
 
-def legend(schedule: Schedule) -> str:
-    """The kinds that a schedule has, as HTML."""
-    kinds = {activity.kind for activity in schedule.graph.activities}
-    return "".join(
-        f'<span class="key"><i class="{kind}"></i>{_WORDS.get(kind, kind)}</span>'
-        for kind in KINDS_SHOWN
-        if kind in kinds
-    )
+def _rendered(template: str, **values: Any) -> str:
+    # Only who wants a picture waits for it.
+    from jinja2 import Environment, FileSystemLoader
+
+    folder = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=folder, autoescape=True).get_template(template).render(values)
 
 
 class _Scale:
@@ -141,156 +357,144 @@ def duration(seconds: float) -> str:
     return f"{minutes // 1440} d {minutes % 1440 // 60:02d} h"
 
 
-def _lane(lane: Lane, top: int, scale: _Scale) -> str:
-    parts = [
-        _ground(top, _LANE),
-        _text(_LEFT - 10, top + 17, _short(lane.label, 24), "end"),
-    ]
-    parts += [_bar(bar, top, scale) for bar in merged(lane.bars, 1.0 / scale.per_second)]
-    return "".join(parts)
-
-
-def _ground(top: int, height: int) -> str:
-    width = _WIDTH - _LEFT - _RIGHT
-    return f'<rect class="lane" x="{_LEFT}" y="{top}" width="{width}" height="{height}"/>'
-
-
-def _bar(bar: Bar, top: int, scale: _Scale) -> str:
+def _drawn(bar: Bar, scale: _Scale) -> dict[str, Any]:
     left = scale.x(bar.start_seconds)
     width = max(scale.x(bar.end_seconds) - left, 0.8)
     times = (
         f"{duration(bar.start_seconds)} to {duration(bar.end_seconds)}, "
         f"{duration(bar.end_seconds - bar.start_seconds)}"
     )
-    # A thread of ground between bars that touch.
-    drawn = width - 1.0 if width > 4 else width
-    found = (
-        f'<g class="{bar.kind}"><title>{html.escape(bar.words)}: {times}</title>'
-        f'<rect x="{left}" y="{top + 2}" width="{drawn:.2f}" height="{_LANE - 4}" rx="2"/>'
-    )
     words = bar.words[bar.words.find("->") :].replace("->", "\u2192")
     words = words if bar.kind == "move" else bar.words.partition(" to ")[0]
     numbered = bar.kind in ("train", "save", "evaluate", "drain")
-    for label in (words, words.split()[-1] if numbered else ""):
-        if label and len(label) * _CHARACTER + 8 < width:
-            found += _text(left + drawn / 2, top + 17, label, "middle on small")
-            break
-    return found + "</g>"
+    labels = (words, words.split()[-1] if numbered else "")
+    fitting = [label for label in labels if label and len(label) * _CHARACTER + 8 < width]
+    return {
+        "kind": bar.kind,
+        "title": f"{bar.words}: {times}",
+        "x": left,
+        # A thread of ground between bars that touch.
+        "width": width - 1.0 if width > 4 else width,
+        "label": fitting[0] if fitting else "",
+    }
 
 
-def _use(use: Use, top: int, scale: _Scale, end: float) -> str:
+def _layers(use: Use, top: int, scale: _Scale, end: float) -> dict[str, Any]:
     """Layers of steps; each fills what it uses above those below it."""
-    bottom = top + _USE
-    parts = [
-        _ground(top, _USE),
-        _text(_LEFT - 10, top + 18, _short(use.label, 24), "end"),
-        _text(
-            _LEFT - 10,
-            top + 34,
-            f"{_rate(use.bytes_per_s)}, {use.busy:.0%} used",
-            "end muted small",
-        ),
-    ]
+    layers = []
+    # Stretches narrower than the picture shows are drawn as wide as it can show.
+    narrow = 0.15 / scale.per_second
     below = [0.0] * len(use.times)
     for kind, layer in zip(use.kinds, use.layers, strict=True):
         above = [low + rate for low, rate in zip(below, layer, strict=True)]
-        path = _steps(use.times, below, above, use.bytes_per_s, (scale, bottom, end))
+        path = ""
+        for time, until, low, high in zip(
+            use.times, [*use.times[1:], end], below, above, strict=True
+        ):
+            if high > low and until > time:
+                y0, y1 = (
+                    round(top + _USE - _USE * min(rate / use.bytes_per_s, 1.0), 1)
+                    for rate in (low, high)
+                )
+                x0, x1 = scale.x(time), scale.x(max(until, time + narrow))
+                path += f"M{x0} {y0}V{y1}H{x1}V{y0}Z"
         if path:
-            parts.append(
-                f'<path class="{kind}" d="{path}"><title>{html.escape(use.label)}: '
-                f"{_WORDS.get(kind, kind)}</title></path>"
-            )
+            layers.append((kind, path, f"{use.label}: {_WORDS.get(kind, kind)}"))
         below = above
-    parts.append(f'<line class="full" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{top}" y2="{top}"/>')
-    return "".join(parts)
-
-
-def _steps(
-    times: Sequence[float],
-    below: Sequence[float],
-    above: Sequence[float],
-    capacity: float,
-    place: tuple[_Scale, int, float],
-) -> str:
-    scale, bottom, end = place
-    parts = []
-    # Stretches narrower than the picture shows are drawn as wide as it can show.
-    narrow = 0.15 / scale.per_second
-    for number, time in enumerate(times):
-        until = times[number + 1] if number + 1 < len(times) else end
-        if above[number] <= below[number] or until <= time:
-            continue
-        y0 = round(bottom - _USE * min(below[number] / capacity, 1.0), 1)
-        y1 = round(bottom - _USE * min(above[number] / capacity, 1.0), 1)
-        x0, x1 = scale.x(time), scale.x(max(until, time + narrow))
-        parts.append(f"M{x0} {y0}V{y1}H{x1}V{y0}Z")
-    return "".join(parts)
-
-
-def _axis(scale: _Scale, bottom: int) -> str:
-    parts = []
-    count = math.floor(scale.end / scale.step + 1e-9)
-    for number in range(count + 1):
-        seconds = number * scale.step
-        x = scale.x(seconds)
-        last = f" {scale.name}" if number == count else ""
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{_TOP - 6}" y2="{bottom}"/>')
-        parts.append(_text(x, _TOP - 12, f"{seconds / scale.unit:g}{last}", "middle muted small"))
-    return "".join(parts)
-
-
-def _bound(schedule: Schedule, scale: _Scale, bottom: int) -> str:
-    """A line before which no schedule can end, where that is not the end itself."""
-    if not 0 < schedule.bound_seconds < schedule.makespan_seconds * (1 - 1e-3):
-        return ""
-    x = scale.x(schedule.bound_seconds)
-    return (
-        f"<g><title>no schedule ends before {duration(schedule.bound_seconds)}</title>"
-        f'<line class="bound" x1="{x}" x2="{x}" y1="{_TOP - 6}" y2="{bottom}"/></g>'
-    )
-
-
-def _text(x: float, y: float, words: str, classes: str) -> str:
-    return f'<text x="{x:.1f}" y="{y}" class="{classes}">{html.escape(words)}</text>'
+    return {
+        "top": top,
+        "height": _USE,
+        "label": _short(use.label, 24),
+        "words": f"{_amount(use.bytes_per_s)}/s, {use.busy:.0%} used",
+        "layers": layers,
+    }
 
 
 def _short(words: str, most: int) -> str:
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
-def _rate(bytes_per_s: float) -> str:
-    for unit, name in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")):
-        if bytes_per_s >= unit:
-            return f"{bytes_per_s / unit:.3g} {name}"
-    return f"{bytes_per_s / 1e3:.3g} kB/s"
+def _amount(size_bytes: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.3g} {name}"
+    return f"{size_bytes / 1e3:.3g} kB"
 
 
-def style_of_kinds() -> str:
-    """CSS that defines every colour, for light and dark pages."""
-    pairs = {**_GROUND, **{kind: colour[:2] for kind, colour in _COLOURS.items()}}
-    light, dark = ("".join(f"--{n}:{pair[i]};" for n, pair in pairs.items()) for i in (0, 1))
-    return (
-        f":root{{color-scheme:light;{light}}}"
-        "@media screen and (prefers-color-scheme:dark){"
-        f':root:not([data-theme="light"]){{color-scheme:dark;{dark}}}}}'
-        f'@media screen{{:root[data-theme="dark"]{{color-scheme:dark;{dark}}}}}'
+MOST_TABLE_ROWS = 500
+"""Rows of the table; a page with more tells no more."""
+
+
+def page(schedule: Schedule, *, title: str = "Schedule", unmanaged: Schedule | None = None) -> str:
+    """The page.
+
+    Args:
+        schedule: The plan.
+        title: Its heading.
+        unmanaged: What would happen without a plan, to compare with.
+    """
+    from markupsafe import Markup
+
+    names = list(schedule.graph.machine.nodes)
+    sizes = {activity.name: activity.size_bytes for activity in schedule.graph.activities}
+    kinds = {activity.kind for activity in schedule.graph.activities}
+    count, most = len(schedule.rows), MOST_TABLE_ROWS
+    return _rendered(
+        "gantt.html.jinja",
+        title=title,
+        colours={**_GROUND, **_COLOURS},
+        kinds=[(kind, _WORDS.get(kind, kind)) for kind in KINDS_SHOWN if kind in kinds],
+        cards=_cards(schedule, unmanaged),
+        picture=Markup(gantt_svg(schedule, title)),
+        shown=f"the first {most} of {count:,}" if count > most else f"{count}",
+        duration=duration,
+        rows=[
+            (
+                row,
+                _amount(sizes[row.name]) if sizes[row.name] else "",
+                f"{len(row.nodes)} of {names[row.group]}" if row.nodes else "",
+            )
+            for row in schedule.rows[:most]
+        ],
     )
 
 
-def _style() -> str:
-    """CSS of the picture; without a page around it, its colours are those of light ground."""
-    kinds = "".join(
-        f"g.{kind} rect,path.{kind}{{fill:var(--{kind},{light})}}g.{kind} text.on{{fill:{label}}}"
-        for kind, (light, _, label) in _COLOURS.items()
-    )
-    text, muted, lane, grid, accent = (
-        f"var(--{name},{_GROUND[name][0]})" for name in ("text", "muted", "lane", "grid", "accent")
-    )
-    return (
-        "text{font:13px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;"
-        f"fill:{text}}}.small{{font-size:11.5px}}.end{{text-anchor:end}}"
-        f".middle{{text-anchor:middle}}text.muted{{fill:{muted}}}text.on{{pointer-events:none}}"
-        f".lane{{fill:{lane}}}.grid{{stroke:{grid}}}"
-        f".full{{stroke:{muted};stroke-dasharray:3 3;stroke-width:.8}}"
-        f".bound{{stroke:{accent};stroke-dasharray:6 4;stroke-width:1.5}}{kinds}"
-    )
+def _cards(schedule: Schedule, unmanaged: Schedule | None) -> Sequence[tuple[str, str, str]]:
+    shares = {"capped": "copies keep bandwidth caps", "fair": "copies need no caps"}
+    found = [
+        ("all is done after", duration(schedule.makespan_seconds), shares[schedule.sharing]),
+        (
+            "no schedule is shorter than",
+            duration(schedule.bound_seconds),
+            (
+                f"this one is {schedule.gap:.1%} longer"
+                if schedule.gap >= 5e-4
+                else "this one is as short as can be"
+            ),
+        ),
+    ]
+    training = [row for row in schedule.rows if row.kind == "train"]
+    if training:
+        worked, end = 0.0, training[0].start_seconds
+        for row in training:
+            worked += max(row.end_seconds - max(row.start_seconds, end), 0.0)
+            end = max(end, row.end_seconds)
+        whole = end - training[0].start_seconds
+        found.append(
+            (
+                "training runs for",
+                duration(worked),
+                f"and stands still for {duration(whole - worked)}",
+            )
+        )
+    if unmanaged is not None:
+        more = unmanaged.makespan_seconds / schedule.makespan_seconds - 1.0
+        words = "the same" if abs(more) < 5e-4 else f"{more:+.1%}"
+        found.append(
+            (
+                "without a plan or caps",
+                duration(unmanaged.makespan_seconds),
+                f"{words}, shared fairly",
+            )
+        )
+    return found

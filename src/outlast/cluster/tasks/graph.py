@@ -30,13 +30,12 @@ if TYPE_CHECKING:
 
 Kind = Literal["stage-in", "train", "save", "drain", "evaluate", "prune", "stage-out", "move"]
 """What a task is; "move" is the way of an edge's data, which no task may be."""
-
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a task may run instead.
+    """Alternative place of a task.
 
     Attributes:
         group: Group of nodes.
@@ -103,13 +102,13 @@ class Edge:
 
     @property
     def name(self) -> str:
-        """What the movement of its data is called."""
+        """Name of the movement of its data."""
         return f"{self.source} -> {self.target}"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What tasks share.
+    """Shared resources of the tasks.
 
     Attributes:
         nodes: Number of nodes by group; the nodes of a group are alike.
@@ -165,7 +164,7 @@ class Activity:
 
     @property
     def flow_seconds(self) -> float:
-        """What its bytes need when it is alone."""
+        """Duration of its transfer when it is alone."""
         return self.size_bytes / self.cap_bytes_per_s if self.size_bytes else 0.0
 
 
@@ -270,11 +269,7 @@ def _option(task: Task, place: Place, machine: Machine, groups: Mapping[str, int
 
 
 def _activity(
-    name: str,
-    kind: Kind,
-    what: Task | Edge,
-    options: tuple[Option, ...],
-    rated: _Rated,
+    name: str, kind: Kind, what: Task | Edge, options: tuple[Option, ...], rated: _Rated
 ) -> Activity:
     where = f'edge "{name}"' if isinstance(what, Edge) else f'task "{name}"'
     if isinstance(what, Task) and (kind not in KINDS or kind == "move"):
@@ -293,8 +288,8 @@ def _activity(
                 f'{where} goes through "{item}", which the machine has not: it has '
                 f"{_listed(rated.numbers)}"
             )
-    via = tuple(sorted({rated.numbers[name] for name in what.via}))
-    cap = min([what.cap_bytes_per_s, *(rated.rates[name] for name in via)])
+    via = tuple(sorted({rated.numbers[resource] for resource in what.via}))
+    cap = min([what.cap_bytes_per_s, *(rated.rates[number] for number in via)])
     if what.size_bytes and math.isinf(cap):
         raise ClusterError(
             f"{where} moves bytes at no known rate: name the resources that they go through (via)"
@@ -332,19 +327,22 @@ def _sorted(
             if not missing[target]:
                 heapq.heappush(ready, target)
     if len(order) < len(activities):
+        done = set(order)
+        # The names along one circle among the activities that are not done.
+        at = next(number for number in range(len(activities)) if number not in done)
+        path: list[int] = []
+        while at not in path:
+            path.append(at)
+            at = next(item for item in before[at] if item not in done)
+        circle = path[path.index(at) :] + [at]
         raise ClusterError(
             "tasks wait for each other in a circle: "
-            + " -> ".join(_circle(activities, before, set(order)))
+            + " -> ".join(
+                [
+                    activities[item].name
+                    for item in reversed(circle)
+                    if activities[item].kind != "move"
+                ]
+            )
         )
     return order
-
-
-def _circle(activities: list[Activity], before: list[list[int]], done: set[int]) -> list[str]:
-    """The names along one circle among the activities that are not done."""
-    at = next(number for number in range(len(activities)) if number not in done)
-    path: list[int] = []
-    while at not in path:
-        path.append(at)
-        at = next(item for item in before[at] if item not in done)
-    circle = path[path.index(at) :] + [at]
-    return [activities[item].name for item in reversed(circle) if activities[item].kind != "move"]

@@ -20,7 +20,7 @@ from outlast.integrations.recording import directory_of
 from outlast.integrations.step_energy import StepEnergy
 from outlast.integrations.stopping import Stopping
 from outlast.job import LoopJob
-from outlast.job.template import toml_value
+from outlast.job.section import toml_value
 from outlast.records import RunDirectory
 from outlast.train.guarding import RunGuard
 

@@ -8,7 +8,7 @@ import transformers
 from packaging.version import Version
 
 from outlast.errors import IntegrationError
-from outlast.job.template import toml_value
+from outlast.job.section import toml_value
 
 if TYPE_CHECKING:
     from transformers import Trainer

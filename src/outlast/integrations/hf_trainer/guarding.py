@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from outlast.job import GuardSection
-    from outlast.records import Guarded, MemberLost, WrongNumbers
+    from outlast.records import (
+        CorruptionDetected,
+        Guarded,
+        MemberLost,
+    )
 
 
 class Guarding:
@@ -33,7 +37,7 @@ class Guarding:
 
     def __init__(self, trainer: Trainer, settings: GuardSection, seed: int) -> None:
         self.run: RunGuard | None = None
-        self.findings: list[WrongNumbers | MemberLost] = []
+        self.findings: list[CorruptionDetected | MemberLost] = []
         self._trainer = trainer
         self._settings = settings
         self._seed = seed

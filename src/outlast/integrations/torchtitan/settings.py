@@ -9,8 +9,8 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from outlast.errors import IntegrationError
 from outlast.job import LoopJob, load_loop_job
+from outlast.job.section import toml_value
 from outlast.job.sections import RunSection
-from outlast.job.template import toml_value
 
 if TYPE_CHECKING:
     from outlast.integrations.torchtitan.trainer import OutlastTrainer

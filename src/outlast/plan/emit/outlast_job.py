@@ -129,7 +129,7 @@ def outlast_files(
         JobError: An override is not possible.
     """
     from outlast.job import job_from_text
-    from outlast.job.template import toml_value
+    from outlast.job.section import toml_value
 
     tables = _tables(model, run, cluster, settings)
     for override in settings.overrides:

@@ -1,1 +1,0 @@
-"""Jobs of a log or of a generator."""

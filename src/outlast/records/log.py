@@ -1,0 +1,369 @@
+"""Append-only event logs, one file per rank.
+
+Rank 0 writes ``events.jsonl`` (step metrics and everything else), other ranks write
+``events.rank<N>.jsonl``. A line is one ``write`` to a file opened with O_APPEND: a killed process
+or a full disk leaves at most one torn line, which the next line that can be written closes first.
+
+run = read_run("runs/quickstart")
+run.losses()          # [(step, nats per token), ...], each step once
+run.seconds()         # {"compute": 101.2, "data": 0.4, ..., "lost": 0.0}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from outlast.errors import RunError
+from outlast.records.directory import RunDirectory
+from outlast.records.events import (
+    FORMAT_VERSION,
+    PURPOSES,
+    AttemptEnded,
+    AttemptStarted,
+    Event,
+    StepsDone,
+    TrainingStarted,
+    Warned,
+    finite,
+    from_fields,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from outlast.records.sinks import Sink
+
+
+def event_file(directory: Path, rank: int) -> Path:
+    """The event log of `rank` in the run directory."""
+    return directory / ("events.jsonl" if rank == 0 else f"events.rank{rank}.jsonl")
+
+
+class RecordWriter:
+    """Writes one rank's events and hands each to the sinks.
+
+    Args:
+        directory: The run directory, which exists.
+        rank: This process's rank.
+        attempt: Which start of the run this is, from 1.
+        sinks: Other places that want the events, e.g. TensorBoard. One that fails is left out
+            from then on, and a `Warned` event says so.
+
+    Raises:
+        RunError: When the event log cannot be opened.
+    """
+
+    def __init__(
+        self, directory: Path, rank: int = 0, attempt: int = 1, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self.path = event_file(directory, rank)
+        self.rank = rank
+        self.attempt = attempt
+        self._sinks = list(sinks)
+        self._lost = 0
+        self._closed = False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self._torn = _ends_torn(self.path)
+            self._descriptor = os.open(self.path, flags, 0o644)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    @property
+    def lost_events(self) -> int:
+        """Events that could not be written, because the disk was full for example."""
+        return self._lost
+
+    def write(self, event: Event) -> None:
+        """Append `event`. A full disk never stops training: the loss is counted instead."""
+        line = {
+            "v": FORMAT_VERSION,
+            "kind": event.kind,
+            "time": time.time(),
+            "monotonic": time.monotonic(),
+            "rank": self.rank,
+            "attempt": self.attempt,
+            **{
+                field.name: finite(getattr(event, field.name))
+                for field in dataclasses.fields(event)
+            },
+        }
+        self._append((json.dumps(line, allow_nan=False) + "\n").encode())
+        for sink in [*self._sinks]:
+            if sink not in self._sinks:  # it failed meanwhile, with the warning about another
+                continue
+            try:
+                sink.write(event)
+            except Exception as error:  # a display must not end the training that it shows
+                self._drop(sink, error)
+
+    def _append(self, line: bytes) -> None:
+        content = b"\n" + line if self._torn else line
+        try:
+            written = os.write(self._descriptor, content)
+        except OSError:
+            written = 0
+        if written == len(content):
+            self._torn = False
+            return
+        self._lost += 1
+        # A disk that fills up takes the beginning of a line without an error.
+        self._torn = self._torn or written > 0
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        name = type(sink).__name__
+        self.write(Warned(f"{name} failed and gets no more events: {error}"))
+
+    def flush(self) -> None:
+        """Force what was written to the disk, as far as the disk can."""
+        with contextlib.suppress(OSError):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Flush and close the file and the sinks; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        while self._sinks:
+            sink = self._sinks[0]
+            try:
+                sink.close()
+                self._sinks.remove(sink)
+            except Exception as error:  # the other sinks and the file still want to be closed
+                self._drop(sink, error)
+        self.flush()
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
+def _ends_torn(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False
+
+
+LOST = "lost"
+E = TypeVar("E", bound=Event)
+_ENVELOPE = ("v", "kind", "time", "monotonic", "rank", "attempt")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One event with its envelope.
+
+    Attributes:
+        time: Wall clock, seconds since the epoch.
+        monotonic: Monotonic clock of the writing host, seconds.
+        rank: Who wrote it.
+        attempt: Which start of the run, from 1.
+        event: The event itself.
+    """
+
+    time: float
+    monotonic: float
+    rank: int
+    attempt: int
+    event: Event
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run, as rank 0 saw it.
+
+    Attributes:
+        start_time: Wall clock when the process began, seconds since the epoch.
+        end_time: Wall clock of the last event.
+        first_step: Steps already done when it was ready, or None when it never was.
+        outcome: ``completed``, ``to_be_continued``, ``failed`` or ``died``.
+    """
+
+    number: int
+    start_time: float
+    end_time: float
+    first_step: int | None
+    world_size: int
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory and its events, oldest first, over all ranks."""
+
+    path: Path
+    job_text: str
+    records: list[Record]
+
+    @property
+    def name(self) -> str:
+        """The run directory's name."""
+        return self.path.name
+
+    def of(self, kind: type[E], rank: int = 0) -> list[tuple[Record, E]]:
+        """All events of this kind that `rank` wrote, with their records."""
+        return [
+            (record, record.event)
+            for record in self.records
+            if record.rank == rank and isinstance(record.event, kind)
+        ]
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """All starts of the run, oldest first."""
+        numbers = sorted({record.attempt for record in self.records if record.rank == 0})
+        return [self._attempt(number) for number in numbers]
+
+    def _attempt(self, number: int) -> Attempt:
+        records = [
+            record for record in self.records if record.attempt == number and record.rank == 0
+        ]
+        start_time, first_step, world_size, outcome = records[0].time, None, 1, "died"
+        for record in records:
+            match record.event:
+                case AttemptStarted(world_size=size):
+                    world_size = size
+                case TrainingStarted(step=step, seconds=seconds):
+                    start_time, first_step = record.time - seconds, step
+                case AttemptEnded(outcome=ended):
+                    outcome = ended
+                case _:
+                    pass
+        return Attempt(number, start_time, records[-1].time, first_step, world_size, outcome)
+
+    def completion(self) -> str:
+        """In words, where and when the run was complete; empty where its last end was another.
+
+        Starts that found it so, and did nothing, have not completed it.
+        """
+        complete: tuple[int, float] | None = None
+        for record, event in self.of(AttemptEnded):
+            if event.outcome != "completed":
+                complete = None
+            elif complete is None or event.step != complete[0]:
+                complete = event.step, record.time
+        if complete is None:
+            return ""
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(complete[1]))
+        return f"{self.path} is complete: step {complete[0]:,}, since {when}"
+
+    def steps(self) -> list[tuple[Record, StepsDone]]:
+        """The step events that count.
+
+        Left out are those that reach beyond the step from which a later attempt went on: their
+        work was lost, and is done again.
+        """
+        return [
+            (record, event)
+            for record, event in self.of(StepsDone)
+            if event.step <= self._kept_until[record.attempt]
+        ]
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Training loss by step: (steps done, mean loss in nats per token)."""
+        return [(event.step, event.loss) for _, event in self.steps()]
+
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds of all attempts by purpose.
+
+        The purposes are those of `PURPOSES` and ``lost``: the time of steps that a later attempt
+        did again (of an event that covers both kinds of step, the share of the steps). Their sum
+        is the time from each attempt's process start to its last lap; an attempt that died before
+        it was ready counts nothing.
+        """
+        total = dict.fromkeys([*PURPOSES, LOST], 0.0)
+        attempt_numbers = [attempt.number for attempt in self.attempts]
+        for record, event in (
+            (record, record.event) for record in self.records if record.rank == 0
+        ):
+            match event:
+                case TrainingStarted(seconds=seconds):
+                    first = record.attempt == attempt_numbers[0]
+                    total["startup" if first else "restart"] += seconds
+                case StepsDone():
+                    lost_steps = min(
+                        max(event.step - self._kept_until[record.attempt], 0), event.steps
+                    )
+                    share_lost = lost_steps / event.steps if event.steps else 0.0
+                    for purpose, value in event.seconds.items():
+                        total[purpose] = total.get(purpose, 0.0) + value * (1 - share_lost)
+                        total[LOST] += value * share_lost
+                case AttemptEnded(seconds=seconds):
+                    for purpose, value in seconds.items():
+                        total[purpose] = total.get(purpose, 0.0) + value
+                case _:
+                    pass
+        return total
+
+    @cached_property
+    def _kept_until(self) -> dict[int, float]:
+        """For each attempt, the lowest step from which a later attempt went on."""
+        lowest, found = math.inf, {}
+        for attempt in reversed(self.attempts):
+            found[attempt.number] = lowest
+            lowest = min(lowest, math.inf if attempt.first_step is None else attempt.first_step)
+        return found
+
+
+def read_run(path: Path | str) -> Run:
+    """Read the run directory at `path`.
+
+    A torn or damaged line is skipped: after a ``kill -9`` or a full disk the rest still counts.
+
+    Raises:
+        RunError: When `path` is not a run directory.
+    """
+    directory = RunDirectory(Path(path))
+    if not directory.exists():
+        raise RunError(
+            f"{path} is not a run directory: it has no job.toml; "
+            "name a folder that `outlast train` made, e.g. runs/quickstart"
+        )
+    files = [event_file(directory.path, 0), *sorted(directory.path.glob("events.rank*.jsonl"))]
+    try:
+        stamped = [pair for file in files if file.exists() for pair in _in_order(file)]
+        job_text = directory.job_file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{error.filename} cannot be read: {error.strerror}") from None
+    stamped.sort(key=lambda item: item[0])
+    return Run(directory.path, job_text, [record for _, record in stamped])
+
+
+def _in_order(file: Path) -> Iterator[tuple[tuple[int, float], Record]]:
+    """The file's records with keys that merge files by time and keep each file's own order."""
+    latest = (0, -math.inf)
+    for record in _read_events(file):
+        # The wall clock may be set back while a run writes; its events do not change places.
+        latest = max(latest, (record.attempt, record.time))
+        yield latest, record
+
+
+def _read_events(file: Path) -> Iterator[Record]:
+    with file.open("rb") as lines:
+        for line in lines:
+            record = _parse(line)
+            if record is not None:
+                yield record
+
+
+def _parse(line: bytes) -> Record | None:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        time, monotonic = float(fields["time"]), float(fields["monotonic"])
+        rank, attempt, kind = int(fields["rank"]), int(fields["attempt"]), str(fields["kind"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return None
+    payload = {name: value for name, value in fields.items() if name not in _ENVELOPE}
+    event = from_fields(kind, payload)
+    return None if event is None else Record(time, monotonic, rank, attempt, event)
