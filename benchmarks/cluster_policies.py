@@ -19,12 +19,7 @@ from harness import Bar, arguments, publish
 
 from outlast.cluster.cost import LinkOverhead
 from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.automatic import (
-    Automatic,
-    Planned,
-    candidates,
-    thriftiest,
-)
+from outlast.cluster.policies.automatic import Automatic, Planned, candidates, thriftiest
 from outlast.cluster.policies.decision import (
     Decision,
     FixedLinks,

@@ -24,15 +24,7 @@ from outlast.coding import FractionalRepetition, GradientCode, GraphCode
 from outlast.coding.assignment import spread
 from outlast.coding.codes.bernoulli import BernoulliCode
 from outlast.coding.codes.design import SoftDesign, SymmetricDesign
-from outlast.coding.delays import (
-    Additive,
-    Delays,
-    Markov,
-    Pareto,
-    ShiftedExponential,
-    Slow,
-    sample,
-)
+from outlast.coding.delays import Additive, Delays, Markov, Pareto, ShiftedExponential, Slow, sample
 from outlast.coding.simulate import cover, wait_all
 
 CHUNKS, COPIES = 8, 3

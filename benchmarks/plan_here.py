@@ -16,11 +16,7 @@ from pathlib import Path
 import numpy as np
 from harness import Bar, publish
 
-from outlast.cli.plan_calibrate import (
-    Here,
-    most_ranks,
-    probed,
-)
+from outlast.cli.plan_calibrate import Here, most_ranks, probed
 from outlast.errors import PlanError
 from outlast.job import load_job
 from outlast.plan.calibration.fit import Belonging

@@ -25,11 +25,7 @@ import outlast.plan.calibration
 from outlast.plan.api import PUBLISHED, PUBLISHED_MEMORY
 from outlast.plan.calibration.calibration_file import Calibration, Provenance, write_calibration
 from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.memory_fit import (
-    device_constants,
-    fit_device_memory,
-    usable,
-)
+from outlast.plan.calibration.memory_fit import device_constants, fit_device_memory, usable
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import calibration_of, shared, step_model
 from outlast.plan.calibration.table_rows import read_rows

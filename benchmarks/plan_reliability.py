@@ -18,14 +18,7 @@ from plan_coded import coded
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability.goodput import finish, goodput
-from outlast.plan.reliability.recovery import (
-    Guard,
-    Pace,
-    Reliability,
-    Replicas,
-    Restart,
-    Tier,
-)
+from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
 from outlast.plan.reliability.scenario import Lemons, Scenario
 from outlast.plan.reliability.simulate import simulate
 

@@ -18,13 +18,7 @@ from outlast.plan.batch import cases
 from outlast.plan.calibration.calibration_file import Support
 from outlast.plan.calibration.clean import clean
 from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import (
-    StepModel,
-    belonging,
-    fitted,
-    uncalibrated,
-    validate,
-)
+from outlast.plan.calibration.step_model import StepModel, belonging, fitted, uncalibrated, validate
 from outlast.plan.calibration.table_rows import read_rows
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration

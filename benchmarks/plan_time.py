@@ -21,12 +21,7 @@ from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
 from outlast.plan.calibration.calibration_file import Support
 from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.conformal import (
-    OTHERS,
-    conformal,
-    folds,
-    interval_groups,
-)
+from outlast.plan.calibration.conformal import OTHERS, conformal, folds, interval_groups
 from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed
 from outlast.plan.calibration.probes import MISSED, Budget, choose_probes, directions
 from outlast.plan.calibration.rows import Row

@@ -30,17 +30,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outlast.distributed.ranks import device_of, join, leave, ranks_from
 from outlast.job import Job, load_job
-from outlast.records import (
-    Evaluated,
-    RecordWriter,
-    Stopwatch,
-    TrainingStarted,
-    read_run,
-)
+from outlast.records import Evaluated, RecordWriter, Stopwatch, TrainingStarted, read_run
+from outlast.runtime.stop import StopFlag
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.preflight import preflight
 from outlast.train.run import Start, claim, run_directory
-from outlast.train.signals import StopFlag
 
 
 @dataclass(frozen=True)
@@ -109,10 +103,10 @@ def measure(job: Job, blocks: int, steps: int) -> list[Pair]:
         data = load_data(setup)
         records = RecordWriter(setup.directory.path) if ranks.is_first else None
         trainer, _ = build(setup, data, records)
-        trainer.watch = Stopwatch()
+        trainer.watch.lap()
         hand = HandLoop(job, data.train.tokens, ranks.world_size, ranks.rank, device)
         pairs = []
-        with trainer.waits.in_collectives():
+        with trainer.consensus.waits.in_collectives():
             for block in range(blocks + 1):
                 hand_wall, hand_cpu = _timed(lambda: hand.steps(steps))
                 stop.reason = None

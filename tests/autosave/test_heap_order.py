@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.autosave.heap.kinds import (
-    LARGEST_TABLE,
-    MANY,
-    fill,
-    keeps_order,
-    layout,
-)
+from outlast.autosave.heap.kinds import LARGEST_TABLE, MANY, fill, keeps_order, layout
 
 
 @given(st.sets(st.integers(0, 2000), max_size=80), st.sets(st.integers(0, 2000), max_size=60))

@@ -12,11 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from outlast.autosave.resume.process import (
-    random_states,
-    set_random_states,
-    source_of,
-)
+from outlast.autosave.resume.process import random_states, set_random_states, source_of
 from outlast.errors import AutosaveError
 
 DRAWS: dict[str, Callable[[], Any]] = {

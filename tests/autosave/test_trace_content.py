@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.autosave.trace.dispatch import (
-    changed_over,
-    digest,
-    digests,
-)
+from outlast.autosave.trace.dispatch import changed_over, digest, digests
 from outlast.autosave.trace.plan import differences, first_differences
 
 TENSORS = [

@@ -13,14 +13,7 @@ import fsspec
 import fsspec.implementations.local
 import pytest
 import torch
-from checkpoint_states import (
-    Holder,
-    WritingHeld,
-    open_store,
-    restore_step,
-    save_once,
-    steps_in,
-)
+from checkpoint_states import Holder, WritingHeld, open_store, restore_step, save_once, steps_in
 
 from outlast.checkpoint import CheckpointStore, Reduction, Version, load, storage_of
 from outlast.checkpoint import store as store_module

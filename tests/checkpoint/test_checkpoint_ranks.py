@@ -12,16 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_meshes import fsdp, matrix_state
-from checkpoint_states import (
-    Holder,
-    Net,
-    Sampler,
-    bits,
-    open_store,
-    save_once,
-    steps_in,
-    train,
-)
+from checkpoint_states import Holder, Net, Sampler, bits, open_store, save_once, steps_in, train
 from torch import nn
 
 from outlast.checkpoint import Reduction, SaveResult

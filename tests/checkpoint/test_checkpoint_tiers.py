@@ -39,11 +39,7 @@ from outlast.checkpoint.format.reader import VersionReader
 from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, is_published
 from outlast.checkpoint.place import Place
-from outlast.checkpoint.tiers import (
-    Copy,
-    RateLimiter,
-    Tiers,
-)
+from outlast.checkpoint.tiers import Copy, RateLimiter, Tiers
 from outlast.distributed.agreement import StoreAgreement
 from outlast.distributed.group import Group as OneRank
 from outlast.errors import CheckpointError

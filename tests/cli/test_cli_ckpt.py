@@ -14,13 +14,7 @@ from torch import nn
 
 from outlast.checkpoint import CheckpointStore, Reduction, ReplayLog
 from outlast.cli import console
-from outlast.cli.console import (
-    Column,
-    bytes_progress,
-    print_table,
-    ratio_text,
-    size_text,
-)
+from outlast.cli.console import Column, bytes_progress, print_table, ratio_text, size_text
 from outlast.cli.main import main
 
 COMMANDS = ("ls", "show", "verify", "diff", "du", "restore-to", "prune")

@@ -10,11 +10,7 @@ from outlast.cli.cluster import candidates_now, sizes_of
 from outlast.cluster.chain.planning import Costs, plan_chain, site_now
 from outlast.cluster.policies.automatic import Choice
 from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.workload import (
-    Workload,
-    lublin,
-    read_sacct,
-)
+from outlast.cluster.workload import Workload, lublin, read_sacct
 from outlast.job import load_job
 
 HOUR = 3600.0

@@ -10,20 +10,10 @@ from pathlib import Path
 import pytest
 from tiny import tiny_job
 
-from outlast.cli.drill import (
-    DrillOptions,
-    drill_processes,
-    goodput,
-    print_processes,
-)
+from outlast.cli.drill import DrillOptions, drill_processes, goodput, print_processes
 from outlast.errors import EXIT_DONE, RecoverError
 from outlast.job import Job, to_toml
-from outlast.records import (
-    RecordWriter,
-    RunDirectory,
-    StepsDone,
-    TrainingStarted,
-)
+from outlast.records import RecordWriter, RunDirectory, StepsDone, TrainingStarted
 from outlast.recover.cost import REFORM_SECONDS
 from outlast.recover.drill import TrialOutcome
 from outlast.recover.phase_page import pages_folder, read_pages

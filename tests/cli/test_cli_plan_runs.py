@@ -19,11 +19,7 @@ from outlast.plan.calibration.calibration_file import (
     read_calibration,
     write_calibration,
 )
-from outlast.plan.calibration.memory_fit import (
-    RESIDENT_PRIORS,
-    Resident,
-    resident_constants,
-)
+from outlast.plan.calibration.memory_fit import RESIDENT_PRIORS, Resident, resident_constants
 from outlast.plan.calibration.run_rows import read_run_row
 from outlast.plan.calibration.step_model import calibration_of
 from outlast.plan.cluster_file import cluster_of, read_cluster

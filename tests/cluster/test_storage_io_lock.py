@@ -14,12 +14,7 @@ import time
 import pytest
 
 from outlast.cluster.storage import identity
-from outlast.cluster.storage.io_lock import (
-    Held,
-    TicketDirectory,
-    ask,
-    turn,
-)
+from outlast.cluster.storage.io_lock import Held, TicketDirectory, ask, turn
 from outlast.errors import ClusterError
 
 HOLDER = """

@@ -11,11 +11,7 @@ from coverage_ranks import store_process
 from forked import free_port
 
 from outlast.coding.assignment import spread
-from outlast.coding.protocol.coverage import (
-    COVERED,
-    NOBODY,
-    Claims,
-)
+from outlast.coding.protocol.coverage import COVERED, NOBODY, Claims
 from outlast.coding.protocol.key_value_store import KeyValueStore, KeyWatcher
 from outlast.coding.protocol.membership import Rendezvous
 from outlast.errors import CodingError, LeftBehindError

@@ -3,11 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from outlast.coding.code import (
-    conditioning,
-    refuse_ill_conditioned,
-    straggler_patterns,
-)
+from outlast.coding.code import conditioning, refuse_ill_conditioned, straggler_patterns
 from outlast.coding.codes.cyclic import CyclicMDS
 from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.errors import CodingError

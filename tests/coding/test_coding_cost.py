@@ -18,27 +18,9 @@ from hypothesis import strategies as st
 
 from outlast.coding.assignment import spread
 from outlast.coding.certificate import certify
-from outlast.coding.cost import (
-    CostModel,
-    all_reduce_bytes,
-    coding_cost,
-    dropped_error,
-    lost_chunks,
-)
-from outlast.coding.delays import (
-    Additive,
-    FailStop,
-    Fixed,
-    Pareto,
-    ShiftedExponential,
-    Slow,
-)
-from outlast.coding.simulate import (
-    cover,
-    fixed_load,
-    repetition,
-    wait_all,
-)
+from outlast.coding.cost import CostModel, all_reduce_bytes, coding_cost, dropped_error, lost_chunks
+from outlast.coding.delays import Additive, FailStop, Fixed, Pareto, ShiftedExponential, Slow
+from outlast.coding.simulate import cover, fixed_load, repetition, wait_all
 from outlast.errors import CodingError
 
 COSTS = CostModel(chunk_seconds=0.1, chunks_per_worker=8, gradient_bytes=1e6)

@@ -3,17 +3,7 @@ import time
 import numpy as np
 import pytest
 import torch.distributed as dist
-from coverage_ranks import (
-    KILLED,
-    Plan,
-    Step,
-    die,
-    distance,
-    mortal,
-    pause,
-    store_process,
-    train,
-)
+from coverage_ranks import KILLED, Plan, Step, die, distance, mortal, pause, store_process, train
 
 from outlast.coding.assignment import spread
 from outlast.coding.protocol.key_value_store import StoreLostError

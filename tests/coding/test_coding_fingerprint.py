@@ -6,11 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.protocol.gradients import (
-    PROJECTIONS,
-    Fingerprint,
-    Fingerprints,
-)
+from outlast.coding.protocol.gradients import PROJECTIONS, Fingerprint, Fingerprints
 
 SHAPES = [(7,), (1024,), (33, 65), (5000,)]
 TOLERANCE = 1e-3

@@ -8,11 +8,7 @@ import pytest
 
 from outlast.energy.example import profile
 from outlast.energy.model.equations import DeviceConstants
-from outlast.energy.model.predict import (
-    choose_probes,
-    measure_on,
-    probe,
-)
+from outlast.energy.model.predict import choose_probes, measure_on, probe
 from outlast.energy.profile import Key, Point
 from outlast.energy.replay import ReplayDevice
 from outlast.errors import EnergyError

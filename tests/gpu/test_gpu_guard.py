@@ -231,11 +231,11 @@ def test_a_fault_in_training_is_found_before_the_update(site: str) -> None:
     optimizer.zero_grad()
     # Of the first layer, whose input needs no gradient unless it is asked for.
     batch = torch.randn(8, 128, 256, device="cuda", requires_grad=True)
-    guarded.watch.seam = fault
+    guarded.watch.fault_hook = fault
     with torch.autocast("cuda", torch.bfloat16):
         loss = model(batch).float().square().mean()
     loss.backward()
-    guarded.watch.seam = None
+    guarded.watch.fault_hook = None
     assert done == [site]
     verdict = guarded.verdict()
     corrected = [each.outcome for each in guarded.ledger.findings] == ["corrected"]

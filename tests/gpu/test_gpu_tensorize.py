@@ -91,11 +91,7 @@ def test_the_kernels_are_available() -> None:
 def test_a_fused_bottleneck_is_two_products(
     dtype: torch.dtype, activation: str, shape: tuple[int, int, int, int]
 ) -> None:
-    from outlast.tensorize.kernels.bottleneck import (
-        bottleneck_backward,
-        bottleneck_forward,
-        fits,
-    )
+    from outlast.tensorize.kernels.bottleneck import bottleneck_backward, bottleneck_forward, fits
 
     tokens, inputs, rank, outputs = shape
     if not fits(rank, dtype):

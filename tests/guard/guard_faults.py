@@ -1,4 +1,4 @@
-"""A seam for tests of collectives."""
+"""A fault_hook for tests of collectives."""
 
 from __future__ import annotations
 

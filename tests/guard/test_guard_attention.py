@@ -66,12 +66,12 @@ def checked(
 def once(site: str, change: Callable[[Tensor], object]) -> Any:
     done: list[str] = []
 
-    def seam(at: str, module: str, numbers: Tensor) -> None:
+    def fault_hook(at: str, module: str, numbers: Tensor) -> None:
         if at == site and not done:
             done.append(at)
             change(numbers)
 
-    return seam
+    return fault_hook
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
@@ -107,7 +107,7 @@ def test_a_wrong_gradient_is_put_right(
     norm = float(gradient[site][1, 1, :, 3].float().norm())
     # What dQ adds to its identity is weighted by Q, here almost 1 at least.
     at = int(tensors[0][1, 1, :, 3].abs().argmax())
-    watch.seam = once(site, lambda numbers: numbers[1, 1, at, 3].add_(share * norm * 3))
+    watch.fault_hook = once(site, lambda numbers: numbers[1, 1, at, 3].add_(share * norm * 3))
     assert all(map(torch.equal, plain, checked(watch, tensors, dy, options)))
     assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
 
@@ -118,7 +118,7 @@ def test_a_wrong_output_is_put_right_before_it_is_used(value: float) -> None:
     watch = Watch(Policy(), None)
     tensors, dy, options = inputs("causal")
     plain = passes(tensors, dy, options)
-    watch.seam = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].fill_(value))
+    watch.fault_hook = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].fill_(value))
     assert all(map(torch.equal, plain, checked(watch, tensors, dy, options)))
     (finding,) = watch.ledger.findings
     assert (finding.operation, finding.outcome) == ("attention.forward", "corrected")
@@ -128,7 +128,7 @@ def test_a_wrong_output_between_the_values_is_found_going_back() -> None:
     torch.manual_seed(0)
     watch = Watch(Policy(), None)
     tensors, dy, options = inputs("full")
-    watch.seam = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].add_(0.05))
+    watch.fault_hook = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].add_(0.05))
     checked(watch, tensors, dy, options)
     assert "attention.dv" in {each.operation for each in watch.ledger.findings}
 
@@ -326,7 +326,7 @@ def test_a_wrong_output_that_was_used_is_never_corrected_or_excused(setting: str
         torch.manual_seed(0)
         watch = Watch(Policy(), None)
         tensors, dy, options = inputs(setting)
-        watch.seam = once("attention.output", lambda o, add=size: o[0, 2, 7, 1].add_(add))
+        watch.fault_hook = once("attention.output", lambda o, add=size: o[0, 2, 7, 1].add_(add))
         checked(watch, tensors, dy, options)
         (finding, *more) = watch.ledger.findings
         if (finding.operation, finding.outcome) != ("attention.forward", "corrected"):
@@ -352,11 +352,11 @@ def test_a_gradient_that_stays_wrong_is_no_rounding(setting: str) -> None:
     watch = Watch(Policy(), None)
     tensors, dy, options = inputs(setting)
 
-    def seam(site: str, module: str, numbers: Tensor) -> None:
+    def fault_hook(site: str, module: str, numbers: Tensor) -> None:
         if site == "attention.dv":
             numbers[0, 1, 7, 3] += 3e-5 * numbers[0, 1, :, 3].norm()
 
-    watch.seam = seam
+    watch.fault_hook = fault_hook
     checked(watch, tensors, dy, options)
     (finding,) = watch.ledger.findings
     assert (finding.operation, finding.outcome) == ("attention.dv", "persistent")
@@ -368,7 +368,7 @@ def test_gradients_with_dropout_are_computed_again_with_the_same_numbers_dropped
     tensors, dy, options = inputs("dropout")
     plain = passes(tensors, dy, options)
     state = torch.get_rng_state()
-    watch.seam = once("attention.dv", lambda numbers: numbers[1, 1, 4, 3].add_(1.0))
+    watch.fault_hook = once("attention.dv", lambda numbers: numbers[1, 1, 4, 3].add_(1.0))
     assert all(map(torch.equal, plain, checked(watch, tensors, dy, options)))
     assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
     assert torch.equal(torch.get_rng_state(), state)
@@ -431,7 +431,7 @@ def language_model(name: str, checkpointed: bool) -> nn.Module:
 def guarded_steps(model: nn.Module, bf16: bool, fault: Any) -> tuple[list[Tensor], list[str]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     handle = guard.guard(model, optimizer, "full")
-    handle.watch.seam = fault
+    handle.watch.fault_hook = fault
     torch.manual_seed(3)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):

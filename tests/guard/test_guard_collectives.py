@@ -13,17 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import GuardError, WrongNumbersError
-from outlast.guard.collectives import (
-    ReductionTerms,
-    checksums,
-    compare,
-)
+from outlast.guard.collectives import ReductionTerms, checksums, compare
 from outlast.guard.findings import Site
-from outlast.guard.handle import (
-    agree,
-    install_collectives,
-    remedy,
-)
+from outlast.guard.handle import agree, install_collectives, remedy
 from outlast.guard.policy import Policy
 from outlast.guard.watch import RandomSigns, Watch
 
@@ -120,7 +112,7 @@ def attempts(fault, persistent="raise", local=None):
     rank = start()
     ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.01, gradient_as_bucket_view=True)
     watch = Watch(Policy(persistent=persistent), None)
-    watch.seam = fault
+    watch.fault_hook = fault
     reduction = install_collectives(watch, ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-2)
     history = []

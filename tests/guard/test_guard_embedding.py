@@ -36,12 +36,12 @@ def passes(forward: Any, ids: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tenso
 def once(site: str, change: Any) -> Any:
     done: list[str] = []
 
-    def seam(at: str, module: str, numbers: Tensor) -> None:
+    def fault_hook(at: str, module: str, numbers: Tensor) -> None:
         if at == site and not done:
             done.append(at)
             change(numbers)
 
-    return seam
+    return fault_hook
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -74,7 +74,7 @@ def test_any_wrong_bit_of_the_output_is_put_right(bit: int, token: int, column: 
         mask = torch.tensor(1, dtype=torch.int32) << bit
         numbers.view(-1, FEATURES).view(torch.int32)[token, column] ^= mask
 
-    watch.seam = once("embedding.output", flip)
+    watch.fault_hook = once("embedding.output", flip)
     assert all(map(torch.equal, plain, passes(checks, ids, dy, module.weight)))
     assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
 
@@ -87,7 +87,7 @@ def test_a_wrong_gradient_is_put_right(row: int, size: float) -> None:
     module, checks, watch = build()
     ids, dy = tokens()
     plain = passes(module, ids, dy, module.weight)
-    watch.seam = once("embedding.dw", lambda numbers: numbers[row, 5].add_(size))
+    watch.fault_hook = once("embedding.dw", lambda numbers: numbers[row, 5].add_(size))
     assert all(map(torch.equal, plain, passes(checks, ids, dy, module.weight)))
     assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
 
@@ -95,7 +95,7 @@ def test_a_wrong_gradient_is_put_right(row: int, size: float) -> None:
 def test_a_row_that_one_token_uses_is_exact() -> None:
     module, checks, watch = build()
     ids, dy = torch.tensor([[7]]), torch.full((1, 1, FEATURES), 1e-3)
-    watch.seam = once("embedding.dw", lambda numbers: numbers[7, 0].mul_(1.0 + 2.0**-23))
+    watch.fault_hook = once("embedding.dw", lambda numbers: numbers[7, 0].mul_(1.0 + 2.0**-23))
     passes(checks, ids, dy, module.weight)
     # One unit in the last place of one number.
     assert len(watch.ledger.findings) == 1

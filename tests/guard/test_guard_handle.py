@@ -104,25 +104,25 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def once(at: str, module: str, call: int = 1) -> Seam:
-    """A seam that spoils a number at one pass through a site of a module."""
+    """A fault_hook that spoils a number at one pass through a site of a module."""
     calls = 0
 
-    def seam(site: str, name: str, numbers: Tensor) -> None:
+    def fault_hook(site: str, name: str, numbers: Tensor) -> None:
         nonlocal calls
         if (site, name) == (at, module):
             calls += 1
             if calls == call:
                 numbers.data.view(-1)[5] += 7.0
 
-    return seam
+    return fault_hook
 
 
 def always(at: str, module: str) -> Seam:
-    def seam(site: str, name: str, numbers: Tensor) -> None:
+    def fault_hook(site: str, name: str, numbers: Tensor) -> None:
         if (site, name) == (at, module):
             numbers.data.view(-1)[5] += 7.0
 
-    return seam
+    return fault_hook
 
 
 def test_an_unknown_level_is_refused_with_the_nearest_one() -> None:
@@ -244,7 +244,7 @@ def test_a_guarded_training_has_the_bits_of_an_unguarded_one(level: str, bf16: b
 def test_attempts_repeat_what_cannot_be_computed_again(module: str) -> None:
     plain, guarded = Training(), Training("linear")
     assert guarded.handle is not None
-    guarded.handle.watch.seam = once("linear.saved", module, 3)
+    guarded.handle.watch.fault_hook = once("linear.saved", module, 3)
     assert guarded.run(attempts=True) == plain.run()
     assert equal(guarded.weights(), plain.weights())
     (finding,) = guarded.handle.ledger.findings
@@ -256,7 +256,7 @@ def test_attempts_yields_how_many_there_were_before() -> None:
     training = Training("linear")
     assert training.handle is not None
     assert list(training.handle.attempts()) == [0]
-    training.handle.watch.seam = once("linear.saved", "head")
+    training.handle.watch.fault_hook = once("linear.saved", "head")
     seen = []
     for attempt in training.handle.attempts():
         training.optimizer.zero_grad()
@@ -270,7 +270,7 @@ def test_without_attempts_the_step_refuses_wrong_numbers_before_the_weights_chan
     assert training.handle is not None
     training.run(1)
     before = training.weights()
-    training.handle.watch.seam = once("linear.saved", "blocks.0.qkv")
+    training.handle.watch.fault_hook = once("linear.saved", "blocks.0.qkv")
     with pytest.raises(WrongNumbersError, match=r"step 2: .*linear\.saved of blocks\.0\.qkv"):
         training.step(1)
     assert equal(training.weights(), before)
@@ -285,7 +285,7 @@ def test_without_attempts_the_step_refuses_wrong_numbers_before_the_weights_chan
 def test_wrong_numbers_that_stay_end_the_attempts() -> None:
     training = Training("linear")
     assert training.handle is not None
-    training.handle.watch.seam = always("linear.saved", "head")
+    training.handle.watch.fault_hook = always("linear.saved", "head")
     before = training.weights()
     with pytest.raises(WrongNumbersError, match=r"step 1: the numbers of rank 0 .* stay so"):
         training.step(0, attempts=True)
@@ -295,7 +295,7 @@ def test_wrong_numbers_that_stay_end_the_attempts() -> None:
 def test_a_weight_that_changes_in_the_step_stops_it() -> None:
     training = Training("linear")
     assert training.handle is not None
-    training.handle.watch.seam = once("weight", "blocks.0.mlp.0")
+    training.handle.watch.fault_hook = once("weight", "blocks.0.mlp.0")
     with pytest.raises(WrongNumbersError, match=r"blocks\.0\.mlp\.0"):
         training.step(0, attempts=True)
 
@@ -305,7 +305,7 @@ def test_a_weight_that_changes_between_steps_stops_the_next_one() -> None:
     assert training.handle is not None
     training.run(2)
     before = training.weights()
-    training.handle.watch.seam = once("weight.rest", "blocks.0.mlp.0.weight")
+    training.handle.watch.fault_hook = once("weight.rest", "blocks.0.mlp.0.weight")
     with pytest.raises(WrongNumbersError, match="rest of optimizer at step 2"):
         training.step(2)
     changed = [not torch.equal(*pair) for pair in zip(before, training.weights(), strict=True)]
@@ -321,7 +321,7 @@ def test_without_correction_findings_are_counted_and_stop_nothing() -> None:
         Policy("full", correct=False),
         on_finding=seen.append,
     )
-    training.handle.watch.seam = always("linear.output", "head")
+    training.handle.watch.fault_hook = always("linear.output", "head")
     training.run(2, attempts=True)
     assert {(each.module, each.operation, each.outcome) for each in seen} == {
         ("head", "linear.forward", "detected")
@@ -337,7 +337,7 @@ def test_every_finding_is_told_with_its_place() -> None:
     seen: list[Finding] = []
     training = Training()
     training.handle = quietly(training.model, training.optimizer, on_finding=seen.append)
-    training.handle.watch.seam = once("linear.output", "blocks.1.qkv", 3)
+    training.handle.watch.fault_hook = once("linear.output", "blocks.1.qkv", 3)
     training.run(3)
     (finding,) = seen
     assert (finding.step, finding.module, finding.operation) == (
@@ -358,13 +358,13 @@ def test_every_finding_is_told_with_its_place() -> None:
 def test_without_an_optimizer_numbers_are_checked_and_put_right() -> None:
     plain, training = Training(), Training()
     training.handle = quietly(training.model)
-    training.handle.watch.seam = once("linear.dx", "blocks.0.projection")
+    training.handle.watch.fault_hook = once("linear.dx", "blocks.0.projection")
     assert training.run() == plain.run()
     assert equal(training.weights(), plain.weights())
     assert [each.outcome for each in training.handle.ledger.findings] == ["corrected"]
     # Whoever has no optimizer that asks may ask himself.
     assert training.handle.verdict().clean
-    training.handle.watch.seam = once("linear.saved", "head")
+    training.handle.watch.fault_hook = once("linear.saved", "head")
     training.passes(9)
     assert training.handle.verdict().bad_ranks == (0,)
 
@@ -392,7 +392,7 @@ def test_several_optimizers_are_one_step() -> None:
     handle.finish()
     assert handle.ledger.findings == []
     assert {kind for _, kind in handle.ledger.sites} >= {"optimizer.moments", "optimizer.finite"}
-    handle.watch.seam = once("linear.saved", "head")
+    handle.watch.fault_hook = once("linear.saved", "head")
     before = training.weights()
     training.passes(3)
     with pytest.raises(WrongNumbersError):

@@ -121,11 +121,7 @@ def check_by_kernels(dtype: str, shape: tuple[int, int, int], scale: float) -> A
 
 
 def sum_by_kernels(dtype: str, shape: tuple[int, int, int]) -> dict[str, Tensor]:
-    from outlast.guard.checksum_kernels import (
-        TritonProduct,
-        both_sums,
-        operand_sums,
-    )
+    from outlast.guard.checksum_kernels import TritonProduct, both_sums, operand_sums
 
     it = case(dtype, shape)
     encoding = TritonProduct().encode(it.w, it.b, drawn())

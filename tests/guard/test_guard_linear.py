@@ -72,7 +72,7 @@ def same(left: Tensor | None, right: Tensor | None) -> bool:
 def train(
     guarded: bool,
     kind: str = "fp32",
-    seam: Callable[[str, str, Tensor], None] | None = None,
+    fault_hook: Callable[[str, str, Tensor], None] | None = None,
     steps: int = 5,
 ) -> tuple[list[float], list[Tensor], Guard | None]:
     """Losses and weights of some steps of two micro-batches each."""
@@ -83,7 +83,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
     handle = quietly(model, optimizer) if guarded else None
     if handle is not None:
-        handle.watch.seam = seam
+        handle.watch.fault_hook = fault_hook
     losses = []
     for _ in range(steps):
         for _ in range(2):
@@ -99,16 +99,16 @@ def train(
 
 
 def once(at: str, module: str, change: Callable[[Tensor], None]) -> Callable[..., None]:
-    """A seam that changes numbers at the second pass through one site of one module."""
+    """A fault_hook that changes numbers at the second pass through one site of one module."""
     calls = []
 
-    def seam(site: str, name: str, numbers: Tensor) -> None:
+    def fault_hook(site: str, name: str, numbers: Tensor) -> None:
         if (site, name) == (at, module):
             calls.append(1)
             if len(calls) == 2:
                 change(numbers)
 
-    return seam
+    return fault_hook
 
 
 def spoil(numbers: Tensor) -> None:
@@ -178,8 +178,8 @@ def test_a_transient_fault_leaves_no_trace(
     at: str, operation: str, outcome: str, kind: str
 ) -> None:
     losses, weights, _ = train(guarded=False, kind=kind)
-    seam = once(at, "up", spoil)
-    guarded_losses, guarded_weights, handle = train(guarded=True, kind=kind, seam=seam)
+    fault_hook = once(at, "up", spoil)
+    guarded_losses, guarded_weights, handle = train(guarded=True, kind=kind, fault_hook=fault_hook)
     assert handle is not None
     assert [(f.module, f.operation, f.outcome) for f in handle.ledger.findings] == [
         ("up", operation, outcome)
@@ -193,13 +193,13 @@ def test_a_transient_fault_leaves_no_trace(
 )
 def test_what_cannot_be_computed_again_stops_the_step(at: str, operation: str) -> None:
     with pytest.raises(WrongNumbersError, match=f"{operation} of up at step 0.*: detected"):
-        train(guarded=True, seam=once(at, "up", spoil))
+        train(guarded=True, fault_hook=once(at, "up", spoil))
 
 
 def test_a_changed_input_is_told_apart_from_a_wrong_gradient() -> None:
     layer = nn.Linear(8, 4)
     handle = guard(layer)
-    handle.watch.seam = once("linear.saved", "", spoil)
+    handle.watch.fault_hook = once("linear.saved", "", spoil)
     for _ in range(2):
         layer(torch.randn(6, 8)).sum().backward()
     (finding,) = handle.ledger.findings
@@ -349,7 +349,7 @@ def test_removing_gives_the_layer_back() -> None:
 def test_findings_are_only_counted_where_correction_is_off() -> None:
     layer = nn.Linear(8, 4)
     handle = guard(layer, None, Policy(correct=False))
-    handle.watch.seam = once("linear.output", "", spoil)
+    handle.watch.fault_hook = once("linear.output", "", spoil)
     for _ in range(2):
         layer(torch.randn(6, 8))
     assert [each.outcome for each in handle.ledger.findings] == ["detected"]

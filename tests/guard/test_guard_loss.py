@@ -35,13 +35,13 @@ def checked(watch: Watch) -> Any:
 def once(site: str, index: int, change: Any) -> Any:
     done: list[str] = []
 
-    def seam(at: str, module: str, numbers: Tensor) -> None:
+    def fault_hook(at: str, module: str, numbers: Tensor) -> None:
         if at == site and not done:
             done.append(at)
             flat = numbers.view(-1)
             flat[index] = change(flat[index])
 
-    return seam
+    return fault_hook
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
@@ -83,7 +83,7 @@ def test_wrong_numbers_are_put_right(site: str, index: int, change: Any) -> None
     watch = Watch(Policy(), None)
     logits, target = data()
     plain = passes(functional.cross_entropy, logits, target)
-    watch.seam = once(site, index, change)
+    watch.fault_hook = once(site, index, change)
     assert all(map(torch.equal, plain, passes(checked(watch), logits, target)))
     (finding,) = watch.ledger.findings
     assert (finding.outcome, finding.rows) == ("corrected", 1)
@@ -168,7 +168,7 @@ def test_an_error_beyond_the_detection_point_is_found(
         target = torch.randint(0, classes, (64,))
         plain = passes(functional.cross_entropy, logits, target)
         size = share * (float(plain[0].detach()) if site == "loss.output" else 1.0 / 64)
-        watch.seam = once(site, 0, lambda x, size=size: x + size)
+        watch.fault_hook = once(site, 0, lambda x, size=size: x + size)
         assert all(map(torch.equal, plain, passes(checked(watch), logits, target)))
         assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
 
@@ -180,11 +180,11 @@ def test_numbers_that_stay_wrong_by_little_are_no_rounding(site: str) -> None:
     logits, target = data()
     share = 3e-4 if site == "loss.output" else 3e-5 / ROWS
 
-    def seam(at: str, module: str, numbers: Tensor) -> None:
+    def fault_hook(at: str, module: str, numbers: Tensor) -> None:
         if at == site:
             numbers.view(-1)[0] += share
 
-    watch.seam = seam
+    watch.fault_hook = fault_hook
     passes(checked(watch), logits, target)
     assert [each.outcome for each in watch.ledger.findings] == ["persistent"]
 
@@ -194,7 +194,7 @@ def test_logits_that_change_before_the_backward_pass_are_harmful() -> None:
     logits, target = data()
     loss = checked_cross_entropy(watch, logits, target)
     logits.data[1, 3] += 5.0
-    watch.seam = once("loss.dlogits", 5, lambda x: x + 1.0)
+    watch.fault_hook = once("loss.dlogits", 5, lambda x: x + 1.0)
     torch.autograd.grad(loss, logits)
     assert [each.outcome for each in watch.ledger.findings] == ["detected"]
 

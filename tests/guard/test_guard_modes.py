@@ -19,11 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional
 
 from outlast.errors import GuardError
-from outlast.guard import (
-    Guard,
-    guard,
-    linear,
-)
+from outlast.guard import Guard, guard, linear
 
 ROWS = 4 * 8
 
@@ -64,7 +60,7 @@ def train(
     *,
     autocast: bool = False,
     bias: bool = True,
-    seam: Callable[[str, str, Tensor], None] | None = None,
+    fault_hook: Callable[[str, str, Tensor], None] | None = None,
 ) -> tuple[list[float], list[Tensor], Guard | None]:
     """Losses and weights of two steps of two micro-batches."""
     torch._dynamo.reset()
@@ -73,7 +69,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     handle = quietly(model, optimizer) if guarded else None
     if handle is not None:
-        handle.watch.seam = seam
+        handle.watch.fault_hook = fault_hook
     prepare(model)
     losses = []
     for _ in range(2):
@@ -123,13 +119,13 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def once(at: str, module: str, at_call: int = 1) -> Callable[[str, str, Tensor], None]:
     calls = []
 
-    def seam(site: str, name: str, numbers: Tensor) -> None:
+    def fault_hook(site: str, name: str, numbers: Tensor) -> None:
         if (site, name) == (at, module):
             calls.append(1)
             if len(calls) == at_call:
                 numbers.view(-1)[5].add_(7.0)
 
-    return seam
+    return fault_hook
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -154,9 +150,9 @@ def test_inductor_keeps_every_check_and_finds_faults() -> None:
     layer, twice = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
     plain = nn.Sequential(layer, twice, twice)
     made = []
-    for seam in (None, once("linear.output", "1"), once("linear.dw", "1", 2)):
+    for fault_hook in (None, once("linear.output", "1"), once("linear.dw", "1", 2)):
         handle = guard(plain)
-        handle.watch.seam = seam
+        handle.watch.fault_hook = fault_hook
         # Not the container, whose own frame torch skips.
         run = torch.compile(lambda x: plain(x), fullgraph=True, backend="inductor")
         x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -164,7 +160,9 @@ def test_inductor_keeps_every_check_and_finds_faults() -> None:
         y.backward(torch.ones_like(y))
         assert checks(handle, "linear.forward") == checks(handle, "linear.dx") == 3 * 5
         assert checks(handle, "linear.dw") == 3 * 16
-        assert [f.outcome for f in handle.ledger.findings] == ["corrected"] * (seam is not None)
+        assert [f.outcome for f in handle.ledger.findings] == ["corrected"] * (
+            fault_hook is not None
+        )
         made.append([y.detach(), x.grad, layer.weight.grad, twice.weight.grad])
         plain.zero_grad()
         handle.remove()
@@ -178,7 +176,7 @@ def test_inductor_keeps_every_check_and_finds_faults() -> None:
 @pytest.mark.parametrize("at", ["linear.output", "linear.operand", "linear.dx", "linear.dw"])
 def test_a_fault_in_a_compiled_graph_is_put_right(at: str) -> None:
     losses, weights, _ = train(compile_blocks, True)
-    again, same, handle = train(compile_blocks, True, seam=once(at, "blocks.1.up"))
+    again, same, handle = train(compile_blocks, True, fault_hook=once(at, "blocks.1.up"))
     assert handle is not None
     assert [(f.module, f.outcome) for f in handle.ledger.findings] == [("blocks.1.up", "corrected")]
     assert again == losses

@@ -83,12 +83,12 @@ def passes(forward: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor, module: n
 def injected(site: str, change: Callable[[Tensor], None], once: bool = True) -> Any:
     done = []
 
-    def seam(at: str, module: str, numbers: Tensor) -> None:
+    def fault_hook(at: str, module: str, numbers: Tensor) -> None:
         if at == site and not (once and done):
             done.append(at)
             change(numbers)
 
-    return seam
+    return fault_hook
 
 
 @pytest.mark.parametrize("mean", [0.0, 20.0])
@@ -142,7 +142,7 @@ def test_an_error_above_the_detection_point_is_put_right(row: int, column: int, 
             def change(numbers: Tensor, at: int = at, size: float = size) -> None:
                 numbers.reshape(-1, numbers.shape[-1])[at, column] += sign * size
 
-            watch.seam = injected(site, change)
+            watch.fault_hook = injected(site, change)
             before = len(watch.ledger.findings)
             checked = passes(checks, x, dy, module)
             assert [each.outcome for each in watch.ledger.findings[before:]] == ["corrected"]
@@ -152,7 +152,7 @@ def test_an_error_above_the_detection_point_is_put_right(row: int, column: int, 
 def test_wrong_gradients_that_cannot_be_replaced_are_reported() -> None:
     module, checks, watch = build("llama")
     x, dy = data(torch.float32)
-    watch.seam = injected("norm.dx", lambda numbers: numbers[0, 3, 5].add_(1.0))
+    watch.fault_hook = injected("norm.dx", lambda numbers: numbers[0, 3, 5].add_(1.0))
     passes(checks, x, dy, module)
     (finding,) = watch.ledger.findings
     assert (finding.operation, finding.outcome, finding.rows) == ("norm.dx", "detected", 1)
@@ -176,7 +176,9 @@ def test_an_input_that_changes_before_the_backward_pass_is_harmful(kind: str) ->
 def test_a_lasting_fault_is_persistent() -> None:
     module, checks, watch = build("layer")
     x, dy = data(torch.float32)
-    watch.seam = injected("norm.output", lambda numbers: numbers[0, 3, 5].mul_(2.0), once=False)
+    watch.fault_hook = injected(
+        "norm.output", lambda numbers: numbers[0, 3, 5].mul_(2.0), once=False
+    )
     passes(checks, x, dy, module)
     assert [each.outcome for each in watch.ledger.findings] == ["persistent"]
 
@@ -186,7 +188,7 @@ def test_nan_is_found(site: str) -> None:
     module, checks, watch = build("layer")
     x, dy = data(torch.float32)
     plain = passes(module, x, dy, module)
-    watch.seam = injected(site, lambda numbers: numbers.view(-1)[7].fill_(torch.nan))
+    watch.fault_hook = injected(site, lambda numbers: numbers.view(-1)[7].fill_(torch.nan))
     assert all(map(torch.equal, plain, passes(checks, x, dy, module)))
     assert [each.outcome for each in watch.ledger.findings] == ["corrected"]
 

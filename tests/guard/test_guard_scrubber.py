@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from outlast.guard.policy import Policy
-from outlast.guard.replica_hashes import (
-    Comparison,
-    Replica,
-    compare,
-    hash64,
-    hash_words,
-)
+from outlast.guard.replica_hashes import Comparison, Replica, compare, hash64, hash_words
 from outlast.guard.scrubber import Scrubber
 from outlast.guard.watch import Watch
 
@@ -94,7 +88,7 @@ def test_the_majority_of_those_above_suspicion_is_right(
 
 
 class Flip:
-    """A seam that flips bits once, in numbers at rest."""
+    """A fault_hook that flips bits once, in numbers at rest."""
 
     def __init__(self, site: str, module: str, bit: int, step: int) -> None:
         self.site, self.module, self.bit, self.step = site, module, bit, step
@@ -115,7 +109,7 @@ def small_model() -> nn.Module:
 
 def one_training(
     steps: int,
-    seam: Flip | None = None,
+    fault_hook: Flip | None = None,
     whole: bool = True,
     between: Callable[[int, nn.Module], None] | None = None,
 ) -> dict[str, Any]:
@@ -125,7 +119,7 @@ def one_training(
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     watch = Watch(Policy(level="light", light_budget=0.002), None)
-    watch.seam = seam
+    watch.fault_hook = fault_hook
     now = [0.0]
 
     def clock() -> float:
@@ -180,8 +174,8 @@ def test_a_seam_that_does_nothing_finds_nothing() -> None:
 
 def joined(rank_of_fault: int, steps: int, *arguments: Any) -> dict[str, Any]:
     dist.init_process_group("gloo")
-    seam = Flip(*arguments[:4]) if arguments and dist.get_rank() == rank_of_fault else None
-    result = one_training(steps, seam, *arguments[4:])
+    fault_hook = Flip(*arguments[:4]) if arguments and dist.get_rank() == rank_of_fault else None
+    result = one_training(steps, fault_hook, *arguments[4:])
     dist.barrier()
     dist.destroy_process_group()
     return result

@@ -138,7 +138,7 @@ def attempts(fault, drop=(), replicas=1, listed=False):
     rank = start()
     model = build(replicas, listed)
     watch = Watch(Policy(), None)
-    watch.seam = fault
+    watch.fault_hook = fault
     reduction = install_collectives(watch, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     history = []

@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import GuardError
-from outlast.guard.handle import (
-    ATTEMPTS,
-    Remedy,
-    Terms,
-    Verdict,
-    agree,
-    remedy,
-)
+from outlast.guard.handle import ATTEMPTS, Remedy, Terms, Verdict, agree, remedy
 
 SIZE = 4
 subsets = st.sets(st.integers(0, SIZE - 1)).map(lambda ranks: tuple(sorted(ranks)))

@@ -10,12 +10,7 @@ import pytest
 
 from outlast.hardware import Gpu, Gpus, Rapl, Slurm, Unavailable, device, this_machine
 from outlast.hardware.checks import Check, machine_checks
-from outlast.hardware.detect import (
-    read_network_ports,
-    read_processor,
-    read_rapl,
-    read_slurm,
-)
+from outlast.hardware.detect import read_network_ports, read_processor, read_rapl, read_slurm
 
 
 @pytest.fixture(scope="module")

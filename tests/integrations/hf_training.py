@@ -20,12 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from outlast.integrations.hf_trainer import (
-    add_checkpoints,
-    add_guard,
-    add_outlast,
-    add_stop,
-)
+from outlast.integrations.hf_trainer import add_checkpoints, add_guard, add_outlast, add_stop
 from outlast.job import load_loop_job
 
 if TYPE_CHECKING:

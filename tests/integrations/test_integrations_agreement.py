@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from outlast.errors import IntegrationError
-from outlast.integrations import agreement as agreement_module
-from outlast.integrations.agreement import Agreed, Agreement, host_group
-from outlast.integrations.stopping import Stopping
+from outlast.runtime import agreement as agreement_module
+from outlast.runtime.agreement import BoundaryAgreement, host_group
+from outlast.runtime.place import ranks_here
+from outlast.runtime.stop import Stopping
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +24,7 @@ STEPS = 200
 def _decide(stop_at, step_seconds):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    agreement, looked, found = Agreement(0), [], None
+    agreement, looked, found = BoundaryAgreement(0), [], None
     for step in range(STEPS):
         if not agreement.is_due(step):
             continue
@@ -41,7 +42,7 @@ def test_stop_of_one_rank_is_that_of_all_at_one_step(ranks):
     first, second = ranks(2)(_decide, 37, 0.05)
     assert first == second
     looked, found = first
-    assert found == Agreed(stop=True, save=False)
+    assert (found.stop, found.save) == (True, False)
     assert looked[-1] >= 37
     # 20 steps of 0.05 s are a second: no stop waits for longer than that.
     assert looked[:5] == [0, 2, 6, 14, 30]
@@ -61,7 +62,7 @@ def test_save_is_the_wish_of_the_first_rank(ranks):
 def _one_wish():
     dist.init_process_group("gloo")
     own = dist.get_rank()
-    agreement = Agreement(0)
+    agreement = BoundaryAgreement(0)
     wishes = (own == 0, own == 1)
     said = [agreement.exchange(step, False, wish, 1.0).save for step, wish in enumerate(wishes)]
     dist.destroy_process_group()
@@ -72,7 +73,7 @@ def _uneven(ends, seconds):
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     rank, said = dist.get_rank(), ""
     agreement_module._TELL_SECONDS = 0.1
-    agreement = Agreement(0)
+    agreement = BoundaryAgreement(0)
     try:
         for step in range(1, 5):
             if rank == 1 and step == 3:
@@ -106,7 +107,7 @@ def test_a_rank_with_fewer_steps_is_named_and_not_waited_for(ranks, ends, what, 
 def _late():
     dist.init_process_group("gloo")
     agreement_module._TELL_SECONDS = agreement_module._AWAY_SECONDS = 0.05
-    agreement, said = Agreement(0), io.StringIO()
+    agreement, said = BoundaryAgreement(0), io.StringIO()
     if dist.get_rank() == 1:
         # An evaluation of its own between two loops: the other one has said that it waits.
         agreement.left(0)
@@ -162,7 +163,7 @@ def _slow():
     if dist.get_rank() == 0:
         own = dist.all_reduce
         dist.all_reduce = lambda *arguments, **options: _EndsMeanwhile(own(*arguments, **options))
-    agreement = Agreement(0)
+    agreement = BoundaryAgreement(0)
     if dist.get_rank() == 1:
         _get_default_store().wait(["waited"], timedelta(seconds=60))
     stop = agreement.exchange(1, dist.get_rank() == 1, False, 1.0).stop
@@ -181,7 +182,7 @@ def _twice(folder):
         meeting = f"file://{folder}/{life}"
         dist.init_process_group("gloo", meeting, world_size=world, rank=rank)
         first = host_group()
-        said += [Agreement(0).any(0, dist.get_rank() == life) for _ in range(2)]
+        said += [BoundaryAgreement(0).any(0, dist.get_rank() == life) for _ in range(2)]
         assert host_group() is first
         dist.destroy_process_group()
     return said
@@ -194,7 +195,7 @@ def test_one_group_serves_all_and_ends_with_the_default_one(ranks, tmp_path):
 def _ends(steps):
     """Ranks with different numbers of steps, of which one meets the others at its end."""
     dist.init_process_group("gloo")
-    stopping = Stopping(None)
+    stopping = Stopping(None, ranks_here())
     said = ""
     with stopping.signals():
         stopping.begin(0)

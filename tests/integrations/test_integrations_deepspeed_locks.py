@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="deepspeed (the extra integrations) is not installed")
 
 from outlast.errors import IntegrationError
-from outlast.integrations.deepspeed import builds
+from outlast.integrations.deepspeed import builds as run
 
 HOLD = """
 import sys, time
@@ -35,16 +35,16 @@ def test_a_live_build_is_waited_for_and_a_killed_one_is_refused(lock):
         text=True,
     ) as builder:
         assert builder.stdout.readline() == "held\n"
-        builds.refuse_stale_locks()
+        run.refuse_stale_locks()
         builder.kill()
     assert lock.exists()
     with pytest.raises(IntegrationError, match=rf"delete it: rm {lock}$"):
-        builds.refuse_stale_locks()
+        run.refuse_stale_locks()
     lock.unlink()
     # Of others' extensions nothing is said.
     (lock.parents[1] / "of_others").mkdir()
     (lock.parents[1] / "of_others" / "lock").touch()
-    builds.refuse_stale_locks()
+    run.refuse_stale_locks()
 
 
 def test_the_adapter_is_not_imported_beside_a_stale_lock(lock):
@@ -63,7 +63,7 @@ def test_the_adapter_is_not_imported_beside_a_stale_lock(lock):
 
 def test_locks_on_a_shared_file_system_may_be_other_machines(lock, monkeypatch):
     lock.touch()
-    monkeypatch.setattr(builds, "_sees_all_builds", lambda folder: False)
-    assert builds.stale_locks(lock.parents[1], ["cpu_adam"]) == []
-    monkeypatch.setattr(builds, "_LONGEST_BUILD_SECONDS", -1.0)
-    assert builds.stale_locks(lock.parents[1], ["cpu_adam"]) == [lock]
+    monkeypatch.setattr(run, "_sees_all_builds", lambda folder: False)
+    assert run.stale_locks(lock.parents[1], ["cpu_adam"]) == []
+    monkeypatch.setattr(run, "_LONGEST_BUILD_SECONDS", -1.0)
+    assert run.stale_locks(lock.parents[1], ["cpu_adam"]) == [lock]

@@ -12,12 +12,7 @@ from fabric_runs import assert_same, finish, losses, records, start, weights
 
 from outlast.checkpoint import storage_of
 from outlast.checkpoint.format.retention import complete_versions
-from outlast.records import (
-    CorruptionDetected,
-    StopRequested,
-    energy_totals,
-    forecast_of,
-)
+from outlast.records import CorruptionDetected, StopRequested, energy_totals, forecast_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 

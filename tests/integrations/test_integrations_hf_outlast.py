@@ -14,7 +14,6 @@ from hf_training import LENGTH, Plan, alone, together, trainer_of
 from transformers import Trainer
 
 from outlast.errors import IntegrationError, JobError
-from outlast.integrations.handed import HandedOver
 from outlast.integrations.hf_trainer import (
     add_checkpoints,
     add_guard,
@@ -24,7 +23,6 @@ from outlast.integrations.hf_trainer import (
     predicted,
 )
 from outlast.integrations.hf_trainer.unmodified import take_over
-from outlast.integrations.pace import Every
 from outlast.job import load_loop_job
 from outlast.records import (
     CheckpointRestored,
@@ -36,6 +34,8 @@ from outlast.records import (
     StopRequested,
     read_run,
 )
+from outlast.runtime.cadence import Every
+from outlast.runtime.handover import HandedOver
 
 pytestmark = pytest.mark.distributed
 

@@ -16,10 +16,8 @@ from lightning_runs import EVERY_5, assert_same, finish, losses, records, start
 
 from outlast.errors import IntegrationError
 from outlast.guard.findings import HARMFUL
-from outlast.integrations.handed import HandedOver
 from outlast.integrations.lightning import with_outlast
 from outlast.integrations.lightning.unmodified import take_over
-from outlast.integrations.pace import Every
 from outlast.records import (
     AttemptEnded,
     CheckpointRestored,
@@ -30,6 +28,8 @@ from outlast.records import (
     energy_totals,
     forecast_of,
 )
+from outlast.runtime.cadence import Every
+from outlast.runtime.handover import HandedOver
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,10 +18,9 @@ from lightning_runs import EVERY_5, QUIET, assert_same, finish, losses, records,
 
 from outlast.errors import RecoverError
 from outlast.integrations.lightning import with_outlast
-from outlast.integrations.lightning.memory import KeepLast
-from outlast.integrations.memory import LoopMemory
+from outlast.integrations.lightning.callback import KeepLast
 from outlast.records import CheckpointRestored, StateRecovered, Warned
-from outlast.train.recovering import RunMemory
+from outlast.runtime.memory import MemoryCheckpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
@@ -166,7 +165,7 @@ def test_a_command_that_is_given_again_goes_on_from_memory_where_it_asks_for_the
     def take(*_: Any) -> None:
         raise RecoverError("it has gone")
 
-    monkeypatch.setattr(RunMemory, "take", take)
+    monkeypatch.setattr(MemoryCheckpoint, "_take", take)
     assert restarts(1, folder, *SAVED, epochs=1, **{"from": None}) == [0]
     assert recovered(folder) == read(folder) == []
     (warned,) = [event.message for _, event in records(folder).of(Warned)]
@@ -192,14 +191,14 @@ def test_what_is_kept_is_copied_before_any_step_of_a_manual_optimization(
     told = tmp_path / "told"
 
     def telling(name: str) -> None:
-        own = getattr(LoopMemory, name)
+        own = getattr(MemoryCheckpoint, name)
 
         def call(*arguments: Any) -> Any:
             with told.open("a") as file:
                 file.write(f"{name}\n")
             return own(*arguments)
 
-        monkeypatch.setattr(LoopMemory, name, call)
+        monkeypatch.setattr(MemoryCheckpoint, name, call)
 
     telling("keep")
     telling("settle")

@@ -4,8 +4,9 @@ import pytest
 
 from outlast.checkpoint import SaveResult
 from outlast.errors import AutosaveError
-from outlast.integrations.pace import Every, Pace, every_of, pace_of, seconds_of
-from outlast.integrations.stop import Stop
+from outlast.runtime.cadence import Every, SaveCadence, cadence_of
+from outlast.runtime.handover import every_of, seconds_of
+from outlast.runtime.stop import Stop
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_time_limit_refuses_what_is_no_time(text):
 
 
 def test_steps_are_counted_from_the_start_of_the_run_and_not_of_the_process():
-    fresh, resumed = Pace(Every(steps=4)), Pace(Every(steps=4))
+    fresh, resumed = SaveCadence(Every(steps=4)), SaveCadence(Every(steps=4))
     resumed.begun(6, 0.0)
     assert due_steps(fresh, range(13)) == [4, 8, 12]
     assert due_steps(resumed, range(6, 13)) == [8, 12]
@@ -54,11 +55,11 @@ def due_steps(pace, steps):
 
 def test_a_save_that_nobody_asked_for_in_time_comes_late():
     # As in accumulations of gradients.
-    assert due_steps(Pace(Every(steps=5)), range(0, 37, 4)) == [8, 12, 16, 20, 28, 32, 36]
+    assert due_steps(SaveCadence(Every(steps=5)), range(0, 37, 4)) == [8, 12, 16, 20, 28, 32, 36]
 
 
 def test_seconds_are_counted_from_the_save_before():
-    pace = Pace(Every(seconds=10.0))
+    pace = SaveCadence(Every(seconds=10.0))
     assert not pace.due(0, 100.0)
     assert not pace.due(1, 109.0)
     assert pace.due(2, 110.0)
@@ -73,18 +74,18 @@ def test_best_interval_follows_what_saves_cost_and_is_remembered(tmp_path):
         pace.begun(0, 0.0)
         return next(step for step in range(1, 100_000) if pace.due(step, 10.0 * step))
 
-    pace = pace_of(Every(), memory, nodes=1, failed_before=False)
+    pace = cadence_of(Every(), memory, nodes=1, failed_before=False)
     for _ in range(30):
         pace.observe_step(0.1, saving=False)
     before = steps_to_next(pace)
     pace.observe_save(SaveResult(20, 0.01, 0.02, 1))
     dear = steps_to_next(pace)
     assert dear > before
-    again = pace_of(Every(), memory, nodes=1, failed_before=False)
+    again = cadence_of(Every(), memory, nodes=1, failed_before=False)
     for _ in range(30):
         again.observe_step(0.1, saving=False)
     assert steps_to_next(again) == pytest.approx(dear, rel=0.2)
-    failed = pace_of(Every(), memory, nodes=1, failed_before=True)
+    failed = cadence_of(Every(), memory, nodes=1, failed_before=True)
     for _ in range(30):
         failed.observe_step(0.1, saving=False)
     assert steps_to_next(failed) < dear

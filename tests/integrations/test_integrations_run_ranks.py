@@ -16,12 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import outlast
 from outlast.errors import IntegrationError
-from outlast.records import (
-    AttemptEnded,
-    StopRequested,
-    Warned,
-    read_run,
-)
+from outlast.records import AttemptEnded, StopRequested, Warned, read_run
 
 pytestmark = pytest.mark.distributed
 

@@ -9,16 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_runs import (
-    QUIET,
-    SCRIPT,
-    assert_same,
-    finish,
-    records,
-    saved_steps,
-    start,
-    undisturbed,
-)
+from loop_runs import QUIET, SCRIPT, assert_same, finish, records, saved_steps, start, undisturbed
 from running import outlast as outlast_command
 from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
@@ -43,9 +34,7 @@ from outlast.records import (
 from outlast.report import write_report
 from outlast.report.overview import load
 from outlast.report.summary import KeyFigure, Unavailable, key_figures
-from outlast.report.tables import (
-    job_table,
-)
+from outlast.report.tables import job_table
 
 
 def figures(folder: Path) -> dict[str, KeyFigure]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.integrations.settled import only_settled, places_of, settled
 from outlast.recover.restart import Keeper
+from outlast.runtime.memory import only_settled, places_of, settled
 
 if TYPE_CHECKING:
     from pathlib import Path

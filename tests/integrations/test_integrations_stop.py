@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from outlast.errors import EXIT_TO_BE_CONTINUED
-from outlast.integrations.stop import Stop
+from outlast.runtime.stop import Stop
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from torchtitan.trainer import Trainer
 
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, JobError
 from outlast.integrations.torchtitan import OutlastTrainer, use_outlast
-from outlast.integrations.torchtitan.settings import job_of
+from outlast.integrations.torchtitan.trainer import job_of
 from outlast.records import (
     AttemptStarted,
     CheckpointRestored,

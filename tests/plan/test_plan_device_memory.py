@@ -10,13 +10,7 @@ import pytest
 from plan_runs import H100, LLAMA_8B
 
 from outlast.errors import PlanError
-from outlast.plan.api import (
-    Training,
-    context_of,
-    predict,
-    published_constants,
-    published_memory,
-)
+from outlast.plan.api import Training, context_of, predict, published_constants, published_memory
 from outlast.plan.batch import cases
 from outlast.plan.calibration.calibration_file import (
     Calibration,

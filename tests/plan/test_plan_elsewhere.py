@@ -7,12 +7,7 @@ import pytest
 from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 
 from outlast.errors import PlanError
-from outlast.plan.api import (
-    Training,
-    predict,
-    published_constants,
-    search,
-)
+from outlast.plan.api import Training, predict, published_constants, search
 from outlast.plan.batch import cases
 from outlast.plan.calibration.calibration_file import Provenance, from_text, to_text
 from outlast.plan.calibration.fit import Belonging
@@ -30,11 +25,7 @@ from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded,
 from outlast.plan.constraints import FRAMEWORKS, framework_key
 from outlast.plan.context import CALIBRATED_AS
 from outlast.plan.huggingface import published
-from outlast.plan.model import (
-    HELD,
-    best_of,
-    published_best,
-)
+from outlast.plan.model import HELD, best_of, published_best
 from outlast.plan.step_time import step_seconds
 
 FLAG = "not calibrated on this cluster"

@@ -6,23 +6,10 @@ import subprocess
 
 import pytest
 import yaml
-from plan_emit_runs import (
-    CLUSTER,
-    DENSE,
-    GOLDEN,
-    MIXTURE,
-    RUNS,
-    SETTINGS,
-    configured,
-    golden_files,
-)
+from plan_emit_runs import CLUSTER, DENSE, GOLDEN, MIXTURE, RUNS, SETTINGS, configured, golden_files
 
 from outlast.errors import PlanError
-from outlast.plan.emit import (
-    EmitSettings,
-    emit,
-    emitted,
-)
+from outlast.plan.emit import EmitSettings, emit, emitted
 from outlast.plan.emit.settings import blocks_per_stage
 from outlast.plan.huggingface import transformer_of
 

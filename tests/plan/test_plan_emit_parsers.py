@@ -12,26 +12,12 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from plan_emit_runs import (
-    CLUSTER,
-    DENSE,
-    MIXTURE,
-    PLAIN,
-    RUNS,
-    SETTINGS,
-    SHARED,
-    configured,
-)
+from plan_emit_runs import CLUSTER, DENSE, MIXTURE, PLAIN, RUNS, SETTINGS, SHARED, configured
 from test_plan_emit_targets import drawn, models
 
 from outlast.errors import JobError, PlanError
 from outlast.job import job_from_text, load_job
-from outlast.plan.emit import (
-    EmitSettings,
-    emit,
-    emitted,
-    problem,
-)
+from outlast.plan.emit import EmitSettings, emit, emitted, problem
 
 COMMON = {
     "expert": (1,),

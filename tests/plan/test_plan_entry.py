@@ -8,13 +8,7 @@ from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.api import (
-    Training,
-    context_of,
-    predict,
-    published_constants,
-    training_of,
-)
+from outlast.plan.api import Training, context_of, predict, published_constants, training_of
 from outlast.plan.calibration.memory_fit import COMPILED, Known, fit_device_memory
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import step_model

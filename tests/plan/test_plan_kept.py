@@ -14,12 +14,7 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, TINY, configuration
 from outlast.cli.plan import scenario_of
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.api import (
-    Training,
-    context_of,
-    predict,
-    search,
-)
+from outlast.plan.api import Training, context_of, predict, search
 from outlast.plan.batch import cases
 from outlast.plan.cluster import Cluster, FailureCause, Storage
 from outlast.plan.configuration import Configuration

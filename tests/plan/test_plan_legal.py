@@ -14,12 +14,7 @@ from outlast.errors import PlanError
 from outlast.plan.batch import cases
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
-from outlast.plan.constraints import (
-    FRAMEWORKS,
-    legal,
-    problems,
-    warnings,
-)
+from outlast.plan.constraints import FRAMEWORKS, legal, problems, warnings
 from outlast.plan.huggingface import published
 from outlast.plan.transformer import Transformer
 

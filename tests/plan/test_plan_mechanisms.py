@@ -11,12 +11,7 @@ from plan_runs import H100, LLAMA_8B, configuration
 from outlast.coding.cost import CostModel, coding_cost
 from outlast.coding.delays import FailStop, ShiftedExponential
 from outlast.errors import PlanError
-from outlast.plan.api import (
-    Training,
-    context_of,
-    predict,
-    search,
-)
+from outlast.plan.api import Training, context_of, predict, search
 from outlast.plan.batch import cases
 from outlast.plan.cluster import Storage
 from outlast.plan.mechanisms import form_of, operations_ratio

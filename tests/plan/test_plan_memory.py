@@ -12,11 +12,7 @@ from outlast.errors import PlanError
 from outlast.plan.batch import Cases, cases
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
-from outlast.plan.constants import (
-    MEMORY_NAMES,
-    MEMORY_PRIORS,
-    memory_constants,
-)
+from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, memory_constants
 from outlast.plan.huggingface import published
 from outlast.plan.memory import (
     MEMORY,

@@ -12,11 +12,7 @@ from outlast.plan.batch import Cases, cases
 from outlast.plan.calibration.memory_fit import MemoryRuns, fit_memory
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
-from outlast.plan.constants import (
-    MEMORY_PRIORS,
-    MemoryConstants,
-    memory_constants,
-)
+from outlast.plan.constants import MEMORY_PRIORS, MemoryConstants, memory_constants
 from outlast.plan.memory import (
     first_stage_allocated,
     first_stage_reserved,

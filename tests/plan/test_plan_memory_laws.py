@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from outlast.plan.batch import Cases
 from outlast.plan.constants import memory_constants
-from outlast.plan.memory import (
-    headroom,
-    memory_parts,
-    out_of_memory_probability,
-    reserved_bytes,
-)
+from outlast.plan.memory import headroom, memory_parts, out_of_memory_probability, reserved_bytes
 from outlast.plan.shard_sizes import PLACES
 
 ENOUGH = 1e15

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from plan_random_runs import jobs
 
 from outlast.hardware import Unavailable
-from outlast.plan.api import (
-    Training,
-    predict,
-    published_constants,
-)
+from outlast.plan.api import Training, predict, published_constants
 from outlast.plan.calibration.step_model import StepModel
 from outlast.plan.cluster import Cluster
 from outlast.plan.estimate import Interval, Total

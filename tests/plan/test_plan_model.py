@@ -11,11 +11,7 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 from outlast.energy.model.equations import DeviceConstants
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
-from outlast.plan.api import (
-    Training,
-    predict,
-    search,
-)
+from outlast.plan.api import Training, predict, search
 from outlast.plan.cluster import FailureCause, Power, Prices, Storage
 from outlast.plan.pareto.settings import Mechanisms, Settings
 

@@ -9,22 +9,13 @@ from hypothesis import strategies as st
 from plan_probe_machine import MACHINE, RATES
 from plan_runs import H100, LLAMA_8B, configuration
 
-from outlast.cli.plan_calibrate import (
-    Here,
-    places,
-    write,
-)
+from outlast.cli.plan_calibrate import Here, places, write
 from outlast.errors import PlanError
 from outlast.job import load_job
 from outlast.plan.batch import cases
 from outlast.plan.calibration.calibration_file import read_calibration
 from outlast.plan.calibration.here import divided, loopback_bytes_per_s, machine_text
-from outlast.plan.calibration.memory_fit import (
-    RESIDENT_PRIORS,
-    Resident,
-    fit_resident,
-    resident_of,
-)
+from outlast.plan.calibration.memory_fit import RESIDENT_PRIORS, Resident, fit_resident, resident_of
 from outlast.plan.calibration.probes import family, numbers_of
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import step_model_of, uncalibrated

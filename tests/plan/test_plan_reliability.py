@@ -10,11 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.cost import (
-    Failures,
-    SaveCost,
-    waste_fraction,
-)
+from outlast.checkpoint.cost import Failures, SaveCost, waste_fraction
 from outlast.errors import PlanError
 from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability.failure_rates import early_factor

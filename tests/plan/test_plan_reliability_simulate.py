@@ -9,14 +9,7 @@ import pytest
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability.goodput import goodput
-from outlast.plan.reliability.recovery import (
-    Guard,
-    Pace,
-    Reliability,
-    Replicas,
-    Restart,
-    Tier,
-)
+from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
 from outlast.plan.reliability.scenario import Lemons, Scenario
 from outlast.plan.reliability.simulate import simulate
 

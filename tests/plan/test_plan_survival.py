@@ -7,11 +7,7 @@ import pytest
 from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
-from outlast.plan.api import (
-    Training,
-    predict,
-    search,
-)
+from outlast.plan.api import Training, predict, search
 from outlast.plan.cluster import FailureCause, Storage
 from outlast.plan.pareto.settings import Mechanisms, Settings
 

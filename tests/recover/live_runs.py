@@ -14,15 +14,8 @@ import pytest
 import torch
 
 from outlast.errors import OutlastError
-from outlast.recover.live import (
-    Lighthouse,
-    LiveGroups,
-    SavedElsewhere,
-    reduce,
-)
-from outlast.recover.live import (
-    groups as heal,
-)
+from outlast.recover.live import Lighthouse, LiveGroups, SavedElsewhere, reduce
+from outlast.recover.live import groups as heal
 from outlast.recover.live.groups import state_digest
 
 BATCH = 12
@@ -124,7 +117,7 @@ def group(number: int, address: str, out: Path, plan: Plan) -> None:
             say(error=str(error))
 
 
-def _refuge(
+def _saved_elsewhere(
     plan: Plan, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> SavedElsewhere | None:
     if plan.saved is None:
@@ -167,7 +160,7 @@ def _train(
         group=number,
         lighthouse=address,
         identity=plan.identity,
-        refuge=_refuge(plan, model, optimizer),
+        saved_elsewhere=_saved_elsewhere(plan, model, optimizer),
         known=plan.known,
         returning=plan.returning,
         awaits=plan.awaits,

@@ -7,14 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_runs import (
-    PHASES,
-    Fault,
-    Plan,
-    arena,
-    assert_like_reference,
-    require_torchft,
-)
+from live_runs import PHASES, Fault, Plan, arena, assert_like_reference, require_torchft
 
 pytestmark = pytest.mark.distributed
 STEPS = 10

@@ -9,14 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from live_runs import (
-    Life,
-    Plan,
-    arena,
-    assert_like_reference,
-    group,
-    require_torchft,
-)
+from live_runs import Life, Plan, arena, assert_like_reference, group, require_torchft
 
 pytestmark = pytest.mark.distributed
 HERE, THERE = "10.201.77.1", "10.201.77.2"

@@ -5,14 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from forked import RanksFailedError, run_ranks
-from kept_models import (
-    join,
-    keeper_for,
-    model_and_optimizer,
-    reference,
-    train,
-    whole_state,
-)
+from kept_models import join, keeper_for, model_and_optimizer, reference, train, whole_state
 from parity_members import die_at
 
 from outlast.recover import slot

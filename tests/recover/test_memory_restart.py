@@ -9,14 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import RanksFailedError, run_ranks
-from kept_models import (
-    join,
-    keeper_for,
-    model_and_optimizer,
-    reference,
-    train,
-    whole_state,
-)
+from kept_models import join, keeper_for, model_and_optimizer, reference, train, whole_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -24,11 +17,7 @@ from outlast.errors import RecoverError
 from outlast.recover import slot as room
 from outlast.recover import snapshot as keeping
 from outlast.recover.restart import newest_whole, scan
-from outlast.recover.slot import (
-    Claim,
-    remove_old_runs,
-    run_folder,
-)
+from outlast.recover.slot import Claim, remove_old_runs, run_folder
 
 
 def test_one_process_alone_goes_on_from_its_last_state(tmp_path: Path) -> None:

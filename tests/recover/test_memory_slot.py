@@ -8,14 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
-from outlast.recover.slot import (
-    Catalogue,
-    Slot,
-    SlotEntry,
-    SlotReader,
-    check_capacity,
-    read_slot,
-)
+from outlast.recover.slot import Catalogue, Slot, SlotEntry, SlotReader, check_capacity, read_slot
 from outlast.state.box import Box
 
 ENTRIES = (

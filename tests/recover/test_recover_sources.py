@@ -3,11 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.recover.cost import (
-    BYTES_PER_S,
-    RestoreSource,
-    cheapest_source,
-)
+from outlast.recover.cost import BYTES_PER_S, RestoreSource, cheapest_source
 
 
 def test_nothing_to_choose_from_is_nothing() -> None:

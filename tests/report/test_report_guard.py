@@ -9,12 +9,7 @@ from report_runs import run_with
 from test_report import page_of, visible
 
 from outlast import records
-from outlast.records import (
-    CorruptionDetected,
-    Guarded,
-    guard_totals,
-    read_run,
-)
+from outlast.records import CorruptionDetected, Guarded, guard_totals, read_run
 
 if TYPE_CHECKING:
     from report_runs import RunMaker

@@ -12,10 +12,7 @@ from torch import nn
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
 from outlast.tensorize.accounting import route_flops
-from outlast.tensorize.cost import (
-    layer_cost,
-    step_ratio,
-)
+from outlast.tensorize.cost import layer_cost, step_ratio
 from outlast.tensorize.network import Route, lower
 from outlast.tensorize.quality import LAWS, OBSERVATIONS, effective_parameters
 from outlast.tensorize.shapes import FORMS

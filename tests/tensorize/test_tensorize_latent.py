@@ -9,12 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import (
-    LatentLinear,
-    latent_contexts,
-    link_by_name,
-    link_latents,
-)
+from outlast.tensorize.forms import LatentLinear, latent_contexts, link_by_name, link_latents
 
 
 class Block(nn.Module):

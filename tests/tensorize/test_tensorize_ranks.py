@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import (
-    BottleneckLinear,
-    BTTLinear,
-    LowRankLinear,
-    TTLinear,
-    TTMLinear,
-)
+from outlast.tensorize.forms import BottleneckLinear, BTTLinear, LowRankLinear, TTLinear, TTMLinear
 from outlast.tensorize.ranks import (
     energy_rank,
     explained_rank,

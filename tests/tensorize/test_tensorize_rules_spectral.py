@@ -12,12 +12,7 @@ from outlast.errors import TensorizeError
 from outlast.tensorize.decay import SpectralBound
 from outlast.tensorize.forms.linear import TTLinear
 from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.muon import (
-    bounded_root,
-    norm_bound,
-    power_norm,
-    product_norm_bound,
-)
+from outlast.tensorize.muon import bounded_root, norm_bound, power_norm, product_norm_bound
 
 KINDS = ["random", "aligned", "gauge", "one factor", "from zero", "back and forth"]
 

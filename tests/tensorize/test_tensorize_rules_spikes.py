@@ -9,11 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.spikes import (
-    Spike,
-    SpikeDetector,
-    false_alarm_rate,
-)
+from outlast.tensorize.spikes import Spike, SpikeDetector, false_alarm_rate
 
 
 def _curve(seed: int, steps: int, noise: float, power: float) -> np.ndarray:

@@ -34,9 +34,9 @@ from outlast.records import (
     read_run,
 )
 from outlast.recover.phase_page import ignore_phase
+from outlast.runtime.guarding import RunGuard
 from outlast.train.coding import CodedEngine, CodingNotes
 from outlast.train.engine import ReplicaEngine
-from outlast.train.guarding import RunGuard
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:

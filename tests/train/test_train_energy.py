@@ -21,7 +21,7 @@ from outlast.distributed.ranks import ranks_from
 from outlast.records import EnergyMeasured, StepsDone, Warned, energy_totals, read_run
 from outlast.report import write_report
 from outlast.report.energy import energy_sentence
-from outlast.train.metering import RunMeter
+from outlast.runtime.energy import RunMeter
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from outlast.records import (
     forecast_of,
     read_run,
 )
-from outlast.train.memory import MemoryWatch, resident_peak
+from outlast.runtime.recording import MemoryWatch, resident_peak
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def test_the_peak_is_not_that_of_the_program_that_started_this_one() -> None:
     assert mine > 4 * len(held)
     if "VmHWM" not in source:
         pytest.skip("this kernel does not tell")
-    code = "from outlast.train.memory import resident_peak; print(resident_peak()[0])"
+    code = "from outlast.runtime.recording import resident_peak; print(resident_peak()[0])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(told.stdout) < 0.75 * mine
 

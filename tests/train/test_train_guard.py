@@ -15,11 +15,7 @@ from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
 from outlast.cli.main import main
 from outlast.distributed.ranks import ranks_from
-from outlast.errors import (
-    EXIT_DONE,
-    EXIT_TO_BE_CONTINUED,
-    EXIT_WRONG_NUMBERS,
-)
+from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, EXIT_WRONG_NUMBERS
 from outlast.guard.inject import inject, parse_faults
 from outlast.job import to_toml
 from outlast.records import (
@@ -31,7 +27,7 @@ from outlast.records import (
     guard_totals,
     read_run,
 )
-from outlast.train.guarding import RunGuard
+from outlast.runtime.guarding import RunGuard
 from outlast.train.loop import Trainer
 from outlast.train.run import Start, run_directory, work
 

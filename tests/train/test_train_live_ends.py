@@ -20,11 +20,7 @@ from outlast.records import (
     StepsDone,
     read_run,
 )
-from outlast.recover.phase_page import (
-    arm,
-    pages_folder,
-    read_pages,
-)
+from outlast.recover.phase_page import arm, pages_folder, read_pages
 from outlast.train.run import run_directory
 
 pytestmark = pytest.mark.distributed

@@ -18,14 +18,14 @@ from outlast.energy.replay import DeviceState
 from outlast.energy.sources.node import FileSource
 from outlast.hardware.figure import Unavailable
 from outlast.job import load_job
-from outlast.train.metering import RunMeter, boot, find_sources, run_meter
+from outlast.runtime.energy import RunMeter, boot, find_sources, run_meter
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from outlast.energy.sources.protocol import Part
     from outlast.energy.window import Kind
-    from outlast.train.guarding import RunGuard
+    from outlast.runtime.guarding import RunGuard
 
 STATE = DeviceState(
     joules=Unavailable("not asked"),

@@ -23,15 +23,10 @@ from outlast.records import (
     Warned,
     read_run,
 )
-from outlast.recover.phase_page import (
-    PhaseReading,
-    arm,
-    pages_folder,
-    read_pages,
-)
+from outlast.recover.phase_page import PhaseReading, arm, pages_folder, read_pages
 from outlast.recover.resize import ask, is_wanted, met, wish
 from outlast.recover.slot import run_folder
-from outlast.train.recovering import from_disk, kept_run
+from outlast.runtime.memory import from_disk, kept_run
 from outlast.train.run import run_directory
 
 pytestmark = pytest.mark.distributed

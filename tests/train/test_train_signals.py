@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from outlast.train.signals import STOP_SIGNALS, StopFlag
+from outlast.runtime.stop import STOP_SIGNALS, StopFlag
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -1,7 +1,7 @@
 """Ranks that are slower than the others are told of once, with a remedy."""
 
 from outlast.recover.hang import WINDOW_SECONDS, WINDOWS
-from outlast.train.slowness import SlownessWatch
+from outlast.runtime.watching import SlownessWatch
 
 
 def test_what_ranks_share_adds_up_to_a_warning() -> None:

@@ -15,10 +15,9 @@ from outlast.cluster.storage import FolderTurns, ask
 from outlast.errors import EXIT_TO_BE_CONTINUED
 from outlast.job import Job
 from outlast.records import CheckpointInterval, CheckpointSaved, StepsDone, read_run
-from outlast.train import turns as taking
+from outlast.runtime import cadence as taking
+from outlast.runtime.cadence import Every, SaveCadence, SaveTurns
 from outlast.train.run import run_directory
-from outlast.train.saving import SaveCadence
-from outlast.train.turns import SaveTurns
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +30,8 @@ def test_a_waiting_save_does_not_look_at_every_step(
 ) -> None:
     monkeypatch.setattr(taking, "LOOK_SECONDS", 0.5)
     clock = Clock()
-    first = SaveCadence(10, turns=turns(tmp_path))
-    second = SaveCadence(10, turns=turns(tmp_path, clock=clock))
+    first = by_steps(turns(tmp_path))
+    second = by_steps(turns(tmp_path, clock=clock))
     assert first.wants(10)
     assert not second.wants(10)
     first.ended()
@@ -41,6 +40,12 @@ def test_a_waiting_save_does_not_look_at_every_step(
     clock.now += 0.2
     assert second.wants(12)
     second.ended()
+
+
+def by_steps(turns: SaveTurns) -> SaveCadence:
+    cadence = SaveCadence(Every(steps=10), turns=turns)
+    cadence.start(0)
+    return cadence
 
 
 def turns(
@@ -57,16 +62,16 @@ def turns(
 
 
 def test_a_due_save_waits_for_its_turn_and_stays_due(tmp_path: Path) -> None:
-    first, second = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    first, second = by_steps(turns(tmp_path)), by_steps(turns(tmp_path))
     assert not first.wants(9)
     assert first.wants(10)
     assert not second.wants(10)
-    first.saved(10)
+    first.begun(10)
     assert not second.wants(11)
     assert not first.wants(12)
     first.ended()
     assert second.wants(13)
-    second.saved(13)
+    second.begun(13)
     second.ended()
     assert not second.wants(19)
     assert second.wants(20)
@@ -76,14 +81,14 @@ def test_a_due_save_waits_for_its_turn_and_stays_due(tmp_path: Path) -> None:
 def test_a_save_that_is_due_before_the_last_one_has_ended_waits_for_a_turn_of_its_own(
     tmp_path: Path,
 ) -> None:
-    slow, other = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    slow, other = by_steps(turns(tmp_path)), by_steps(turns(tmp_path))
     assert slow.wants(10)
-    slow.saved(10)
+    slow.begun(10)
     assert not other.wants(10)
     assert not slow.wants(20), "the turn is that of the save under way"
     slow.ended()
     assert other.wants(11), "the turn is free with the end of the save that had it"
-    other.saved(11)
+    other.begun(11)
     assert not slow.wants(21)
     other.ended()
     assert slow.wants(22)
@@ -91,26 +96,26 @@ def test_a_save_that_is_due_before_the_last_one_has_ended_waits_for_a_turn_of_it
 
 
 def test_a_save_that_is_not_due_any_more_blocks_nobody(tmp_path: Path) -> None:
-    first, moved = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    first, moved = by_steps(turns(tmp_path)), by_steps(turns(tmp_path))
     assert first.wants(10)
     assert not moved.wants(10)
     assert len(list(tmp_path.glob("ticket-*"))) == 1
     # As a group that has taken a peer's state.
-    moved.begin(30)
+    moved.start(30)
     assert not moved.wants(31)
     assert not list(tmp_path.glob("ticket-*"))
-    first.begin(30)
+    first.start(30)
     assert not first.wants(31)
     assert moved.wants(40), "what was granted and not used is given back"
     moved.ended()
 
 
 def test_only_who_writes_asks_for_turns(tmp_path: Path) -> None:
-    writing, idle = SaveCadence(10, turns=turns(tmp_path)), SaveCadence(10, turns=turns(tmp_path))
+    writing, idle = by_steps(turns(tmp_path)), by_steps(turns(tmp_path))
     assert not idle.wants(10, writes=False)
     assert not list(tmp_path.glob("*.json"))
     assert writing.wants(10)
-    writing.saved(10)
+    writing.begun(10)
     assert not writing.wants(11, writes=False)
     assert not idle.wants(11), "the save under way keeps its turn"
     writing.ended()
@@ -121,7 +126,7 @@ def test_only_who_writes_asks_for_turns(tmp_path: Path) -> None:
     assert idle.wants(12)
     assert not idle.wants(13, writes=False)
     assert writing.wants(20), "what was granted is given back by who writes no more"
-    writing.saved(20)
+    writing.begun(20)
     writing.ended()
     writing.observe_save(SaveResult(20, blocked_seconds=0.01, seconds=2.0, bytes=10**9))
     assert len(list(tmp_path.glob("saver-*"))) == 1
@@ -132,9 +137,9 @@ def test_only_who_writes_asks_for_turns(tmp_path: Path) -> None:
 
 def test_nobody_waits_longer_than_allowed(tmp_path: Path) -> None:
     clock = Clock()
-    first = SaveCadence(10, turns=turns(tmp_path))
+    first = by_steps(turns(tmp_path))
     assert first.wants(10)
-    hasty = SaveCadence(10, turns=turns(tmp_path, longest_seconds=5.0, clock=clock))
+    hasty = by_steps(turns(tmp_path, longest_seconds=5.0, clock=clock))
     assert not hasty.wants(10)
     clock.now += 6.0
     assert hasty.wants(11)
@@ -144,7 +149,7 @@ def test_nobody_waits_longer_than_allowed(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_used_hinders_nobody(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    cadence = SaveCadence(10, turns=turns(tmp_path / "file" / "turns"))
+    cadence = by_steps(turns(tmp_path / "file" / "turns"))
     assert cadence.wants(10)
     cadence.ended()
 
@@ -214,7 +219,7 @@ def chosen(folder: Path, load: float) -> SaveCadence:
         mtbf_seconds=1e4,
         longest_seconds=60.0,
     )
-    return SaveCadence(None, IntervalEstimator(mtbf_seconds=1e4), turns=own)
+    return SaveCadence(Every(), IntervalEstimator(mtbf_seconds=1e4), turns=own)
 
 
 def test_the_best_interval_leaves_their_share_to_others(tmp_path: Path) -> None:
@@ -236,9 +241,9 @@ def test_a_fixed_interval_stays_and_is_known_to_others(tmp_path: Path) -> None:
     own = SaveTurns(
         folder, size_bytes=1e6, nodes=1, mtbf_seconds=1e5, longest_seconds=9.0, clock=clock
     )
-    fixed, free = SaveCadence(10, turns=own), chosen(tmp_path, 0.3)
+    fixed, free = by_steps(own), chosen(tmp_path, 0.3)
     clock.now += 10.0
-    fixed.saved(10)
+    fixed.begun(10)
     fixed.observe_save(SaveResult(10, blocked_seconds=0.01, seconds=2.0, bytes=10**9))
     assert fixed.news() is None
     # It takes 2 s of every 10, which leaves 2 s of every 20.

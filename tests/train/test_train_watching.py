@@ -14,14 +14,9 @@ from outlast.errors import EXIT_DONE
 from outlast.job import Job
 from outlast.records import MemberLost, RunDirectory, read_run
 from outlast.recover.hang import HangMonitor, StepDeadline
-from outlast.recover.phase_page import (
-    PhasePage,
-    arm,
-    pages_folder,
-    read_pages,
-)
+from outlast.recover.phase_page import PhasePage, arm, pages_folder, read_pages
+from outlast.runtime.watching import Watcher, under_watch
 from outlast.train.run import Start, run_directory, work
-from outlast.train.watching import Watcher, under_watch
 
 SETTINGS = ("train.steps=60", "checkpoint.every_steps=10", "launch.nproc=2")
 

@@ -24,14 +24,14 @@ from outlast.errors import (
     AutosaveError,
     OutlastError,
 )
-from outlast.integrations.agreement import Agreement
+from outlast.runtime.agreement import BoundaryAgreement
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from outlast.autosave.run_folder import RunFolder
-    from outlast.integrations.pace import Pace
-    from outlast.integrations.stop import Stop
+    from outlast.runtime.cadence import SaveCadence
+    from outlast.runtime.stop import JobChain, Stop
 
 
 TENSORS = "tensors"
@@ -150,11 +150,12 @@ class ScriptKeeper:
 
     Args:
         folder: Of the run.
-        pace: When to save.
+        cadence: When to save.
         stop: Why to stop.
         rank: Of this process, as its launcher says.
         world_size: Number of processes, as their launcher says.
         keep: Newest versions kept.
+        chain: Of jobs that the run is in, which is told what is saved; None: it is in none.
 
     Attributes:
         step: Steps done when the last boundary was reached.
@@ -165,24 +166,26 @@ class ScriptKeeper:
     def __init__(
         self,
         folder: RunFolder,
-        pace: Pace,
+        cadence: SaveCadence,
         stop: Stop,
         *,
         rank: int = 0,
         world_size: int = 1,
         keep: int = 2,
+        chain: JobChain | None = None,
     ) -> None:
         self.step = 0
         self.stopped = ""
         self.code = EXIT_TO_BE_CONTINUED
         self._folder = folder
-        self._pace = pace
+        self._cadence = cadence
         self._stop = stop
         self._rank = rank
         self._world_size = world_size
         self._keep = keep
+        self._chain = chain
         self._store: CheckpointStore | None = None
-        self._agreement: Agreement | None = None
+        self._agreement: BoundaryAgreement | None = None
         self._windows = CopyWindows()
         self._handle: SaveHandle | None = None
         self._digests: Digests | None = None
@@ -212,7 +215,7 @@ class ScriptKeeper:
         self.say(f"resumed at step {restored.step} from {restored.place}")
         self.step = restored.step
         self._resumed = True
-        self._pace.begun(restored.step, time.monotonic())
+        self._cadence.begun(restored.step, time.monotonic())
         self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
         return held.saved
 
@@ -227,26 +230,26 @@ class ScriptKeeper:
             self._stop.training_begins()
             self._opened()
             if _in_group() and dist.get_world_size() > 1:
-                self._agreement = Agreement(step)
+                self._agreement = BoundaryAgreement(step)
         else:
             seconds = now - self._boundary - self._blocked_seconds
             seconds = max(0.0, seconds)
             weight = _STEP_WEIGHT if self._step_seconds else 1.0
             self._step_seconds += weight * (seconds - self._step_seconds)
             self._stop.observe_step(seconds)
-            self._pace.observe_step(seconds, saving=self._handle is not None)
+            self._cadence.observe_step(seconds, saving=self._handle is not None)
         self.step, self._boundary, self._blocked_seconds = step, now, 0.0
         self._windows.close()
         if self._handle is not None and self._handle.done():
             self._settle()
-        save = self._pace.due(step, now)
+        save = self._cadence.due(step, now)
         if self._agreement is None:
             self._reason = self._stop()
         else:
             save = self._agreed(step, save)
         if not save and not self._reason:
             return False
-        self._pace.begun(step, now)
+        self._cadence.begun(step, now)
         return True
 
     def left(self, step: int) -> None:
@@ -370,7 +373,7 @@ class ScriptKeeper:
         """Agree with all ranks on this step; clocks and files are looked at on rank 0 alone."""
         assert self._agreement is not None
         why = self._stop() if self._agreement.rank == 0 else self._stop.signalled
-        common = save and self._pace.is_common
+        common = save and self._cadence.is_common
         self._agreement.back()
         # A save waits for all ranks, so they see first that all have come to this step.
         if not common and not self._agreement.is_due(step):
@@ -397,7 +400,7 @@ class ScriptKeeper:
             return
         blocked = result.blocked_seconds + self._looking_seconds
         result = replace(result, blocked_seconds=blocked)
-        self._pace.observe_save(result)
+        self._cadence.observe_save(result)
         self._stop.observe_save(result.seconds)
         if self._own_rank() == 0:
             self._report(result)
@@ -413,10 +416,8 @@ class ScriptKeeper:
         )
 
     def _report(self, result: SaveResult) -> None:
-        if "OUTLAST_CHAIN" in os.environ:
-            from outlast.cluster import report_progress
-
-            report_progress(result.step, save_seconds=result.seconds)
+        if self._chain is not None and "OUTLAST_CHAIN" in os.environ:
+            self._chain.report_progress(result.step, save_seconds=result.seconds)
 
     def _end(self, step: int) -> None:
         """The state is saved, or cannot be: end the program at once.

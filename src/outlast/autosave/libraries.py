@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from outlast.autosave.program.source import Rewritten, SourceFile
     from outlast.autosave.program.training import Training
-    from outlast.integrations.handed import HandedOver
+    from outlast.runtime.handover import HandedOver
 
 
 class Library(NamedTuple):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from outlast.autosave.rendezvous import Begun, rendezvous
 from outlast.autosave.run_folder import RunFolder, folder_of
 from outlast.errors import EXIT_BAD_INPUT, EXIT_CRASHED, EXIT_DONE, EXIT_TO_BE_CONTINUED
-from outlast.integrations.pace import every_of, pace_of, seconds_of
-from outlast.integrations.stop import say_interrupted
+from outlast.runtime.cadence import cadence_of
+from outlast.runtime.handover import every_of, seconds_of
+from outlast.runtime.stop import say_interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from outlast.autosave.program.source import Rewritten
     from outlast.autosave.run_folder import Word
     from outlast.distributed.ranks import Ranks
-    from outlast.integrations.handed import HandedOver
+    from outlast.runtime.handover import HandedOver
+    from outlast.runtime.stop import JobChain
 
 
 @dataclass
@@ -45,18 +47,33 @@ class _Stepped:
 
 
 def work(
-    asked: RunOptions, files: list[Rewritten], folder: RunFolder, ranks: Ranks, begun: Begun
+    asked: RunOptions,
+    files: list[Rewritten],
+    folder: RunFolder,
+    ranks: Ranks,
+    begun: Begun,
+    *,
+    chain: JobChain,
 ) -> int:
     """Run a script with training loops of its own; gives the exit code."""
     from outlast.autosave.execute import execute
     from outlast.autosave.keeper import ScriptKeeper
     from outlast.autosave.resume.files import FirstSizes
-    from outlast.integrations.stop import Stop
+    from outlast.runtime.stop import Stop
 
-    pace = pace_of(every_of(asked.every), folder.pace, nodes=ranks.nodes, failed_before=begun.died)
-    with _under_way(folder, ranks) as standing, Stop(_limit_seconds(asked)) as stop:
+    cadence = cadence_of(
+        every_of(asked.every), folder.pace, nodes=ranks.nodes, failed_before=begun.died
+    )
+    limit_seconds = _limit_seconds(asked)
+    with _under_way(folder, ranks) as standing, Stop(limit_seconds, chain=chain) as stop:
         keeper = ScriptKeeper(
-            folder, pace, stop, rank=ranks.rank, world_size=ranks.world_size, keep=asked.keep
+            folder,
+            cadence,
+            stop,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            keep=asked.keep,
+            chain=chain,
         )
         try:
             code = execute(
@@ -81,7 +98,7 @@ def work_of_library(
     """Run a script that is trained by a library's loop; gives the exit code."""
     from outlast.autosave.execute import execute_plainly
     from outlast.autosave.libraries import handing_over
-    from outlast.integrations.handed import HandedOver
+    from outlast.runtime.handover import HandedOver
 
     handed = HandedOver(
         every=every_of(asked.every),
@@ -306,8 +323,13 @@ class RunOptions:
         return [*given, str(self.script), *self.arguments]
 
 
-def run_script(asked: RunOptions, processes: int | None = None) -> int:
+def run_script(asked: RunOptions, processes: int | None = None, *, chain: JobChain) -> int:
     """Run a script as the environment says: one process of several, a launcher, or alone.
+
+    Args:
+        asked: The command line.
+        processes: To start here; None: this one is the run's, or one of several that are.
+        chain: Knows when the Slurm job ends that this may be in (`outlast.cluster`).
 
     Returns:
         The exit code.
@@ -343,7 +365,7 @@ def run_script(asked: RunOptions, processes: int | None = None) -> int:
         return EXIT_DONE
     if library is not None:
         return work_of_library(asked, files, folder, ranks, library)
-    return work(asked, files, folder, ranks, begun)
+    return work(asked, files, folder, ranks, begun, chain=chain)
 
 
 def _begun(

@@ -42,12 +42,7 @@ from outlast.checkpoint.foreign_formats import (
     split_rows,
     write_megatron_files,
 )
-from outlast.checkpoint.format.encoder import (
-    Encoder,
-    PartJob,
-    Reduction,
-    StagedPiece,
-)
+from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.owner import Ownership, claimed
 from outlast.checkpoint.format.reader import VersionReader, Wanted

@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from outlast.checkpoint.format.encoder import (
-    AbandonedError,
-    PartJob,
-    Written,
-)
+from outlast.checkpoint.format.encoder import AbandonedError, PartJob, Written
 from outlast.checkpoint.format.manifest import STATE
 from outlast.checkpoint.format.storage import describe_failure, storage_of, within
 from outlast.checkpoint.plan import Holding, Plan, make_plan

@@ -19,10 +19,7 @@ from outlast.checkpoint.format.reader import VersionReader, Wanted
 from outlast.checkpoint.format.retention import leading_on
 from outlast.checkpoint.format.storage import describe_failure, sentence_of
 from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions
-from outlast.checkpoint.place import (
-    Place,
-    not_held,
-)
+from outlast.checkpoint.place import Place, not_held
 from outlast.checkpoint.replay import (
     DIGEST,
     EXTRA,

@@ -37,11 +37,7 @@ from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKi
 from outlast.checkpoint.place import Place
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restore import Restored, Restorer
-from outlast.checkpoint.tiers import (
-    DrainResult,
-    Tier,
-    Tiers,
-)
+from outlast.checkpoint.tiers import DrainResult, Tier, Tiers
 from outlast.distributed.agreement import StoreAgreement
 from outlast.distributed.group import Group
 from outlast.errors import CheckpointError, LeaseLostError

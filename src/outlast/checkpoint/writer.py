@@ -20,13 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Protocol
 
-from outlast.checkpoint.format.encoder import (
-    AbandonedError,
-    Encoder,
-    PartJob,
-    Reduction,
-    Written,
-)
+from outlast.checkpoint.format.encoder import AbandonedError, Encoder, PartJob, Reduction, Written
 from outlast.checkpoint.format.storage import describe_failure, storage_of
 from outlast.errors import CheckpointError, LeaseLostError
 

@@ -121,7 +121,7 @@ def sizes_of(job: Job) -> tuple[int, ...]:
 
 def _print_candidates(choice: Choice) -> None:
     from outlast.cli.console import Column, output, print_table
-    from outlast.cluster.slurm.values import duration_text
+    from outlast.job.durations import duration_text
 
     rows = [
         [
@@ -246,7 +246,7 @@ def sentences(
     from outlast.cluster.chain.files import run_log
     from outlast.cluster.chain.filler import work_seconds
     from outlast.cluster.chain.planning import costs_of, files_of, links_needed
-    from outlast.cluster.slurm.values import duration_text
+    from outlast.job.durations import duration_text
 
     files = files_of(job)
     log = run_log(files)
@@ -377,7 +377,7 @@ def status(
 def print_status(found: ChainStatus) -> None:
     """The status as text."""
     from outlast.cli.console import Column, output, print_table
-    from outlast.cluster.slurm.values import duration_text
+    from outlast.job.durations import duration_text
 
     console = output()
     why = f": {found.reason}" if found.reason else ""

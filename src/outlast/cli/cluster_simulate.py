@@ -149,12 +149,8 @@ def _log(asked: AskedLog) -> Workload:
 
 def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
     """The run that is submitted, and what it may ask for."""
-    from outlast.cluster.policies.decision import (
-        Limits,
-        MalleableJob,
-        PowerSpeed,
-    )
-    from outlast.cluster.slurm.values import limit_seconds
+    from outlast.cluster.policies.decision import Limits, MalleableJob, PowerSpeed
+    from outlast.job.durations import limit_seconds
 
     reference = asked.nodes or max(log.machine_nodes // 8, 1)
     if reference > log.machine_nodes:

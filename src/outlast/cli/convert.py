@@ -14,11 +14,7 @@ from outlast.cli.console import LINE_SECONDS, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.tensorize.hf.conversion import (
-        CalibrationText,
-        ConvertedModel,
-        Progress,
-    )
+    from outlast.tensorize.hf.conversion import CalibrationText, ConvertedModel, Progress
     from outlast.tensorize.policy import Rank
 
 WRITTEN_AS = ("factored", "merged", "dense")

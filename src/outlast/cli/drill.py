@@ -25,11 +25,7 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.records import RunDirectory
     from outlast.recover.cost import WayBack
-    from outlast.recover.drill import (
-        DrilledRun,
-        Trial,
-        TrialOutcome,
-    )
+    from outlast.recover.drill import DrilledRun, Trial, TrialOutcome
 
 
 _BEFORE_PAGES = ("start and imports", "process group")
@@ -80,11 +76,7 @@ def _progress(directory: RunDirectory, until: float | None) -> tuple[float, int]
 
 def _way_back(clean: RunDirectory) -> WayBack:
     """Seconds of a restart, from the set-up of the run without faults."""
-    from outlast.records import (
-        StepsDone,
-        TrainingStarted,
-        read_run,
-    )
+    from outlast.records import StepsDone, TrainingStarted, read_run
     from outlast.recover.cost import REFORM_SECONDS, WayBack, detection_seconds
 
     run = read_run(clean.path)

@@ -311,11 +311,7 @@ def _predicted_now(
     from outlast.job import job_from_text
     from outlast.plan.api import Training, predict
     from outlast.plan.calibration.calibration_file import read_calibration
-    from outlast.plan.calibration.memory_fit import (
-        COMPILED,
-        OUTLAST,
-        known_of,
-    )
+    from outlast.plan.calibration.memory_fit import COMPILED, OUTLAST, known_of
     from outlast.plan.calibration.run_rows import read_run_row
     from outlast.records import Forecast, measured_figures
 

@@ -76,6 +76,7 @@ def run(
     srun. SIGTERM, SIGUSR1, Ctrl-C and the time limit end it at the next step, saved. Exit codes:
     those of the script, 2 wrong input, 3 stopped and to be continued.
     """
+    from outlast import cluster
     from outlast.autosave.run import RunOptions, run_script
 
     # Refuse what is no file.
@@ -97,7 +98,7 @@ def run(
     if explain:
         explain_program(asked)
         raise typer.Exit(EXIT_DONE)
-    raise typer.Exit(run_script(asked, nproc))
+    raise typer.Exit(run_script(asked, nproc, chain=cluster))
 
 
 def explain_program(asked: RunOptions) -> None:

@@ -68,8 +68,8 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     from outlast.autosave.libraries import read_and_rewrite
     from outlast.cluster.chain.planning import run_path
     from outlast.cluster.chain.stopping import RECORD_TELLS
-    from outlast.integrations.pace import every_of
     from outlast.job.cluster import CHOSEN
+    from outlast.runtime.handover import every_of
 
     words = _words(text)
     if not words or not Path(words[0]).is_file():

@@ -9,12 +9,7 @@ import numpy as np
 
 from outlast.coding.assignment import spread
 from outlast.coding.cost import CostModel, all_reduce_bytes, dropped_error
-from outlast.coding.delays import (
-    Array,
-    DelayModel,
-    Delays,
-    sample,
-)
+from outlast.coding.delays import Array, DelayModel, Delays, sample
 from outlast.coding.simulate import (
     Steps,
     cover,

@@ -14,11 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from outlast.energy.frontier.plan import (
-    publish,
-    publish_text,
-    read,
-)
+from outlast.energy.frontier.plan import publish, publish_text, read
 from outlast.energy.window import KINDS
 from outlast.errors import EnergyError
 

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outlast.guard.findings import Finding, Ledger, Site
     from outlast.guard.handle import Guard, Verdict, guard
-    from outlast.guard.policy import (
-        LEVELS,
-        OPERATIONS,
-        Coverage,
-        Policy,
-        Uncovered,
-    )
+    from outlast.guard.policy import LEVELS, OPERATIONS, Coverage, Policy, Uncovered
 
 _HOMES = {
     "LEVELS": "policy",

@@ -54,12 +54,7 @@ from outlast.guard.autograd_hooks import (
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.product import rounding_of
 from outlast.guard.replica_hashes import hash64
-from outlast.guard.residual import (
-    ResidualTest,
-    equality_test,
-    name_of,
-    residual_test,
-)
+from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 
 if TYPE_CHECKING:

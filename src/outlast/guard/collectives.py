@@ -38,12 +38,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from outlast.errors import GuardError
 from outlast.guard.replica_hashes import CHAIN, hash64
-from outlast.guard.residual import (
-    ResidualTest,
-    equality_test,
-    name_of,
-    residual_test,
-)
+from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test
 from outlast.guard.threshold import unit_roundoff
 
 if TYPE_CHECKING:

@@ -211,8 +211,9 @@ SITES = (
 class FaultHook(Protocol):
     """Called with the numbers of a site, where they may go wrong; may change them in place.
 
-    Training has none: `Watch.seam` is None. `outlast.guard.inject` sets one to put faults where the
-    hardware would, between a computation and its check, also when the computation is done again.
+    Training has none: `Watch.fault_hook` is None. `outlast.guard.inject` sets one to put faults
+    where the hardware would, between a computation and its check, also when the computation is done
+    again.
     """
 
     def __call__(self, site: str, module: str, numbers: Tensor) -> None:

@@ -32,13 +32,7 @@ from torch.nn import functional
 from outlast.errors import GuardError
 from outlast.guard.dispatch import product_for
 from outlast.guard.forward_patch import ForwardPatch
-from outlast.guard.product import (
-    Encoding,
-    Gradients,
-    NativeProduct,
-    Projections,
-    rounding_of,
-)
+from outlast.guard.product import Encoding, Gradients, NativeProduct, Projections, rounding_of
 from outlast.guard.residual import (
     ResidualTest,
     bits,
@@ -510,7 +504,7 @@ class LinearChecks(ForwardPatch):
         dx = _dx(flat_dy, weight, flat_x) if wants[0] else None
         dw = _dw(flat_dy, weight, flat_x) if wants[1] else None
         db = flat_dy.sum(0) if wants[2] else None
-        if watch.seam is not None:
+        if watch.fault_hook is not None:
             if dx is not None:
                 watch.touch("linear.dx", self.name, dx)
             if dw is not None:
@@ -615,8 +609,8 @@ class LinearChecks(ForwardPatch):
         return self._encoding
 
     def seen(self, encoding: Encoding) -> Encoding:
-        """`encoding` as the check reads it: itself, unless a seam changes the check."""
-        if self.watch.seam is None:
+        """`encoding` as the check reads it: itself, unless a fault_hook changes the check."""
+        if self.watch.fault_hook is None:
             return encoding
         return replace(encoding, left=self.watch.touched("linear.check", self.name, encoding.left))
 

@@ -39,12 +39,7 @@ from outlast.guard.autograd_hooks import (
 )
 from outlast.guard.forward_patch import ForwardPatch
 from outlast.guard.replica_hashes import hash64
-from outlast.guard.residual import (
-    ResidualTest,
-    is_half,
-    name_of,
-    residual_test,
-)
+from outlast.guard.residual import ResidualTest, is_half, name_of, residual_test
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 
 if TYPE_CHECKING:

@@ -46,12 +46,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from outlast.guard.residual import (
-    ResidualTest,
-    name_of,
-    residual_test,
-    rows_contiguous,
-)
+from outlast.guard.residual import ResidualTest, name_of, residual_test, rows_contiguous
 from outlast.guard.threshold import Bound, Rounding, product_bound, unit_roundoff
 from outlast.hardware.native import load
 

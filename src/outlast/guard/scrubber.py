@@ -23,12 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.guard import optimizer as bounds
-from outlast.guard.replica_hashes import (
-    Replica,
-    Replicas,
-    compare,
-    hash64,
-)
+from outlast.guard.replica_hashes import Replica, Replicas, compare, hash64
 from outlast.guard.residual import ResidualTest, equality_test
 from outlast.guard.watch import Watch
 
@@ -606,12 +601,12 @@ class Scrubber:
 
         All ranks of a group call it together. A second call before the step does nothing.
         """
-        if self.steps < self._due and self.watch.seam is None:
+        if self.steps < self._due and self.watch.fault_hook is None:
             return
         before = self._visited
         if not self._blocks or (before is not None and before[0] == self.steps):
             return
-        if self.watch.seam is not None:
+        if self.watch.fault_hook is not None:
             # As aliases with versions of their own: what a fault hook does is no write.
             for entry in self._entries:
                 self.watch.touch("weight.rest", entry.name, local(entry.parameter).data)

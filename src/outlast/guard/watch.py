@@ -178,7 +178,7 @@ class Watch:
         generation: Counts the times that weights were written to; sums of weights fit one.
         period: Counts the steps of all optimizers, also of those that step apart.
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
-        seam: See `outlast.guard.findings`.
+        fault_hook: See `outlast.guard.findings`.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
@@ -194,7 +194,7 @@ class Watch:
         self.generation = 0
         self.period = 0
         self.driven = False
-        self.seam: FaultHook | None = None
+        self.fault_hook: FaultHook | None = None
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
@@ -247,16 +247,16 @@ class Watch:
             self.seconds += perf_counter() - began
 
     def touch(self, site: str, module: str, numbers: Tensor) -> None:
-        """Give a seam the chance to change `numbers`."""
-        if self.seam is not None:
-            self.seam(site, module, numbers)
+        """Give a fault_hook the chance to change `numbers`."""
+        if self.fault_hook is not None:
+            self.fault_hook(site, module, numbers)
 
     def touched(self, site: str, module: str, numbers: Tensor) -> Tensor:
-        """`numbers`, or a copy that a seam may have changed."""
-        if self.seam is None:
+        """`numbers`, or a copy that a fault_hook may have changed."""
+        if self.fault_hook is None:
             return numbers
         copy = numbers.clone()
-        self.seam(site, module, copy)
+        self.fault_hook(site, module, copy)
         return copy
 
     def wants(self, site: Site, judged: ResidualTest) -> bool:

@@ -78,7 +78,7 @@ def plain(value: Any, path: str = KEY) -> Any:
 
 
 def restored(value: Any, *, unpickle: bool) -> Any:
-    """What `plain` was given.
+    """Return what `plain` was given.
 
     Raises:
         CheckpointError: When there are pickled objects, and they must not be unpickled.

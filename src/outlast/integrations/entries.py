@@ -1,4 +1,4 @@
-"""What a framework saves beside its tensors: its own state as text, and random numbers."""
+"""Entries beside tensors in a framework's checkpoint: its own state as text, and random numbers."""
 
 from __future__ import annotations
 

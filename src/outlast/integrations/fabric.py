@@ -269,7 +269,7 @@ class StoreModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
 
 
 class _Rest:
-    """What is neither module nor optimizer, as one entry."""
+    """All that is neither module nor optimizer, as one entry."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content

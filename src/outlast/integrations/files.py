@@ -30,8 +30,8 @@ from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import KEY, Content, described, plain, read_content, restored
 from outlast.integrations.pointer import Entry, PointerList, read_pointer
-from outlast.integrations.saves import close_at_exit
 from outlast.job import CheckpointSection
+from outlast.runtime.saves import close_at_exit
 from outlast.state.install import check_fit, find_targets, install
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ class CheckpointFiles:
             prune(self._storage, Retention(1), protected=protected, cache=self._known)
 
     def _candidates(self, path: Path) -> Iterator[tuple[LocalStorage, Contents, Entry, list[str]]]:
-        """What `path` leads to, the newest first, and why what came before cannot be used.
+        """Versions that `path` leads to, the newest first, and why newer ones cannot be used.
 
         Raises:
             CheckpointError: At the end.

@@ -1,4 +1,4 @@
-"""Whether another framework is there, in a version that its adapter works with."""
+"""Checks that another framework is there, in a version that its adapter works with."""
 
 from __future__ import annotations
 

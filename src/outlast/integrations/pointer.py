@@ -26,7 +26,7 @@ _LIST = "files.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """What a path leads to.
+    """Target of a path.
 
     Attributes:
         version: Folder of a version.
@@ -51,7 +51,7 @@ class Pointer:
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether `path` is such a file."""
+    """Return whether `path` is such a file."""
     try:
         return _is_pointer(path)
     except OSError:
@@ -243,7 +243,7 @@ class PointerList:
                 )
 
     def _complete(self, path: Path) -> list[Entry]:
-        """What `path` leads to now, of what is complete.
+        """Return what `path` leads to now, of what is complete.
 
         Raises:
             CheckpointError: When it is damaged.
@@ -258,7 +258,7 @@ class PointerList:
         ]
 
     def _listed(self) -> list[dict[str, str]] | None:
-        """What the file says; None where it is lost.
+        """Read the file; None where it is lost.
 
         Raises:
             CheckpointError: When it cannot be read.
@@ -306,7 +306,7 @@ class PointerList:
                 self._write()
 
     def _leads_here(self, path: Path) -> bool | None:
-        """Whether `path` leads to this store; None where it cannot be read."""
+        """Return whether `path` leads to this store; None where it cannot be read."""
         try:
             pointer = _look(path)
         except (OSError, CheckpointError):

@@ -1,4 +1,4 @@
-"""What a hand-written loop has to save and to say, and how far it is."""
+"""The state and facts of a hand-written loop, and its progress."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 
 from outlast.autosave.program.source import RUNTIME
 from outlast.errors import IntegrationError
-from outlast.integrations.place import unwrapped
-from outlast.integrations.recording import LoopFacts
+from outlast.runtime.place import unwrapped
+from outlast.runtime.recording import LoopFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """How far a run is, as an entry of its state: the same on all ranks.
+    """Progress of a run, as an entry of its state: the same on all ranks.
 
     Attributes:
         step: Iterations of the loop that are done.
@@ -56,7 +56,7 @@ class OtherModule:
         self._module = unwrapped(module)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the module."""
+        """The state of the module."""
         return self._module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,7 +70,7 @@ def entries_of(
     own: Mapping[str, Any],
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What is saved, by name; several models are one entry, of which each is a part.
+    """Entries of a state by name; several models are one entry, of which each is a part.
 
     Args:
         models: Those that the optimizers train.
@@ -107,7 +107,7 @@ def facts_of(
     iterations: tuple[int, int | None],
     tokens_per_step: int,
 ) -> LoopFacts:
-    """What the records say about the loop before its first step.
+    """Facts that the records tell of the loop before its first step.
 
     Args:
         models: Those that are trained.

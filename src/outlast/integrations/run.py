@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outlast import cluster
 from outlast.autosave.position import Position
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
 from outlast.integrations.given import loop_job_of
-from outlast.integrations.keeping import StateKeeper
-from outlast.integrations.place import device_of, ranks_here
 from outlast.integrations.progress import (
     Progress,
     entries_of,
@@ -32,10 +31,12 @@ from outlast.integrations.progress import (
     refuse_two_savers,
     set_epoch,
 )
-from outlast.integrations.recording import Recording
-from outlast.integrations.stop import Stop
 from outlast.records import Warned, read_run
-from outlast.train.guarding import RunGuard
+from outlast.runtime.engine import StepResult, loop_runtime
+from outlast.runtime.guarding import RunGuard
+from outlast.runtime.place import device_of, ranks_here
+from outlast.runtime.recording import Recording
+from outlast.runtime.stop import Stopping
 
 if TYPE_CHECKING:
     import os
@@ -167,7 +168,7 @@ class Run:
 
     @property
     def guard(self) -> Guard | None:
-        """What checks the numbers; None with ``guard.policy = "off"``. Known within the `with`."""
+        """The guard; None with ``guard.policy = "off"``. Known within the `with`."""
         return None if self._guard is None else self._guard.guard
 
     def log(self, loss: Figure | Mapping[str, Figure] | None = None, **metrics: Figure) -> None:
@@ -203,7 +204,8 @@ class Run:
 
     def __enter__(self) -> Run:
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(Stop())
+            self._stopping = Stopping(None, self._ranks, cluster)
+            stack.enter_context(self._stopping.signals())
             self._recording = Recording(
                 self.job,
                 self._ranks,
@@ -211,28 +213,36 @@ class Run:
                 self._facts,
                 fresh=self._fresh,
                 prediction=self._prediction,
+                chain=cluster,
             )
             # Gives up the directory last: the next start finds files at rest.
             stack.push(self._close_records)
-            self._keeper = StateKeeper(
-                self.job, self._ranks, self._recording, stop, state=self._state, note=self._note
+            runtime = self._runtime = loop_runtime(
+                self.job,
+                self._ranks,
+                self._recording,
+                self._stopping,
+                self._state,
+                note=self._note,
+                chain=cluster,
             )
-            stack.push(self._close_keeper)
-            self._guard = self._installed_guard()
+            stack.push(self._close_runtime)
+            self._guard = runtime.guard = self._installed_guard()
             if self._guard is not None:
                 stack.callback(self._guard.guard.remove)
             for optimizer in self._optimizers:
                 stack.callback(optimizer.register_step_pre_hook(self._before_update).remove)
                 stack.callback(optimizer.register_step_post_hook(self._after_update).remove)
-            step, events = self._keeper.restore()
+            step, events = runtime.restore()
+            runtime.saves.newest = -1 if runtime.memory.unsaved else step
+            self._stopping.agree(step)
             self._resumes = step > 0
             self._ranks_before, self._progress.ranks = self._progress.ranks, self._ranks.world_size
-            if self._guard is not None:
-                self._guard.restart(step)
             self._recording.ready(step, events, self._guard)
             if step and (self._progress.epoch >= self._epochs or self._has_all_steps()):
                 self._say_complete()
-            self._keeper.begin(step)
+            runtime.cadence.start(step)
+            self._stopping.start()
             self._told_step = step
             self._open = stack.pop_all()
         return self
@@ -325,21 +335,23 @@ class Run:
         return guard
 
     def _before_update(self, *_: Any) -> None:
-        self._keeper.settle()
+        self._runtime.before_update()
 
     def _after_update(self, *_: Any) -> None:
         self._without_update = 0
 
     def _count_step(self) -> bool:
-        """Count an iteration; whether it is to be recorded."""
+        """Count an iteration; whether it was recorded."""
         self._progress.step += 1
         self._progress.count += 1
-        recorded = self._recording.step(
-            self.step,
-            loss=self._loss,
-            gradient_norm=self._norm,
-            learning_rate=self._optimizers[0].param_groups[0]["lr"],
-            metrics=self._metrics,
+        recorded = self._runtime.record(
+            StepResult(
+                self.step,
+                self._loss,
+                self._norm,
+                self._optimizers[0].param_groups[0]["lr"],
+                self._metrics,
+            )
         )
         self._loss, self._norm, self._metrics = None, math.nan, {}
         return recorded
@@ -350,24 +362,29 @@ class Run:
         Raises:
             SystemExit: When the run is to stop and is saved.
         """
-        if self._count_step():
-            self._recording.record_steps()
-            if self._may_tell():
-                self._tell_findings()
-        self._keeper.observe_step()
+        runtime = self._runtime
+        if self._count_step() and self._may_tell():
+            self._tell_findings()
+        runtime.observe(self._stopping.observe_step())
         if self._without_update:
             if self._without_update == _FEW_UPDATES:
                 self._recording.write(Warned(_no_update(self.step)))
             return
-        if stop := self._keeper.boundary(self.step):
-            self._stopped = stop
+        decision = runtime.agree(StepResult(self.step))
+        if decision.stop:
+            runtime.stop(self.step, decision)
+            runtime.finish(self.step)
+            self._stopped = decision.stop
             if self._ranks.is_first:
                 print(
-                    f"outlast: stopped after step {self.step} ({stop}); the same command goes on "
-                    "from there",
+                    f"outlast: stopped after step {self.step} ({decision.stop}); the same command "
+                    "goes on from there",
                     flush=True,
                 )
             raise SystemExit(EXIT_TO_BE_CONTINUED)
+        if decision.save:
+            runtime.save(self.step, decision)
+            self._stopping.clock.begin()
 
     def _note(self) -> None:
         """Bring the entry of the data's position up to date."""
@@ -387,15 +404,15 @@ class Run:
             # It has broken out of its last iteration, which it had done.
             self._in_step = False
             self._count_step()
-        self._keeper.meet(self.step)
+        self._stopping.meet(self.step)
         if self._guard is not None:
             self._guard.finish()
         unused = self._without_update - self._in_step
         if unused > 0 and self._progress.epoch < self._epochs and not self._go_back(unused):
             # Nothing newer than the last save can be gone on from.
-            self._keeper.finish()
+            self._runtime.leave()
         else:
-            self._keeper.save_last(self.step)
+            self._runtime.finish(self.step)
         self._tell_findings()
 
     def _go_back(self, unused: int) -> bool:
@@ -421,9 +438,9 @@ class Run:
         self._in_step = True
         return True
 
-    def _close_keeper(self, kind: type[BaseException] | None, *_: Any) -> None:
+    def _close_runtime(self, kind: type[BaseException] | None, *_: Any) -> None:
         wrong = kind is not None and issubclass(kind, WrongNumbersError)
-        self._keeper.close(failed=kind is not None and not self._stopped, forget=wrong)
+        self._runtime.close(failed=kind is not None and not self._stopped, forget=wrong)
 
     def _close_records(
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
@@ -436,7 +453,7 @@ class Run:
             self._recording.close("failed", f"{kind.__name__}: {error}")
 
     def _may_tell(self) -> bool:
-        """Whether it is time to record what the guard has found, alike on all ranks."""
+        """Return whether it is time to record what the guard has found, alike on all ranks."""
         if self._ranks.world_size > 1:
             return self.step - self._told_step >= self.job.energy.every_steps
         return time.monotonic() - self._told_seconds >= _TELL_SECONDS

@@ -151,7 +151,7 @@ class _Vote:
             self._follow_healing(self._manager.current_step())
 
     def should_commit(self, *arguments: Any, **options: Any) -> bool:
-        """Whether the optimizer may step: all groups, and the guards of all groups, say so."""
+        """True if the optimizer may step: all groups, and the guards of all groups, say so."""
         manager, guard = self._manager, self._guard
         # A group that only just heals has computed with weights that nobody uses.
         counts = manager.is_participating()
@@ -179,7 +179,7 @@ class _Vote:
         return committed
 
     def _found_by_all(self, wrong: bool) -> int:
-        """How many groups have found wrong numbers in this step."""
+        """Number of groups that have found wrong numbers in this step."""
         found = torch.tensor([float(wrong)], device=self._guard.device)
         self._manager.allreduce(found, reduce_op=ReduceOp.SUM).wait()
         # After an error the sum is none, and the step is refused anyway.
@@ -216,7 +216,7 @@ class _Keeper:
         self._begun = False
 
     def must_reach(self, known: int, returning: bool) -> None:
-        """What is known of the run before this group begins; see `must_restore`."""
+        """Progress of the run that is known before this group begins; see `must_restore`."""
         self._known, self._returning = known, returning
 
     def restore(self) -> int:

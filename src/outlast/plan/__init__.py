@@ -13,11 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.plan.api import (
-        Training,
-        predict,
-        search,
-    )
+    from outlast.plan.api import Training, predict, search
     from outlast.plan.cluster import Cluster
     from outlast.plan.cluster_file import cluster_of
     from outlast.plan.configuration import Configuration

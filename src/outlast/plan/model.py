@@ -37,13 +37,7 @@ from outlast.plan.energy import (
 from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance
 from outlast.plan.feasibility import possible
 from outlast.plan.loss import quality
-from outlast.plan.mechanisms import (
-    Step,
-    form_of,
-    operations_ratio,
-    room,
-    with_mechanisms,
-)
+from outlast.plan.mechanisms import Step, form_of, operations_ratio, room, with_mechanisms
 from outlast.plan.memory import CLIFF_HEADROOM
 from outlast.plan.pareto.objectives import Objectives
 from outlast.plan.reliability.goodput import Finish, finish

@@ -12,11 +12,7 @@ from outlast.plan.batch import Part, cases
 from outlast.plan.constants import MEMORY_PRIORS, PRIORS
 from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
-from outlast.plan.feasibility import (
-    in_cliff,
-    out_of_memory,
-    why_impossible,
-)
+from outlast.plan.feasibility import in_cliff, out_of_memory, why_impossible
 from outlast.plan.mechanisms import block_state_bytes, form_of, operations_ratio
 from outlast.plan.memory import LOG_DEVIATION, demand, stage_parts
 from outlast.plan.model import HELD, Judged, beyond, in_time, judge, memory_of

@@ -22,11 +22,7 @@ from outlast.plan.block_time import (
     score_blocks_seconds,
 )
 from outlast.plan.constants import Constants
-from outlast.plan.shard_sizes import (
-    most_blocks,
-    routed_parameters,
-    stage_parameters,
-)
+from outlast.plan.shard_sizes import most_blocks, routed_parameters, stage_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outlast.errors import RecoverError
-from outlast.records import (
-    StepsDone,
-    TrainingStarted,
-    read_run,
-)
-from outlast.recover.phase_page import (
-    PHASES,
-    arm,
-    disarm,
-    pages_folder,
-    read_pages,
-)
+from outlast.records import StepsDone, TrainingStarted, read_run
+from outlast.recover.phase_page import PHASES, arm, disarm, pages_folder, read_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

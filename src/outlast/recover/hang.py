@@ -30,11 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.errors import EXIT_HUNG, OutlastError
 from outlast.records import MemberLost, RecordWriter
-from outlast.recover.phase_page import (
-    INSIDE,
-    WAITING,
-    read_pages,
-)
+from outlast.recover.phase_page import INSIDE, WAITING, read_pages
 
 if TYPE_CHECKING:
     from outlast.records import RunDirectory

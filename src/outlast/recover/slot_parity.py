@@ -11,12 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from outlast.errors import RecoverError
 from outlast.recover.parity import ParityGroup
-from outlast.recover.redundancy import (
-    Spread,
-    nodes_of,
-    read_spread,
-    roles,
-)
+from outlast.recover.redundancy import Spread, nodes_of, read_spread, roles
 from outlast.recover.slot import generation_folder, generations, read_slot, reserved
 
 if TYPE_CHECKING:

@@ -19,13 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.errors import CheckpointError, RecoverError
-from outlast.recover.slot import (
-    Catalogue,
-    Slot,
-    SlotEntry,
-    check_capacity,
-    remove_path,
-)
+from outlast.recover.slot import Catalogue, Slot, SlotEntry, check_capacity, remove_path
 from outlast.state.box import aligned
 from outlast.state.live import collect, local_box
 from outlast.state.tensors import dtype_name, is_dense, place_of

@@ -20,11 +20,7 @@ from outlast.records import energy_totals
 from outlast.report import palette, text
 from outlast.report.charts import HATCH, HATCHES, Figure, layout
 from outlast.report.overview import running_clock
-from outlast.report.tables import (
-    digits,
-    table,
-    words,
-)
+from outlast.report.tables import digits, table, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outlast.records import forecast_of
 from outlast.report import text
 from outlast.report.charts import Figure, layout
-from outlast.report.tables import (
-    Cell,
-    digits,
-    table,
-    words,
-)
+from outlast.report.tables import Cell, digits, table, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,12 +18,7 @@ from outlast.records import (
 from outlast.report import palette, text
 from outlast.report.charts import Figure, layout
 from outlast.report.overview import downsample, thin
-from outlast.report.tables import (
-    Cell,
-    digits,
-    table,
-    words,
-)
+from outlast.report.tables import Cell, digits, table, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

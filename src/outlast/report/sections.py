@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outlast.report import (
-    charts,
-    palette,
-    text,
-)
+from outlast.report import charts, palette, text
 from outlast.report.energy import energy_figure, energy_part
 from outlast.report.forecast import forecast_figure, forecast_part
 from outlast.report.mechanisms import (

@@ -20,13 +20,7 @@ from outlast.records import (
     guard_totals,
 )
 from outlast.report import text
-from outlast.report.energy import (
-    account_of,
-    energy_amount,
-    gaps,
-    metered,
-    missing_energy,
-)
+from outlast.report.energy import account_of, energy_amount, gaps, metered, missing_energy
 from outlast.report.overview import OUTCOME_WORDS, percentiles, smoothing_window
 
 if TYPE_CHECKING:

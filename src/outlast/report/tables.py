@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any
 from outlast.errors import JobError
 from outlast.job import identity, settings_from_text
 from outlast.records import Warned
-from outlast.report import (
-    palette,
-    text,
-)
+from outlast.report import palette, text
 from outlast.report.charts import PURPOSE_WORDS, purposes
-from outlast.report.overview import (
-    OUTCOME_WORDS,
-)
+from outlast.report.overview import OUTCOME_WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

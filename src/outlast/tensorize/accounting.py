@@ -30,17 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
 from outlast.tensorize import operator as _operators  # noqa: F401  (defines outlast::chain)
-from outlast.tensorize.contraction import (
-    LayerPlan,
-    execution_plan,
-    keeps,
-)
-from outlast.tensorize.network import (
-    Network,
-    Route,
-    RouteStage,
-    lower,
-)
+from outlast.tensorize.contraction import LayerPlan, execution_plan, keeps
+from outlast.tensorize.network import Network, Route, RouteStage, lower
 from outlast.tensorize.planner.choose import plan_for
 
 if TYPE_CHECKING:

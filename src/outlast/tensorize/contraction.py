@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outlast.tensorize.network import (
-        Network,
-        Route,
-        RouteStage,
-    )
+    from outlast.tensorize.network import Network, Route, RouteStage
 
 
 # In the letters of a network; stands for the tokens.

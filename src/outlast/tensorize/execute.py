@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from outlast.tensorize.contraction import (
-        MatrixProduct,
-        Merging,
-        PairProduct,
-    )
+    from outlast.tensorize.contraction import MatrixProduct, Merging, PairProduct
     from outlast.tensorize.network import Network, Route
 
 

@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.execute import (
-    MergedPath,
-    no_autocast,
-    widest,
-)
+from outlast.tensorize.execute import MergedPath, no_autocast, widest
 from outlast.tensorize.initialize import initialize_
 from outlast.tensorize.network import dense_route
 from outlast.tensorize.operator import Merged, by_einsum, chain

@@ -23,24 +23,26 @@ from outlast.data import (
     prepare,
 )
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.job import fingerprint
-from outlast.records import Warned
+from outlast.records import CheckpointInterval, Warned
 from outlast.recover.phase_page import EnterPhase, ignore_phase
-from outlast.train.agreement import Agreement
+from outlast.runtime.agreement import StepAgreement
+from outlast.runtime.cadence import job_cadence
+from outlast.runtime.communication import CommunicationWait
+from outlast.runtime.energy import run_meter
+from outlast.runtime.engine import EveryStep, Runtime
+from outlast.runtime.guarding import RunGuard
+from outlast.runtime.memory import MemoryCheckpoint
+from outlast.runtime.recording import MemoryWatch, StepRecords
+from outlast.runtime.saves import RunSaves, Transfers, open_store
+from outlast.runtime.watching import SlownessWatch
 from outlast.train.engine import Engine, ReplicaEngine
 from outlast.train.engines import coded_engine, is_coded, pipeline_engine, replica_engine
 from outlast.train.evaluate import Evaluation
-from outlast.train.guarding import RunGuard
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
-from outlast.train.memory import MemoryWatch
-from outlast.train.metering import run_meter
 from outlast.train.model import ModelSize, size_of
 from outlast.train.optimizer import build_optimizers
 from outlast.train.preflight import Plan
-from outlast.train.recovering import run_memory
-from outlast.train.saving import cadence_of, open_store
-from outlast.train.slowness import SlownessWatch
 from outlast.train.tensorizing import (
     SpikeWatch,
     add_update_rules,
@@ -50,23 +52,22 @@ from outlast.train.tensorizing import (
     slow_layers,
     tune_layers,
 )
-from outlast.train.transfers import Transfers
-from outlast.train.waits import CommunicationWait
 
 if TYPE_CHECKING:
-    from outlast.checkpoint import CheckpointStore
+    from outlast.checkpoint import CheckpointStore, SaveResult
     from outlast.data import Prepared
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
-    from outlast.train.signals import StopFlag
-    from outlast.train.staging import NodeFiles
-    from outlast.train.turns import Turns
+    from outlast.runtime.cadence import Turns
+    from outlast.runtime.staging import NodeFiles
+    from outlast.runtime.stop import StopFlag
+    from outlast.state.live import State
 
 
 @dataclass
 class SetUp:
-    """What a rank knows before its trainer is built, and the seconds that the set-up takes.
+    """Knowledge of a rank before its trainer is built, and the seconds that the set-up takes.
 
     `restores` says whether the trainer will restore what is saved before it trains, `steps_before`
     how many steps the process with this rank had done when it was killed.
@@ -85,9 +86,11 @@ class SetUp:
     restores: bool = False
     steps_before: int = 0
 
-    def timed(self, name: str, begun: float) -> None:
-        """Note the seconds since `begun` as phase `name` of the set-up."""
-        self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - begun
+    def timed(self, name: str, begun: float) -> float:
+        """Note the seconds since `begun` as phase `name` of the set-up; returns the time now."""
+        now = time.perf_counter()
+        self.parts[name] = self.parts.get(name, 0.0) + now - begun
+        return now
 
 
 def configure_torch(job: Job, ranks: Ranks) -> None:
@@ -153,6 +156,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
             device,
             tokens_per_step=job.train.batch_size * job.data.sequence_length,
             in_step=layout.pipeline == 1,
+            stage=str(layout.pipeline_rank(setup.ranks.rank)),
         )
     )
     calibrate_planner(job, setup.ranks, device)
@@ -169,11 +173,9 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         if (warning := slow_layers(tensorized)) is not None:
             records.write(warning)
     size = size_of(model, job.data.sequence_length)
-    setup.timed("model", begun)
-    begun = time.perf_counter()
+    begun = setup.timed("model", begun)
     mesh = make_mesh(layout, device.type) if layout.world_size > 1 else None
-    setup.timed("process group", begun)
-    begun = time.perf_counter()
+    begun = setup.timed("process group", begun)
     waits = CommunicationWait(setup.mark)
     if layout.pipeline > 1:
         assert mesh is not None
@@ -199,9 +201,13 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     guard = None
     if job.guard.policy != "off":
         guard = RunGuard(job.guard, job.run.seed, called, optimizers)
-    if energy is not None:
-        energy.guard = guard
-        energy.stage = str(layout.pipeline_rank(setup.ranks.rank))
+    runtime, consensus = _runtime(setup, store, state, records, waits)
+    runtime.guard, runtime.must_restore, runtime.records.meter = guard, saved, energy
+    if notes is not None:
+        # Codes have their own word on who is slow.
+        consensus.slowness = None
+    if tensorized is not None and job.tensorize.spikes:
+        consensus.spikes = SpikeWatch().observe
     trainer = Trainer(
         job=job,
         device=device,
@@ -209,50 +215,93 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         optimizers=optimizers,
         engine=engine,
         loader=loader,
+        runtime=runtime,
+        consensus=consensus,
         evaluation=_evaluation(job, layout, data, data_rank),
-        agreement=Agreement(layout, setup.ranks.rank, device),
-        waits=waits,
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
-        store=store,
         replay=replay,
         coding=notes,
-        guard=guard,
-        cadence=cadence_of(
-            job.checkpoint,
-            setup.ranks,
-            setup.directory,
-            setup.turns,
-            # Weights and both moments of Adam, in fp32.
-            state_bytes=12.0 * sum(parameter.numel() for parameter in model.parameters()),
-        ),
-        stop=setup.stop,
-        records=records,
-        energy=energy,
-        memory=MemoryWatch(setup.ranks, device),
-        must_restore=saved,
-        recovery=run_memory(
-            job.recover,
-            fingerprint(job),
-            ranks=setup.ranks,
-            directory=setup.directory,
-            state=state,
-            store=store,
-            steps_before=setup.steps_before,
-        ),
-        spikes=SpikeWatch() if tensorized is not None and job.tensorize.spikes else None,
-        mark=setup.mark,
-        # Stages need not take equally long, and codes have their own word on who is slow.
-        slowness=(
-            SlownessWatch(setup.ranks.rank, layout.world_size)
-            if layout.world_size > 1 and layout.pipeline == 1 and notes is None
-            else None
-        ),
     )
     return trainer, size
 
 
+def _runtime(
+    setup: SetUp,
+    store: CheckpointStore,
+    state: State,
+    records: RecordWriter | None,
+    waits: CommunicationWait,
+) -> tuple[Runtime, EveryStep]:
+    """The runtime of `outlast train`, and how its ranks agree."""
+    job = setup.job
+    step_records = StepRecords(
+        records,
+        setup.ranks,
+        log_every=job.log.every_steps,
+        memory=MemoryWatch(setup.ranks, setup.device),
+        total_steps=job.train.steps,
+        tokens_per_step=job.train.batch_size * job.data.sequence_length,
+    )
+    cadence = job_cadence(
+        job.checkpoint,
+        setup.ranks,
+        setup.directory,
+        "cadence.json",
+        setup.turns,
+        # Weights and both moments of Adam, in fp32.
+        state_bytes=12.0 * sum(parameter.numel() for parameter in state["model"].parameters()),
+    )
+
+    def record_interval(result: SaveResult) -> None:
+        if (news := cadence.news()) is not None:
+            step_records.write(CheckpointInterval(result.step, *news))
+
+    consensus = EveryStep(
+        StepAgreement(
+            setup.device,
+            alone=setup.ranks.world_size == 1,
+            counts=setup.plan.layout.counts_loss(setup.ranks.rank),
+        ),
+        setup.stop,
+        waits,
+        # Stages need not take equally long.
+        slowness=(
+            SlownessWatch(setup.ranks.rank, setup.ranks.world_size)
+            if setup.ranks.world_size > 1 and setup.plan.layout.pipeline == 1
+            else None
+        ),
+    )
+    runtime = Runtime(
+        setup.ranks,
+        step_records,
+        RunSaves(
+            store,
+            state,
+            cadence,
+            step_records.write,
+            step_records.watch,
+            mark=setup.mark,
+            copied=waits.take,
+            published=record_interval,
+        ),
+        MemoryCheckpoint(
+            job,
+            setup.ranks,
+            setup.directory,
+            store,
+            state,
+            own_group=False,
+            steps_before=setup.steps_before,
+        ),
+        consensus,
+        mark=setup.mark,
+    )
+    runtime.saves.before = runtime.record_guard
+    return runtime, consensus
+
+
 def _is_saved(job: Job, store: CheckpointStore) -> bool:
-    """Whether there is a version that all ranks restore, so that first weights are for nothing.
+    """True if there is a version that all ranks restore, so that first weights are for nothing.
 
     A version on nodes' own disks is restored only if every node still has its part.
     """

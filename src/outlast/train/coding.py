@@ -21,12 +21,7 @@ from outlast.coding import (
     GradientCode,
     GraphCode,
 )
-from outlast.coding.protocol import (
-    CodedAllReduce,
-    Coverage,
-    CoverageOutcome,
-    ReduceOutcome,
-)
+from outlast.coding.protocol import CodedAllReduce, Coverage, CoverageOutcome, ReduceOutcome
 from outlast.distributed.group import gather_on_first
 from outlast.errors import CodingError, JobError
 from outlast.records import CorruptionDetected, GradientsCoded
@@ -91,7 +86,7 @@ class _Step:
 
 @dataclass
 class CodingNotes:
-    """What happened since the last record, put together from all ranks.
+    """Gradient coding since the last record, put together from all ranks.
 
     Args:
         scheme: As in coding.scheme.

@@ -56,7 +56,7 @@ def default_faults(ranks: int, steps: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Drill:
-    """What is drilled.
+    """A drill: its faults and choices.
 
     Attributes:
         faults: Texts as `outlast.guard.inject.parse_fault` reads them; process faults are passed
@@ -138,7 +138,7 @@ class _Copies:
             _guard(self.guarded).restart(step + 1)
 
     def _measure_harm(self, step: int, parts: list[MicroBatch], before: list[torch.Tensor]) -> None:
-        """Whether the faults change the weights by more than another order of sums would."""
+        """Return whether the faults change the weights by more than another order of sums would."""
         after = _weights(self.clean)
         guard = _guard(self.bare)
         start = [optimizer.state_dict() for optimizer in self.bare.optimizers]
@@ -147,28 +147,28 @@ class _Copies:
         guard.restart(step)
         crashed = _crash_of(self.bare, step, parts)
         harm = math.inf if crashed else _distance(_weights(self.bare), after, before)
-        seam, guard.watch.seam = guard.watch.seam, None
+        fault_hook, guard.watch.fault_hook = guard.watch.fault_hook, None
         _load(self.bare, before, start)
         guard.restart(step)
         self.bare.step(step, [half for part in parts for half in _halves(part)])
-        guard.watch.seam = seam
+        guard.watch.fault_hook = fault_hook
         noise = _distance(_weights(self.bare), after, before)
         self.noises.append(noise)
         if not harm <= noise:
             self.harmful_steps.append(step)
 
     def equal(self) -> bool:
-        """Whether the guarded copy's weights are the clean one's, bit for bit, on all ranks."""
+        """True if the guarded copy's weights are the clean one's, bit for bit, on all ranks."""
         pairs = zip(_weights(self.guarded), _weights(self.clean), strict=True)
         return all(gather_objects(all(torch.equal(a, b) for a, b in pairs)))
 
     def result(self, drill: Drill) -> dict[str, Any]:
-        """What the drill found, on all ranks together."""
+        """Summarise the drill, on all ranks together."""
         guard = _guard(self.guarded)
         findings = _joined(guard.ledger.findings)
-        seam = guard.watch.seam
-        assert isinstance(seam, Injector)
-        injections = _joined(seam.injections)
+        fault_hook = guard.watch.fault_hook
+        assert isinstance(fault_hook, Injector)
+        injections = _joined(fault_hook.injections)
         alarms = _joined(_guard(self.clean).ledger.findings)
         checks = sum(gather_objects(_guard(self.clean).ledger.checks))
         found = campaign(injections, findings, self.harmful_steps, checks=checks)
@@ -178,7 +178,7 @@ class _Copies:
             "seed": drill.seed,
             "policy": guard.policy.level,
             "rows": [_row(row) for row in found.rows],
-            "idle": _joined([str(fault) for fault in seam.idle]),
+            "idle": _joined([str(fault) for fault in fault_hook.idle]),
             "false_alarms": _rate(alarm_rate) | {"at_most": alarm_rate.at_most()},
             "bits_equal": self.equal(),
             "stops": self.stops,
@@ -215,7 +215,7 @@ def _trainer(setup: SetUp, data: Prepared, *, correct: bool = True) -> Trainer:
 
 
 def _crash_of(trainer: Trainer, step: int, parts: list[MicroBatch]) -> str:
-    """What ended a step of any rank otherwise than by a verdict, or an empty text.
+    """Return what ended a step of any rank otherwise than by a verdict; empty: nothing did.
 
     A wrong count of steps, for one, makes Adam's update complex, which torch refuses.
     """

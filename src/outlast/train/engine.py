@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+    from outlast.runtime.communication import CommunicationWait
     from outlast.train.dropout import DropoutStream
     from outlast.train.pipeline import StageModule
-    from outlast.train.waits import CommunicationWait
 
 IGNORED_TARGET = -100
 """Target of positions that do not count, as in torch's cross_entropy."""

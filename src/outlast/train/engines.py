@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from outlast.data import BatchLoader
     from outlast.job import Job
+    from outlast.runtime.communication import CommunicationWait
     from outlast.train.build import SetUp
     from outlast.train.coding import CodingNotes
     from outlast.train.engine import Engine
     from outlast.train.layout import Layout
-    from outlast.train.waits import CommunicationWait
 
 _GRACE_SECONDS = 1.0
 
@@ -84,7 +84,7 @@ def replica_engine(
 
 
 def is_coded(job: Job, layout: Layout) -> bool:
-    """Whether gradients are summed over replicas by [coding]."""
+    """Return whether gradients are summed over replicas by [coding]."""
     return job.coding.scheme != "off" and layout.replicate > 1
 
 

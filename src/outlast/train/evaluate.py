@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from outlast.train.agreement import Agreement
+    from outlast.runtime.agreement import StepAgreement
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Evaluation:
     rank: int
     ranks: int
 
-    def measure(self, model: nn.Module, engine: Engine, agreement: Agreement) -> float:
+    def measure(self, model: nn.Module, engine: Engine, agreement: StepAgreement) -> float:
         """Mean loss in nats per token, equal on all ranks; all ranks call it together."""
         total = torch.zeros(())
         model.eval()
@@ -47,7 +47,7 @@ class Evaluation:
                 total += engine.evaluate(batch).cpu()
         finally:
             model.train()
-        return agreement.sum(total.to(agreement.device))[0] / self.tokens
+        return agreement.sum(total.to(agreement.device)) / self.tokens
 
     @property
     def tokens(self) -> int:

@@ -33,11 +33,11 @@ from outlast.errors import (
 from outlast.records import AttemptEnded, read_run
 from outlast.recover.resize import RESIZE, met, wish
 from outlast.recover.slot import remove_run, run_folder
+from outlast.runtime.memory import kept_run
+from outlast.runtime.stop import TOLD_TO_STOP
+from outlast.runtime.watching import Watcher
 from outlast.train.model import load_code
-from outlast.train.recovering import kept_run
 from outlast.train.run import Start, run_directory, work
-from outlast.train.signals import TOLD_TO_STOP
-from outlast.train.watching import Watcher
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -126,7 +126,7 @@ def _forget(job: Job, directory: RunDirectory) -> None:
 
 
 def _is_resizing(directory: RunDirectory) -> bool:
-    """Whether the group has stopped to be resized, and for no other reason."""
+    """Return whether the group has stopped to be resized, and for no other reason."""
     ended = read_run(directory.path).of(AttemptEnded)
     return bool(ended) and ended[-1][1].reason == RESIZE
 

@@ -1,4 +1,4 @@
-"""How many processes share the work in which way, and the device mesh that says so.
+"""Parallel layout: the degree of every kind of parallelism, and the device mesh of it.
 
 Mesh axes, outermost first: pipeline, replicate, shard, tensor. Neighbouring ranks are on the
 innermost axis, so tensor-parallel peers, which talk most, are next to each other.
@@ -39,19 +39,19 @@ class Layout:
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_ranks` shares of a batch `rank` works on."""
+        """Index of the share of a batch, of `data_ranks`, that `rank` works on."""
         return rank // self.tensor % self.data_ranks
 
     def pipeline_rank(self, rank: int) -> int:
-        """Which part of the pipeline `rank` holds."""
+        """Index of the pipeline stage that `rank` holds."""
         return rank // (self.tensor * self.data_ranks)
 
     def tensor_rank(self, rank: int) -> int:
-        """Which part of every matrix `rank` holds."""
+        """Index of the part of every matrix that `rank` holds."""
         return rank % self.tensor
 
     def counts_loss(self, rank: int) -> bool:
-        """Whether `rank` is the one of its peers whose loss is summed: the last stage's first."""
+        """True if `rank` is the one of its peers whose loss is summed: the last stage's first."""
         return self.tensor_rank(rank) == 0 and self.pipeline_rank(rank) == self.pipeline - 1
 
     def to_dict(self) -> dict[str, int]:

@@ -20,22 +20,15 @@ from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.job import fingerprint
 from outlast.records import StateRecovered, Warned
 from outlast.recover.live import LiveGroups, SavedElsewhere
-from outlast.train.agreement import Agreement
-from outlast.train.boundary import StateMovedError
+from outlast.runtime.agreement import StepAgreement, StepMessage
+from outlast.runtime.memory import from_disk
+from outlast.runtime.stop import StopFlag
+from outlast.runtime.watching import under_watch
 from outlast.train.build import SetUp, build, configure_torch, load_data
-from outlast.train.layout import Layout
 from outlast.train.live_records import GroupRecords, Post, has_ended
+from outlast.train.loop import StateMovedError
 from outlast.train.preflight import preflight
-from outlast.train.recovering import from_disk
-from outlast.train.run import (
-    attempt_started,
-    end_run,
-    process_faults,
-    run_directory,
-    sinks_of,
-)
-from outlast.train.signals import StopFlag
-from outlast.train.watching import under_watch
+from outlast.train.run import attempt_started, end_run, process_faults, run_directory, sinks_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -43,8 +36,8 @@ if TYPE_CHECKING:
     from outlast.data import MicroBatch
     from outlast.job import Job
     from outlast.recover.live import LiveStep
+    from outlast.runtime.guarding import RunGuard
     from outlast.train.engine import Engine
-    from outlast.train.guarding import RunGuard
     from outlast.train.loop import Trainer
     from outlast.train.run import Start
 
@@ -117,8 +110,8 @@ class LiveEngine:
         self._attempt: LiveStep | None = None
         self._parts = fixed_parts(trainer.job)
         trainer.engine, trainer.loader = self, self._loader
-        trainer.agreement = Voted(self, trainer.device)
-        trainer.writes = lambda: self.writes
+        trainer.consensus.agreement = Voted(self, trainer.device)
+        trainer.consensus.writes = lambda: self.writes
         if trainer.guard is not None:
             trainer.guard.inside = True
 
@@ -146,7 +139,7 @@ class LiveEngine:
             self._waiting()
             begun = time.perf_counter()
             done = attempt.commit(loss, values=self._wishes(step + 1))
-            self._trainer.waits.add(time.perf_counter() - begun)
+            self._trainer.consensus.waits.add(time.perf_counter() - begun)
             if done:
                 self._attempt = attempt
                 return torch.tensor(attempt.loss)
@@ -158,7 +151,7 @@ class LiveEngine:
 
     @property
     def writes(self) -> bool:
-        """Whether this group writes what is written once."""
+        """Return whether this group writes what is written once."""
         if self._groups is None:
             return self._post.speaks_first
         return self._groups.writes
@@ -178,7 +171,7 @@ class LiveEngine:
 
     def _waiting(self) -> None:
         """Waiting for other groups is not held against this one's step."""
-        self._trainer.mark("reduce")
+        self._trainer.runtime.mark("reduce")
 
     def _join(self, step: int) -> LiveGroups:
         trainer, post = self._trainer, self._post
@@ -195,7 +188,7 @@ class LiveEngine:
             lighthouse=post.lighthouse,
             identity=fingerprint(job),
             step=step,
-            refuge=SavedElsewhere(newest, lambda: from_disk(trainer.store, state)[0]),
+            saved_elsewhere=SavedElsewhere(newest, lambda: from_disk(trainer.store, state)[0]),
             known=post.known,
             returning=post.returning,
             awaits=1 if post.returning else post.groups,
@@ -233,30 +226,27 @@ class LiveEngine:
             optimizer.zero_grad(set_to_none=True)
 
     def _wishes(self, done: int) -> list[float]:
-        """What this group wants when the step that is voted on is done."""
-        trainer = self._trainer
+        """Votes of this group for when the step that is voted on is done."""
+        trainer, stop = self._trainer, self._trainer.consensus.stop
         last_stop = trainer.job.train.stop_after_steps
         if last_stop and done - self._first_step >= last_stop:
-            trainer.stop.reason = trainer.stop.reason or "train.stop_after_steps"
-        saves = self.writes and trainer.cadence.wants(done)
-        return [1.0 if trainer.stop.reason else 0.0, 1.0 if saves else 0.0]
+            stop.reason = stop.reason or "train.stop_after_steps"
+        saves = self.writes and trainer.runtime.cadence.wants(done)
+        return [1.0 if stop.reason else 0.0, 1.0 if saves else 0.0]
 
 
-class Voted(Agreement):
-    """What the groups agreed on together with a step's gradients."""
+class Voted(StepAgreement):
+    """Agreement of the groups, reached together with a step's gradients."""
 
     def __init__(self, engine: LiveEngine, device: torch.device) -> None:
-        super().__init__(Layout(), 0, device)
+        super().__init__(device, alone=True)
         self._engine = engine
 
-    def sum(self, value: torch.Tensor, *flags: float) -> list[float]:
+    def exchange(self, loss: torch.Tensor, message: StepMessage) -> StepMessage:
         """The step's loss and the votes on it; what only this group has to say stays as it is."""
-        if not flags:
-            return super().sum(value)
         attempt = self._engine.close_step()
-        stops, saves = attempt.sums[_STOP], attempt.sums[_SAVE]
-        _, resizes, _, *others = flags
-        return [float(value), stops, resizes, saves if self._engine.writes else 0.0, *others]
+        saves = self._engine.writes and attempt.sums[_SAVE] > 0
+        return replace(message, loss=float(loss), stop=attempt.sums[_STOP] > 0, save=saves)
 
 
 def train_group(start: Start, post: Post) -> int:
@@ -297,7 +287,7 @@ def train_group(start: Start, post: Post) -> int:
 def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began: float) -> int:
     data = load_data(setup)
     trainer, size = build(setup, data, records)
-    trainer.stop_when = start.stop_when
+    trainer.consensus.stop_when = start.stop_when
     engine = LiveEngine(trainer, post, records)
     if start.process_faults:
         as_rank = replace(setup, ranks=replace(setup.ranks, rank=post.number))
@@ -319,10 +309,10 @@ def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began:
     try:
         with trainer.store:
             outcome = trainer.run(began, setup.parts)
-        trainer.saves.record_copies()
+        trainer.runtime.saves.record_copies()
         # A group that comes back after the others have done all takes the end from the disk.
         is_late = post.returning and has_ended(setup.directory, post.attempt)
-        if trainer.writes() and not is_late:
+        if trainer.consensus.writes() and not is_late:
             end_run(setup, data, trainer, records, outcome)
     finally:
         engine.close()

@@ -21,16 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outlast.distributed.ranks import ALONE
-from outlast.errors import (
-    EXIT_CRASHED,
-    EXIT_DONE,
-    OutlastError,
-    RecoverError,
-    WrongNumbersError,
-)
+from outlast.errors import EXIT_CRASHED, EXIT_DONE, OutlastError, RecoverError, WrongNumbersError
 from outlast.records import MemberLost, RecordWriter
 from outlast.recover.live import Lighthouse, require_torchft
 from outlast.recover.phase_page import pages_folder, remove_dead_pages
+from outlast.runtime.stop import StopFlag
 from outlast.train.build import SetUp, load_data
 from outlast.train.launch import forward_signal
 from outlast.train.live import fixed_parts, job_of_group, train_group
@@ -38,7 +33,6 @@ from outlast.train.live_records import Post, has_ended, known_steps
 from outlast.train.model import load_code
 from outlast.train.preflight import preflight
 from outlast.train.run import claim, run_directory
-from outlast.train.signals import StopFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +47,7 @@ _PARENT_DEATH_SIGNAL = 1
 
 
 def group_count(job: Job) -> int:
-    """How many replica groups `job` asks for.
+    """Number of replica groups that `job` asks for.
 
     Raises:
         RecoverError: When it cannot be trained by live groups.
@@ -267,7 +261,7 @@ class Crew:
         return any(worker.said is not None and worker.said[1] is None for worker in self._ended)
 
     def left_unfinished(self, attempt: int) -> bool:
-        """Whether a run whose steps are done has to go on, because who was to save it has died.
+        """True if a run whose steps are done has to go on, because who was to save it has died.
 
         Raises:
             OutlastError: When it has to, and groups were started again often enough.

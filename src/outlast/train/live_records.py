@@ -1,4 +1,4 @@
-"""What several live groups write down as one run, and who of them they are."""
+"""Records of several live groups as one run, and the place of each group in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Post:
 
     @property
     def speaks_first(self) -> bool:
-        """Whether this group writes while the groups have not met; others may be at the end."""
+        """True if this group writes while the groups have not met; others may be at the end."""
         return self.number == 0 and not self.returning
 
 
@@ -50,7 +50,7 @@ def known_steps(directory: RunDirectory) -> int:
 
 
 def has_ended(directory: RunDirectory, attempt: int) -> bool:
-    """Whether the end of this attempt is recorded."""
+    """Return whether the end of this attempt is recorded."""
     ended = read_run(directory.path).of(AttemptEnded)
     return any(record.attempt == attempt for record, _ in ended)
 
@@ -97,7 +97,7 @@ class GroupRecords(RecordWriter):
             super().write(item)
 
     def _missing(self) -> list[StepsDone]:
-        """What the group that wrote before this one has done and not recorded."""
+        """Steps that the group that wrote before this one has done and not recorded."""
         if not self._kept:
             return []
         kept, found = list(self._kept), read_run(self._directory.path).of(StepsDone)

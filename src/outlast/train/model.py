@@ -35,7 +35,7 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What must be known of a model before it is built; None where it cannot be known.
+    """Facts of a model before it is built; None where they cannot be known.
 
     Attributes:
         model_type: Hugging Face's name of the architecture.
@@ -125,7 +125,7 @@ def _place(model: ModelSection) -> tuple[str, Path]:
 
 
 def _reason(error: BaseException) -> str:
-    """What a library's error says, in one line; a bare key or number needs the error's name."""
+    """Message of a library's error in one line; a bare key or number needs the error's name."""
     said = " ".join(str(error).split())
     if len(said) > _LONGEST_REASON:
         said = said[: _LONGEST_REASON - 3] + "..."
@@ -240,7 +240,7 @@ def load_code(model: ModelSection) -> None:
 
 
 def wants_weights(model: ModelSection) -> bool:
-    """Whether the weights of model.directory are loaded.
+    """Return whether the weights of model.directory are loaded.
 
     Raises:
         OutlastError: When they cannot be, or are asked for and not there.

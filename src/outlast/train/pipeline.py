@@ -79,7 +79,7 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a decoder keeps what a stage needs, as module names."""
+    """Module names of what a pipeline stage needs in a decoder."""
 
     embedding: str
     layers: str
@@ -113,7 +113,7 @@ def parts_of(model: nn.Module) -> Parts:
 
 
 def stage_blocks(layers: int, stages: int) -> list[range]:
-    """Which blocks each stage holds: contiguous and as even as possible, larger ones first.
+    """Blocks of each stage: contiguous and as even as possible, larger ones first.
 
     Raises:
         OutlastError: When there are fewer layers than stages.

@@ -1,4 +1,4 @@
-"""What is wrong with a job, found before any process starts.
+"""Checks of a job before any process starts.
 
 Everything here reads small files only: the model's config, the tokenizer, the names of the data
 files. Every problem is one sentence that names the setting, its value and the remedy, and all of
@@ -28,7 +28,7 @@ PIPELINE_MODELS = ("llama", "mistral")
 
 @dataclass(frozen=True)
 class Plan:
-    """What the checks found out on the way."""
+    """Findings of the checks."""
 
     layout: Layout
     facts: ModelFacts

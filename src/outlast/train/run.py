@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import os
-import platform
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -43,33 +41,33 @@ from outlast.records import (
 )
 from outlast.records.process import age_seconds
 from outlast.recover.resize import is_wanted
+from outlast.runtime.recording import versions
+from outlast.runtime.staging import NodeFiles
+from outlast.runtime.stop import StopFlag
+from outlast.runtime.watching import steps_before, under_watch
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.export import continue_text, export_model, load_trained
 from outlast.train.preflight import preflight
 from outlast.train.progress import progress_sink
-from outlast.train.signals import StopFlag
-from outlast.train.staging import NodeFiles
 from outlast.train.tensorizing import export_note
-from outlast.train.watching import steps_before, under_watch
-from outlast.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outlast.data import Prepared
     from outlast.job import Job
-    from outlast.train.boundary import Outcome
+    from outlast.runtime.cadence import Turns
+    from outlast.runtime.recording import Outcome
+    from outlast.runtime.saves import Transfers
+    from outlast.runtime.staging import Stager
     from outlast.train.drill import Drill
     from outlast.train.loop import Trainer
     from outlast.train.model import ModelSize
-    from outlast.train.staging import Stager
-    from outlast.train.transfers import Transfers
-    from outlast.train.turns import Turns
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a process is to work on a run.
+    """Options with which a process works on a run.
 
     Attributes:
         job: The checked job.
@@ -219,9 +217,9 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
         records = raise_together(lambda: _open_records(setup) if ranks.is_first else None)
         data = _load_data(setup, start.stager, records)
         trainer, size = build(setup, data, records)
-        trainer.stop_when = start.stop_when
+        trainer.consensus.stop_when = start.stop_when
         if ranks.is_first and ranks.launch == "nproc":
-            trainer.resize_wanted = partial(is_wanted, setup.directory.path)
+            trainer.consensus.resize_wanted = partial(is_wanted, setup.directory.path)
         if start.process_faults:
             trainer.before_step = process_faults(setup, start)
         if records is not None:
@@ -234,7 +232,7 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
                 records.write(Warned(message))
         with trainer.store:
             outcome = trainer.run(began, setup.parts)
-        trainer.saves.record_copies()
+        trainer.runtime.saves.record_copies()
         if records is not None:
             end_run(setup, data, trainer, records, outcome)
             if start.prediction is not None:
@@ -264,7 +262,7 @@ def _load_data(setup: SetUp, stager: Stager | None, records: RecordWriter | None
 
 
 def process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
-    """What happens to this process on purpose, by the number of steps done."""
+    """Faults that happen to this process on purpose, by the number of steps done."""
     from outlast.guard.inject import ProcessFaults, parse_faults
 
     faults = parse_faults(start.process_faults)
@@ -324,7 +322,7 @@ def _open_records(setup: SetUp) -> RecordWriter:
 
 
 def sinks_of(setup: SetUp) -> list[Sink]:
-    """Where else the events of the run go, as the job says."""
+    """Return the other places that the events of the run go to, as the job says."""
     job, directory = setup.job, setup.directory
     name = f"{job.run.name}-{fingerprint(job)}"
     return [progress_sink(job), *open_sinks(job.log, directory, name, job.model_dump())]
@@ -375,17 +373,6 @@ def _data_facts(data: Prepared) -> dict[str, object]:
         facts["source_hash"] = data.train.header.source_hash
         facts["file_hash"] = data.train.header.file_hash
     return facts
-
-
-def versions() -> dict[str, str]:
-    """Of what a run depends on, by name."""
-    return {
-        "outlast": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "numpy": importlib.metadata.version("numpy"),
-    }
 
 
 def _process_start(ranks: Ranks, *, again: bool) -> float:

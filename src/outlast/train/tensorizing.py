@@ -122,7 +122,7 @@ def _without_gain(found: Replacements) -> dict[str, str]:
 
 
 def starts_from_dense(job: Job) -> bool:
-    """Whether factors begin as those nearest to weights that were loaded."""
+    """Return whether factors begin as those nearest to weights that were loaded."""
     settings = job.tensorize
     if settings.form == "off" or settings.initialize != "auto":
         return settings.initialize == "from_dense" and settings.form != "off"
@@ -225,7 +225,7 @@ def slow_layers(event: Tensorized) -> Warned | None:
 
 @dataclass(frozen=True)
 class FactorRules:
-    """What an optimizer must know of factors.
+    """Knowledge of factors that an optimizer needs.
 
     Attributes:
         multipliers: Factor -> its rate over that of the other parameters (muP).
@@ -328,7 +328,7 @@ def save_model(model: nn.Module, folder: Path, settings: TensorizeSection) -> No
 
 
 def export_note(settings: TensorizeSection) -> str | None:
-    """What to know of an exported model, in one sentence."""
+    """Return a note on an exported model, in one sentence."""
     if settings.form not in NO_MATRICES:
         return None
     return (

@@ -37,12 +37,7 @@ from outlast.checkpoint.dcp.content import (
     metadata_file,
     newest_contents,
 )
-from outlast.checkpoint.format.encoder import (
-    Encoder,
-    PartJob,
-    Reduction,
-    StagedPiece,
-)
+from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
 from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.format.owner import Claim, Ownership, claimed
 from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted

@@ -16,11 +16,7 @@ import numpy as np
 
 from outlast.checkpoint.format.manifest import Catalogue, Piece, tiles
 from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.inspection.listing import (
-    group_of,
-    optimizer_keys,
-    values_of,
-)
+from outlast.checkpoint.inspection.listing import group_of, optimizer_keys, values_of
 from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:

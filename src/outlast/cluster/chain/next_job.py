@@ -8,12 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.files import (
-    entries,
-    links_submitted,
-    note_or_print,
-    submitted_jobs,
-)
+from outlast.cluster.chain.files import entries, links_submitted, note_or_print, submitted_jobs
 from outlast.cluster.chain.filler import submit_filler
 from outlast.cluster.chain.margin import first_lead_seconds
 from outlast.cluster.chain.submission import cancel, submit_link

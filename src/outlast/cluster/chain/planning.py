@@ -21,10 +21,10 @@ from outlast.cluster.slurm.partitions import (
     partitions_now,
     quality_now,
 )
-from outlast.cluster.slurm.values import duration_text, limit_seconds
 from outlast.cluster.staging.job import job_directives
 from outlast.errors import ClusterError
 from outlast.job.cluster import CHOSEN
+from outlast.job.durations import duration_text, limit_seconds
 
 if TYPE_CHECKING:
     from outlast.job import Job

@@ -22,7 +22,8 @@ from outlast.cluster.slurm.commands import (
     ask,
     installed,
 )
-from outlast.cluster.slurm.values import document, moment, number, shown_seconds, whole, words
+from outlast.cluster.slurm.values import document, moment, number, whole, words
+from outlast.job.durations import shown_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

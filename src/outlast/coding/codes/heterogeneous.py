@@ -21,17 +21,8 @@ from outlast.coding.code import (
     check_workers,
     survivors_of,
 )
-from outlast.coding.codes.cyclic import (
-    NullspaceCode,
-    affine,
-    encoding,
-)
-from outlast.coding.codes.reed_solomon import (
-    angles_of,
-    best_phase,
-    exchanged,
-    trigonometric_rows,
-)
+from outlast.coding.codes.cyclic import NullspaceCode, affine, encoding
+from outlast.coding.codes.reed_solomon import angles_of, best_phase, exchanged, trigonometric_rows
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:

@@ -29,11 +29,7 @@ import numpy.typing as npt
 from scipy.sparse import csr_array
 
 from outlast.coding.code import TOLERANCE, check_workers
-from outlast.coding.codes.cyclic import (
-    NullspaceCode,
-    affine,
-    encoding,
-)
+from outlast.coding.codes.cyclic import NullspaceCode, affine, encoding
 from outlast.errors import CodingError
 
 _ROUNDS = (50, 400)

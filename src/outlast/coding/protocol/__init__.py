@@ -7,10 +7,6 @@ optimizer.step()
 """
 
 from outlast.coding.protocol.all_reduce import CodedAllReduce, ReduceOutcome
-from outlast.coding.protocol.coverage import (
-    Coverage,
-    CoverageOutcome,
-    Disagreement,
-)
+from outlast.coding.protocol.coverage import Coverage, CoverageOutcome, Disagreement
 
 __all__ = ["CodedAllReduce", "Coverage", "CoverageOutcome", "Disagreement", "ReduceOutcome"]

@@ -38,11 +38,7 @@ import numpy as np
 import torch
 
 from outlast.coding.certificate import Decoded, certify, roundoff
-from outlast.coding.protocol.consensus import (
-    Consensus,
-    Decision,
-    synchronise,
-)
+from outlast.coding.protocol.consensus import Consensus, Decision, synchronise
 from outlast.coding.protocol.gradients import Abandoned, FlatGradients, Interrupt, local
 from outlast.coding.protocol.key_value_store import KeyValueStore, store_name
 from outlast.coding.protocol.membership import Members, PeerLostError

@@ -34,23 +34,14 @@ import torch
 
 from outlast.coding.assignment import spread
 from outlast.coding.certificate import certify
-from outlast.coding.protocol.gradients import (
-    Abandoned,
-    ChunkGradients,
-    Fingerprint,
-    ReplicaGroup,
-)
+from outlast.coding.protocol.gradients import Abandoned, ChunkGradients, Fingerprint, ReplicaGroup
 from outlast.coding.protocol.key_value_store import (
     KeyValueStore,
     KeyWatcher,
     StoreLostError,
     store_name,
 )
-from outlast.coding.protocol.membership import (
-    Members,
-    PeerLostError,
-    Rendezvous,
-)
+from outlast.coding.protocol.membership import Members, PeerLostError, Rendezvous
 from outlast.errors import CodingError, LostChunksError
 
 if TYPE_CHECKING:

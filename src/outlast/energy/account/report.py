@@ -8,12 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from outlast.energy.account.prices import (
-    Provider,
-    carbon,
-    intensity,
-    yearly_average,
-)
+from outlast.energy.account.prices import Provider, carbon, intensity, yearly_average
 from outlast.energy.cost import JOULES_PER_KWH, checked_pue
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError

@@ -13,13 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.energy.frontier.plan import (
-    is_number,
-    matches,
-    plan_of,
-    publish,
-    read,
-)
+from outlast.energy.frontier.plan import is_number, matches, plan_of, publish, read
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:

@@ -11,12 +11,7 @@ from numpy.typing import NDArray
 from scipy.ndimage import median_filter
 from scipy.optimize import least_squares
 
-from outlast.energy.model.equations import (
-    DeviceConstants,
-    Response,
-    cap_clock_mhz,
-    evaluate,
-)
+from outlast.energy.model.equations import DeviceConstants, Response, cap_clock_mhz, evaluate
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:

@@ -15,11 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from outlast.energy.model.equations import (
-    Response,
-    cap_clock_mhz,
-    evaluate,
-)
+from outlast.energy.model.equations import Response, cap_clock_mhz, evaluate
 from outlast.energy.model.fit import mean
 from outlast.energy.profile import Curve, Point, Profile
 from outlast.errors import EnergyError

@@ -12,11 +12,7 @@ from numpy.typing import NDArray
 
 from outlast.energy.profile import Curve, Point
 from outlast.energy.schedule.graph import LINK
-from outlast.energy.schedule.pipelines import (
-    link_keys,
-    with_tail,
-    with_transfers,
-)
+from outlast.energy.schedule.pipelines import link_keys, with_tail, with_transfers
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError
 

@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outlast.energy.schedule.graph import (
-    GRADIENT_PHASES,
-    LINK,
-    Operation,
-    Schedule,
-    Work,
-    linked,
-)
+from outlast.energy.schedule.graph import GRADIENT_PHASES, LINK, Operation, Schedule, Work, linked
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:

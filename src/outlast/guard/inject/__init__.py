@@ -6,12 +6,7 @@ injector = inject(handle, parse_faults(["linear.output:bit=13:every=5"]), seed=0
 injector.injections                         # what was changed, where and when
 """
 
-from outlast.guard.inject.campaign import (
-    Campaign,
-    Rate,
-    SiteOutcomes,
-    campaign,
-)
+from outlast.guard.inject.campaign import Campaign, Rate, SiteOutcomes, campaign
 from outlast.guard.inject.fault import Fault, ProcessFault, ProcessFaults, parse_fault, parse_faults
 from outlast.guard.inject.injector import Injection, Injector, inject
 

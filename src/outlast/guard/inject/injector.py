@@ -1,4 +1,4 @@
-"""A seam that puts faults into a run, at places that depend on the seed alone.
+"""A fault_hook that puts faults into a run, at places that depend on the seed alone.
 
 Every choice (module, element, bits, whether an intermittent fault shows) is a function of the seed,
 the fault, the step, the attempt and the number of the use, so a drill repeats itself exactly, and a
@@ -254,7 +254,9 @@ class Injector:
 def inject(
     guard: Guard, faults: Iterable[Fault | ProcessFault], *, seed: int = 0, rank: int = 0
 ) -> Injector:
-    """Put faults into the run of a guarded model from now on; ``guard.watch.seam = None`` ends it.
+    """Put faults into the run of a guarded model from now on.
+
+    ``guard.watch.fault_hook = None`` ends it.
 
     Args:
         guard: Of the model.
@@ -281,5 +283,5 @@ def inject(
             )
         modules.update((fault.site, name) for name in own)
     injector = Injector(faults, seed=seed, rank=rank, modules=modules, clock=lambda: watch.step)
-    watch.seam = injector
+    watch.fault_hook = injector
     return injector

@@ -13,6 +13,7 @@ require("accelerate", "1.15", "2")
 
 from outlast.integrations.accelerate.add import (  # noqa: E402
     AskStop,
+    OutlastTracker,
     add_checkpoints,
     add_energy,
     add_guard,
@@ -20,9 +21,10 @@ from outlast.integrations.accelerate.add import (  # noqa: E402
     add_recover,
     add_stop,
 )
-from outlast.integrations.accelerate.remembering import Remembering  # noqa: E402
-from outlast.integrations.accelerate.saving import Saving  # noqa: E402
-from outlast.integrations.accelerate.tracking import OutlastTracker  # noqa: E402
+from outlast.integrations.accelerate.checkpoints import (  # noqa: E402
+    Remembering,
+    Saving,
+)
 
 __all__ = [
     "AskStop",

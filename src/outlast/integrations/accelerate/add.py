@@ -7,22 +7,24 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import accelerate
+from accelerate.tracking import GeneralTracker
 from torch import nn
 
+from outlast import cluster
 from outlast.distributed.group import raise_together
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError
-from outlast.integrations.accelerate.remembering import Remembering
-from outlast.integrations.accelerate.saving import Saving
-from outlast.integrations.accelerate.tracking import OutlastTracker
+from outlast.integrations.accelerate.checkpoints import Remembering, Saving
 from outlast.integrations.given import loop_job_of, with_section
-from outlast.integrations.place import ranks_here, unwrapped
-from outlast.integrations.recording import directory_of
-from outlast.integrations.step_energy import StepEnergy
-from outlast.integrations.stopping import Stopping
+from outlast.integrations.progress import number_in
 from outlast.job import LoopJob
 from outlast.job.section import toml_value
 from outlast.records import RunDirectory
-from outlast.train.guarding import RunGuard
+from outlast.runtime.energy import StepEnergy
+from outlast.runtime.guarding import RunGuard
+from outlast.runtime.place import device_of, ranks_here, unwrapped
+from outlast.runtime.recording import LoopFacts, Recording, directory_of
+from outlast.runtime.stop import Stopping
 
 if TYPE_CHECKING:
     import os
@@ -30,8 +32,147 @@ if TYPE_CHECKING:
 
     from accelerate import Accelerator
 
+    from outlast.checkpoint import SaveResult
     from outlast.energy.sources.protocol import Source
     from outlast.records import Predicted
+
+
+_NAMES = {
+    "loss": ("train_loss", "loss"),
+    "gradient_norm": ("gradient_norm", "grad_norm"),
+    "learning_rate": ("lr", "learning_rate"),
+}
+
+
+"""Figures of a step, and what scripts call them."""
+
+
+class OutlastTracker(GeneralTracker):  # type: ignore[misc]
+    """Records every optimizer step; the figures are those that `Accelerator.log` was given.
+
+    All processes make it after `Accelerator.prepare`. A step takes the figures that are logged
+    after it: ``loss``, ``grad_norm``, ``lr`` or ``learning_rate``, and other numbers by their own
+    names.
+
+    Args:
+        accelerator: Whose optimizers are counted.
+        job: The settings; where they lead, the run directory is made.
+        steps: Optimizer steps of the whole run; 0: not known.
+        tokens_per_step: Over all processes; 0: not known.
+        guard: Whose findings are recorded.
+        saving: Whose saves and loads are recorded.
+        prediction: What the run is expected to need.
+    """
+
+    name = "outlast"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        job: LoopJob,
+        *,
+        steps: int = 0,
+        tokens_per_step: int = 0,
+        guard: RunGuard | None = None,
+        saving: Saving | None = None,
+        prediction: Predicted | None = None,
+    ) -> None:
+        super().__init__()
+        if not accelerator._optimizers:
+            raise IntegrationError(
+                "add_records counts the steps of a prepared optimizer, and there is none; call it "
+                "after accelerator.prepare(...)"
+            )
+        self._guard = guard
+        self._saving = saving
+        self._closed = self._due = False
+        self._step = 0 if saving is None else saving.steps
+        models = accelerator._models
+        parameters = {
+            id(parameter): parameter for model in models for parameter in model.parameters()
+        }
+        facts = LoopFacts(
+            framework="accelerate",
+            steps=steps,
+            tokens_per_step=tokens_per_step,
+            parameters=sum(parameter.numel() for parameter in parameters.values()),
+            versions={"accelerate": accelerate.__version__},
+        )
+        self._recording = Recording(
+            job, ranks_here(), device_of(models), facts, prediction=prediction, chain=cluster
+        )
+        if saving is not None:
+            saving.on_result = self._saved
+            saving.watch = self._recording.watch
+        self._recording.ready(self._step, [] if saving is None else saving.events, guard)
+        self._optimizer = accelerator._optimizers[0].optimizer
+        self._hook = self._optimizer.register_step_post_hook(self._stepped)
+
+    @property
+    def tracker(self) -> Path:
+        """The run's directory."""
+        return self._recording.directory.path
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done in the run."""
+        return self._step
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        """Figures of the step that was done last."""
+        found = {
+            figure: float(values[name])
+            for figure, names in _NAMES.items()
+            for name in names
+            if name in values
+        }
+        known = {name for names in _NAMES.values() for name in names}
+        # Scripts log texts and pictures, too, for trackers that show them.
+        metrics = {
+            name: number
+            for name, value in values.items()
+            if name not in known and (number := number_in(value)) is not None
+        }
+        self._recording.amend(**found, metrics=metrics)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """A run's settings are in its job.toml; the script's own are not recorded."""
+
+    def finish(self) -> None:
+        """The training is complete; all processes call it together, by `end_training`."""
+        self.close("completed")
+
+    def close(self, outcome: str, reason: str = "") -> None:
+        """The training ends; all processes together, but for one that has failed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hook.remove()
+        if self._saving is not None:
+            self._saving.watch = lambda _: contextlib.nullcontext()
+        if outcome != "failed":
+            self._tell_findings()
+        self._recording.close(outcome, reason)
+
+    def _stepped(self, *_: Any) -> None:
+        if self._due:
+            # Scripts log after the step: only now its figures are complete.
+            self._recording.record_steps()
+            self._tell_findings()
+        self._step += 1
+        self._due = self._recording.step(self._step)
+        if self._saving is not None:
+            self._saving.collect()
+
+    def _saved(self, result: SaveResult) -> None:
+        self._recording.saved(result)
+
+    def _tell_findings(self) -> None:
+        if self._guard is not None:
+            self._recording.checked(self._guard, self._step)
+
 
 _FOLLOWED = ("asynchronous", "compression", "delta_chain", "timeout_seconds", "writer")
 
@@ -197,7 +338,7 @@ class AskStop:
         tracker: OutlastTracker | None,
     ) -> None:
         self._accelerator = accelerator
-        self._stopping = Stopping(limit_seconds)
+        self._stopping = Stopping(limit_seconds, ranks_here(), cluster)
         self._saving = saving
         self._tracker = tracker
         self._why = ""
@@ -215,7 +356,7 @@ class AskStop:
         accelerator.end_training = end_training
 
     def __call__(self, step: int | None = None) -> bool:
-        """Whether to stop after this step, on all processes the same; asked after each.
+        """Return whether to stop after this step, on all processes the same; asked after each.
 
         Args:
             step: Whatever the loop calls the step. It may begin anew in each epoch, so the calls

@@ -29,7 +29,7 @@ _LONGEST_BUILD_SECONDS = 3600.0
 
 
 def extensions_folder() -> Path:
-    """Where torch builds extensions: ``TORCH_EXTENSIONS_DIR``, or a folder of the user's cache."""
+    """Folder in which torch builds extensions: ``TORCH_EXTENSIONS_DIR``, or in the user's cache."""
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given)
     kind = "cpu"
@@ -55,16 +55,16 @@ def stale_locks(folder: Path, names: Collection[str]) -> list[Path]:
     open is stale; on one that other machines share, where it is an hour old as well.
     """
     found = [each for name in names if (each := folder / name / "lock").exists()]
-    locks = {each: _identity(each) for each in found}
+    locks = {lock: _identity(lock) for lock in found}
     if not locks:
         return []
     # After the locks were listed: whoever holds one of them has it open by now.
     held = set(_open_files("lock"))
     free = [lock for lock, identity in locks.items() if identity not in held]
     if not _sees_all_builds(folder):
-        free = [each for each in free if _age_seconds(each) > _LONGEST_BUILD_SECONDS]
+        free = [lock for lock in free if _age_seconds(lock) > _LONGEST_BUILD_SECONDS]
     # Those that were given back meanwhile are gone.
-    return sorted(each for each in free if each.exists())
+    return sorted(lock for lock in free if lock.exists())
 
 
 def refuse_stale_locks() -> None:

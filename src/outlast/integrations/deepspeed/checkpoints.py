@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
+import math
 import re
+import tempfile
 import warnings
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -23,28 +29,240 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from outlast.checkpoint import CheckpointStore, list_versions, load
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
-from outlast.integrations.deepspeed.contents import plain, rebuilt
-from outlast.integrations.deepspeed.partitions import (
-    adapt_ranks,
-    elements_of,
-    refuse_parts,
-    repartitioned,
-)
 from outlast.records import replace_file
+from outlast.runtime.memory import places_of, settled
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Sequence
 
+    from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
     from outlast.checkpoint import Reduction, Retention, SaveHandle, Version
 
+
+_CLASS = "outlast.class"
+
+
+_KNOWN = {
+    f"{module}.{name}": (module, name)
+    for module, name in (
+        ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+        ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+        ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+        ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    )
+}
+
+
+"""The classes of DeepSpeed's that are made again; nothing else is."""
+
+
+def plain(value: Any) -> Any:
+    """`value` with objects of DeepSpeed's and torch's small types as dictionaries."""
+    if isinstance(value, Enum):
+        return {_CLASS: _name_of(value), "value": plain(value.value)}
+    if isinstance(value, torch.Size):
+        return {_CLASS: "torch.Size", "value": list(value)}
+    if isinstance(value, (torch.dtype, torch.device)):
+        kind = type(value).__name__
+        return {_CLASS: f"torch.{kind}", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, set, frozenset)):
+        return type(value)(plain(item) for item in value)
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    if _name_of(value) in _KNOWN:
+        return {_CLASS: _name_of(value), "value": plain(vars(value))}
+    return value
+
+
+def rebuilt(value: Any) -> Any:
+    """Return what `plain` was given; ordered dictionaries come back as plain ones.
+
+    Raises:
+        CheckpointError: For a class that is not one of those that are known.
+    """
+    if isinstance(value, (list, set, frozenset, tuple)):
+        return type(value)(rebuilt(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if _CLASS not in value:
+        return {key: rebuilt(item) for key, item in value.items()}
+    name, content = value[_CLASS], rebuilt(value["value"])
+    if name == "torch.Size":
+        return torch.Size(content)
+    if name == "torch.dtype":
+        return getattr(torch, content)
+    if name == "torch.device":
+        return torch.device(content)
+    if name not in _KNOWN:
+        raise CheckpointError(f"the checkpoint holds a {name}, which is not made from a file")
+    module, own = _KNOWN[name]
+    made = getattr(importlib.import_module(module), own)
+    if issubclass(made, Enum):
+        return made(content)
+    found = made.__new__(made)
+    vars(found).update(content)
+    return found
+
+
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_ALIGNMENT = 2
+"""Elements per rank that DeepSpeed pads to (``nccl_start_alignment_factor``)."""
+
+
+_WEIGHTS = "single_partition_of_fp32_groups"
+
+
+def elements_of(states: Mapping[str, Any]) -> list[int]:
+    """Elements of each parameter group, without padding; none where nothing is partitioned.
+
+    Args:
+        states: Content of the module's file.
+    """
+    return [
+        sum(member.numel() for member in group.values()) for group in states["param_shapes"] or ()
+    ]
+
+
+def adapt_ranks(states: dict[str, Any], ranks: int) -> None:
+    """Let DeepSpeed take the module's file of another number of ranks, where that can be.
+
+    It compares the numbers, and then asks for the partition of each rank that there is now.
+
+    Args:
+        states: Content of the module's file; changed in place.
+        ranks: How many there are now.
+
+    Raises:
+        CheckpointError: Where a rank had a part of the model, or what it had depends on the number
+            of ranks.
+    """
+    refuse_parts(states["mp_world_size"])
+    # Where nothing is partitioned DeepSpeed compares nothing.
+    if states["dp_world_size"] == ranks or not elements_of(states):
+        return
+    if states.get("num_experts"):
+        raise CheckpointError(
+            f"{states['dp_world_size']} ranks saved the checkpoint of a mixture of experts, whose "
+            f"parameters are partitioned over groups of them: load it on as many, not on {ranks}"
+        )
+    settings = states.get("ds_config") or {}
+    if settings.get("zero_optimization", {}).get("round_robin_gradients"):
+        raise CheckpointError(
+            f"{states['dp_world_size']} ranks saved the checkpoint with "
+            f"zero_optimization.round_robin_gradients, which orders parameters by the number of "
+            f"ranks: load it on as many, not on {ranks}"
+        )
+    states["dp_world_size"] = ranks
+
+
+def refuse_parts(parts: int) -> None:
+    """Refuse a checkpoint of a model of which each rank had one of several parts.
+
+    Raises:
+        CheckpointError: When it is one.
+    """
+    if parts > 1:
+        raise CheckpointError(
+            f"the checkpoint is of a model in {parts} parts, by tensor or pipeline parallelism, of "
+            "which Outlast knows nothing: load one of data parallelism alone"
+        )
+
+
+def repartitioned(
+    states: Sequence[Mapping[str, Any]], elements: Sequence[int], rank: int, ranks: int
+) -> dict[str, Any]:
+    """The state of one of `ranks` ranks.
+
+    Args:
+        states: ``optimizer_state_dict`` of every rank that saved, in their order.
+        elements: Of each parameter group, without padding.
+        rank: Whose part is asked for.
+        ranks: How many there are now.
+
+    Raises:
+        CheckpointError: When the states are laid out in another way.
+    """
+    first = states[0]
+    base = first.get("base_optimizer_state")
+    if int(first.get("zero_stage", 3)) > 2 or not isinstance(base, dict):
+        raise CheckpointError(
+            f"a checkpoint of {len(states)} ranks can go on with {ranks} only where ZeRO 1 or 2 "
+            "saved it, with elastic_checkpoint off"
+        )
+    flats = {number: _Flat(size, rank, ranks) for number, size in enumerate(elements)}
+    return {
+        **first,
+        _WEIGHTS: [
+            flat.part([state[_WEIGHTS][number] for state in states], padded=False)
+            for number, flat in flats.items()
+        ],
+        "base_optimizer_state": {
+            **base,
+            "state": {
+                number: {
+                    name: _of_all(flats[number], states, number, name)
+                    for name in base["state"][number]
+                }
+                for number in base["state"]
+            },
+        },
+        "group_paddings": [flat.padding for flat in flats.values()],
+        "partition_count": [ranks] * len(flats),
+    }
+
+
+class _Flat:
+    """A parameter group's flat tensor, and the part of it that one rank has."""
+
+    def __init__(self, size: int, rank: int, ranks: int) -> None:
+        aligned = _ALIGNMENT * ranks
+        self.size = size
+        self.length = math.ceil(size / aligned) * aligned // ranks
+        self.start = rank * self.length
+        # As DeepSpeed counts it: all of it is the last rank's.
+        self.padding = self.length * ranks - size if rank == ranks - 1 else 0
+
+    def part(self, partitions: Sequence[torch.Tensor], *, padded: bool) -> torch.Tensor:
+        """The rank's part of what `partitions` are; `padded`: with zeros up to the full length."""
+        whole = torch.cat([partition.reshape(-1) for partition in partitions])[: self.size]
+        if whole.numel() != self.size:
+            raise CheckpointError(
+                f"the partitions of a parameter group hold {whole.numel()} of its {self.size} "
+                "elements"
+            )
+        found = whole[self.start : self.start + self.length]
+        if padded and found.numel() < self.length:
+            found = torch.cat([found, found.new_zeros(self.length - found.numel())])
+        # Not a view: the others' parts need not stay in memory.
+        return found.clone()
+
+
+def _of_all(flat: _Flat, states: Sequence[Mapping[str, Any]], number: int, name: str) -> Any:
+    """A state of the optimizer's: partitioned, or the same on all ranks."""
+    found = [state["base_optimizer_state"]["state"][number][name] for state in states]
+    if isinstance(found[0], torch.Tensor) and found[0].dim() > 0:
+        return flat.part(found, padded=True)
+    return found[0]
+
+
 STORE = "outlast"
 """Name of the store, in the folder that `save_checkpoint` is given."""
 
+
 _STUB = b"This file's content is in the Outlast store beside its folder.\n"
+
+
 _STEP = re.compile(r"(\d+)$", re.ASCII)
+
+
 _PARTITION = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -205,7 +423,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=3)
 
     def _content(self, name: str, step: int) -> Any:
-        """What was saved as a file of this name."""
+        """Return what was saved as a file of this name."""
         receiver = _File({})
         try:
             found = self._reader.restore({name: receiver}, step=step)
@@ -364,3 +582,172 @@ def _step_of(tag: str) -> int:
             'let the tag end in it, as DeepSpeed\'s own "global_step100" does'
         )
     return int(found[1])
+
+
+_SHARED = "deepspeed.shared"
+
+
+RANK = "deepspeed.rank"
+
+
+_TAG = "state"
+
+
+class EngineState:
+    """A DeepSpeed engine's state: module, ZeRO's partitions, schedule and counters.
+
+    Args:
+        engine: Of ZeRO 0 to 2, without pipeline and model parallelism.
+        saved_ranks: How many ranks have saved the states of which one is to be restored.
+
+    Attributes:
+        entries: What is saved and restored, by name. The last one loads the engine.
+        of_others: Names of entries that only a restore needs.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, saved_ranks: Collection[int]) -> None:
+        self._engine = engine
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._shared = _Part(loaded=self._load)
+        known = {self._rank}
+        if {*saved_ranks} - {self._ranks}:
+            # Which version it will be is known only when it was read.
+            known.update(range(max(saved_ranks)))
+        self._parts = {rank: _Part(may_be_missing=True) for rank in sorted(known)}
+        self._own = self._parts[self._rank]
+        self.entries = {
+            **{f"{RANK}{rank}": part for rank, part in self._parts.items()},
+            # It says how many ranks have saved it, and loads when all others are there.
+            _SHARED: self._shared,
+        }
+        self.of_others = [f"{RANK}{rank}" for rank in self._parts if rank != self._rank]
+        if self._rank != 0:
+            self.of_others.append(_SHARED)
+
+    def settle(self) -> dict[str, Any]:
+        """The entries from now on: only those that this rank saves."""
+        self._parts = {self._rank: self._own}
+        self.of_others = []
+        self.entries = {f"{RANK}{self._rank}": self._own}
+        if self._rank == 0:
+            # The other ranks have the same, and what they lack it has.
+            self.entries[_SHARED] = self._shared
+        return self.entries
+
+    def note(self) -> None:
+        """Bring the entries up to date; all ranks call it together between two steps."""
+        taken = _Taking()
+        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, taken
+        try:
+            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+                self._engine.save_checkpoint(folder, tag=_TAG, save_latest=False)
+        finally:
+            self._engine.checkpoint_engine = before
+        # They are as they are now until the optimizer of the next step changes them.
+        places = places_of([self._engine.module], [self._engine.basic_optimizer])
+        files = {name: settled(file, places) for name, file in taken.files.items()}
+        self._own.content = {name: file for name, file in files.items() if "optim_states" in name}
+        self._shared.content = {
+            name: file for name, file in files.items() if name not in self._own.content
+        }
+
+    def _load(self) -> None:
+        """Let the engine take what was restored.
+
+        Raises:
+            CheckpointError: When partitions of it are missing, or cannot be divided anew.
+        """
+        shared = rebuilt(self._shared.content)
+        saved_ranks = next(number["dp_world_size"] for number in shared.values())
+        for states in shared.values():
+            adapt_ranks(states, self._ranks)
+        files = {**shared, **self._partition(shared, saved_ranks)}
+        giving = _Giving(files)
+        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, giving
+        try:
+            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+                # DeepSpeed looks for the files before it asks for their content.
+                for name in shared:
+                    (Path(folder) / _TAG).mkdir(exist_ok=True)
+                    (Path(folder) / _TAG / name).touch()
+                self._engine.load_checkpoint(folder, tag=_TAG)
+        finally:
+            self._engine.checkpoint_engine = before
+        for part in (self._shared, *self._parts.values()):
+            part.content = {}
+
+    def _partition(self, shared: Mapping[str, Any], saved_ranks: int) -> dict[str, Any]:
+        """This rank's file of ZeRO's partitions, if there are any."""
+        if saved_ranks == self._ranks:
+            return dict(rebuilt(self._own.content))
+        elements = next((elements_of(value) for value in shared.values()), [])
+        if not elements:
+            return {}
+        parts = [self._parts.get(rank) for rank in range(saved_ranks)]
+        saved = [rebuilt(part.content) for part in parts if part is not None and part.content]
+        if len(saved) < saved_ranks:
+            raise CheckpointError(
+                f"the checkpoint is of {saved_ranks} ranks, and the partitions of {len(saved)} are "
+                "there: start again, or on as many"
+            )
+        files = [next(iter(name.values())) for name in saved]
+        states = [file["optimizer_state_dict"] for file in files]
+        name = next(iter(saved[0])).replace("pp_rank_0_", f"pp_rank_{self._rank}_")
+        own = repartitioned(states, elements, self._rank, self._ranks)
+        return {name: {**files[0], "optimizer_state_dict": own}}
+
+
+class _Part:
+    """Some files' content, as an entry of a state."""
+
+    def __init__(
+        self, *, loaded: Callable[[], None] | None = None, may_be_missing: bool = False
+    ) -> None:
+        self.content: dict[str, Any] = {}
+        self.may_be_missing = may_be_missing
+        self._loaded = loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """The content, by file."""
+        return self.content
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over."""
+        self.content = state
+        if self._loaded is not None:
+            self._loaded()
+
+
+class _Taking(CheckpointEngine):  # type: ignore[misc]
+    """Takes what is saved instead of writing it."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.files: dict[str, Any] = {}
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Nothing is made."""
+
+    def save(self, state_dict: Mapping[str, Any], path: str) -> None:
+        """Take a file's content."""
+        self.files[Path(path).name] = plain(state_dict)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Nothing can be loaded from here."""
+        raise CheckpointError(f"{path} cannot be read while the state is taken")
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Everything is taken."""
+        return True
+
+
+class _Giving(_Taking):
+    """Gives what was restored in place of files."""
+
+    def __init__(self, files: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._given = files
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The content of the file of this name."""
+        return self._given[Path(path).name]

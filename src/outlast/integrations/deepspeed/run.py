@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -22,13 +23,12 @@ from outlast.checkpoint import list_versions, load, storage_of
 from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError, RunError, WrongNumbersError
 from outlast.integrations import run as plain
-from outlast.integrations.deepspeed.state import RANK, EngineState
-from outlast.integrations.recording import directory_of
+from outlast.integrations.deepspeed.checkpoints import RANK, EngineState
 from outlast.records import StepsDone, Warned, read_run
-from outlast.train.guarding import RunGuard
+from outlast.runtime.guarding import RunGuard
+from outlast.runtime.recording import directory_of
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Mapping, Sequence
 
     from outlast.job import LoopJob
@@ -118,7 +118,7 @@ class Run(plain.Run):
         return self
 
     def _saved_ranks(self) -> list[int]:
-        """How many ranks have saved what may be restored: which state it will be is not known yet.
+        """Number of ranks that have saved what may be restored; which state it will be is open yet.
 
         The newest version may turn out to be damaged.
         """

@@ -10,16 +10,17 @@ from outlast.integrations.installed import require
 require("transformers", "5.23", "6")
 require("accelerate", "1.15", "2")
 
-from outlast.integrations.hf_trainer.add import (  # noqa: E402
+from outlast.integrations.hf_trainer.adapter import (  # noqa: E402
+    EnergyCallback,
     add_checkpoints,
+    add_energy,
     add_guard,
     add_outlast,
     add_records,
     add_recover,
     add_stop,
+    predicted,
 )
-from outlast.integrations.hf_trainer.energy import EnergyCallback, add_energy  # noqa: E402
-from outlast.integrations.hf_trainer.prediction import predicted  # noqa: E402
 
 __all__ = [
     "EnergyCallback",

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback
 
-from outlast.integrations.handed import SaveTimes
-from outlast.integrations.hf_trainer.add import add_checkpoints, add_stop
-from outlast.integrations.place import ranks_here
-from outlast.integrations.stopping import Stopping
+from outlast import cluster
+from outlast.integrations.hf_trainer.adapter import add_checkpoints, add_stop
+from outlast.runtime.handover import SaveTimes
+from outlast.runtime.place import ranks_here
+from outlast.runtime.stop import Stopping
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from outlast.integrations.handed import HandedOver
-    from outlast.integrations.pace import Pace
+    from outlast.runtime.cadence import SaveCadence
+    from outlast.runtime.handover import HandedOver
 
 
 class SaveWhenDue(TrainerCallback):  # type: ignore[misc]
@@ -30,7 +31,7 @@ class SaveWhenDue(TrainerCallback):  # type: ignore[misc]
         handed: Told how far the training is.
     """
 
-    def __init__(self, pace: Pace | None, handed: HandedOver) -> None:
+    def __init__(self, pace: SaveCadence | None, handed: HandedOver) -> None:
         self._pace = pace
         self._handed = handed
         self._times: SaveTimes | None = None
@@ -88,7 +89,7 @@ def _add(trainer: Trainer, handed: HandedOver) -> None:
         # What the script names is where the run begins, not where each of its starts does.
         resume = str(store) if handed.begins(store) else resume_from_checkpoint
         # The limit is the program's, of which a part is gone by now.
-        trainer._outlast.stopping = Stopping(handed.seconds_left())
+        trainer._outlast.stopping = Stopping(handed.seconds_left(), ranks_here(), cluster)
         return train(resume, *rest, **more)
 
     trainer.train = resumed

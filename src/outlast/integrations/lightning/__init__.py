@@ -8,8 +8,10 @@ from outlast.integrations.installed import require
 
 require("lightning", "2.6", "2.7")
 
-from outlast.integrations.lightning.arguments import with_outlast  # noqa: E402
-from outlast.integrations.lightning.callback import OutlastCallback  # noqa: E402
-from outlast.integrations.lightning.energy import EnergyCallback  # noqa: E402
+from outlast.integrations.lightning.callback import (  # noqa: E402
+    EnergyCallback,
+    OutlastCallback,
+    with_outlast,
+)
 
 __all__ = ["EnergyCallback", "OutlastCallback", "with_outlast"]

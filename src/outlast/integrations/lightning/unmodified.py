@@ -18,19 +18,19 @@ from torch.nn.parameter import is_lazy
 
 from outlast.errors import AutosaveError, IntegrationError
 from outlast.integrations.fabric import StoreCheckpointIO
-from outlast.integrations.handed import UNASKED_SECONDS
 from outlast.integrations.lightning.callback import OutlastCallback
-from outlast.integrations.recording import directory_of
 from outlast.job import load_loop_job
 from outlast.records import replace_file
+from outlast.runtime.handover import UNASKED_SECONDS
+from outlast.runtime.recording import directory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from outlast.integrations.handed import HandedOver
-    from outlast.integrations.pace import Every
+    from outlast.runtime.cadence import Every
+    from outlast.runtime.handover import HandedOver
 
 _NAME = "last.ckpt"
 _MODEL = "model.json"
@@ -184,7 +184,7 @@ def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
 
 
 def _unlike(saved: dict[str, Any], mine: dict[str, Any]) -> str:
-    """How two models differ, in words."""
+    """Describe how two models differ."""
     if saved["class"] != mine["class"]:
         return f"but this trainer is given a {mine['class']}"
     old, new = saved["parameters"], mine["parameters"]

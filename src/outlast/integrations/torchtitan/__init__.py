@@ -17,8 +17,7 @@ from outlast.integrations.installed import require
 if TYPE_CHECKING:
     from outlast.integrations.torchtitan.converter import TensorizeConverter
     from outlast.integrations.torchtitan.manager import OutlastCheckpointManager
-    from outlast.integrations.torchtitan.recipe import use_outlast
-    from outlast.integrations.torchtitan.trainer import OutlastTrainer
+    from outlast.integrations.torchtitan.trainer import OutlastTrainer, use_outlast
 
 require("torchtitan", "0.3", "0.4")
 
@@ -26,7 +25,7 @@ _HOMES = {
     "OutlastCheckpointManager": "manager",
     "OutlastTrainer": "trainer",
     "TensorizeConverter": "converter",
-    "use_outlast": "recipe",
+    "use_outlast": "trainer",
 }
 
 __all__ = ["OutlastCheckpointManager", "OutlastTrainer", "TensorizeConverter", "use_outlast"]

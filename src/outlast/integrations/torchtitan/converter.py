@@ -102,7 +102,7 @@ class TwoFactorLinear(Module):  # type: ignore[misc]
 
 
 def _shardings(base: Any) -> tuple[Any, Any]:
-    """What `down` and `up` declare, from what the dense layer does: a side each."""
+    """Shardings of `down` and `up`, from what the dense layer does: a side each."""
     weight = base.state_shardings.get("weight") if base is not None else None
     if weight is None:
         return None, None
@@ -143,7 +143,7 @@ class TensorizeConverter(ModelConfigConverter):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):  # type: ignore[misc]
-        """What becomes of which layers; as in `outlast.tensorize.tensorize`."""
+        """Choice of layers and their form; as in `outlast.tensorize.tensorize`."""
 
         form: Literal["low_rank", "cola"] = "low_rank"
         """Two factors, or two with a nonlinearity between them."""

@@ -6,14 +6,17 @@ Its trainer calls `load` before the first step, `save` after every step and
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from torchtitan.components.checkpointer import (
     DATALOADER,
     LR_SCHEDULER,
@@ -27,35 +30,380 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from outlast.checkpoint import CheckpointStore, Reduction, Retention
-from outlast.distributed.group import raise_together
+from outlast import cluster
+from outlast.checkpoint import (
+    CheckpointStore,
+    Reduction,
+    Retention,
+    list_versions,
+    load,
+    storage_of,
+)
+from outlast.checkpoint.format.version import Version
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import (
     EXIT_TO_BE_CONTINUED,
     CheckpointError,
     IntegrationError,
+    RecoverError,
     WrongNumbersError,
 )
-from outlast.integrations.memory import LoopMemory
-from outlast.integrations.stopping import Stopping
-from outlast.integrations.torchtitan.restarts import begins_again, begun_at, take
-from outlast.integrations.torchtitan.sources import Source, check_data_keys
-from outlast.integrations.torchtitan.state import Entries, module_of
-from outlast.records import CheckpointRestored, StateRecovered, StopRequested
+from outlast.records import CheckpointRestored, StateRecovered, StopRequested, Warned
+from outlast.runtime.memory import MemoryCheckpoint
+from outlast.runtime.place import ranks_here
+from outlast.runtime.stop import Stopping
+from outlast.state.live import module_tensors, reshard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
-
-    from torch import nn
 
     from outlast.checkpoint import SaveHandle, SaveResult
     from outlast.distributed.ranks import Ranks
-    from outlast.integrations.recording import Recording
     from outlast.job import LoopJob
     from outlast.records import Event
+    from outlast.runtime.recording import Recording
+
+
+def joined(parts: Sequence[nn.Module]) -> nn.Module:
+    """A module that has all that the parts of a model have, under the names that it has there.
+
+    A rank of a pipeline holds several parts of one model, each with other children of the same
+    names. Nothing is copied.
+
+    Raises:
+        IntegrationError: A part has parameters of its own beside those of its children.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    whole = nn.Module()
+    for part in parts:
+        own = [*part._parameters, *(set(part._buffers) - part._non_persistent_buffers_set)]
+        if own:
+            raise IntegrationError(
+                f"`{own[0]}` of {type(part).__name__} lies outside of any layer, so the parts of a "
+                "pipeline cannot be saved as one model; put it into a module of its own"
+            )
+    for name in dict.fromkeys(name for part in parts for name in part._modules):
+        children = [part._modules.get(name) for part in parts]
+        whole.add_module(name, joined([child for child in children if child is not None]))
+    return whole
+
+
+def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A module whose buffers are `tensors`, under their full names; nothing is copied."""
+    whole = nn.Module()
+    for name, tensor in tensors.items():
+        *path, own = name.split(".")
+        module = whole
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_buffer(own, tensor)
+    return whole
+
+
+class Key:
+    """One key of an object's state, as an entry of a store.
+
+    torchtitan's data loaders give each data-parallel rank a key of its own in one state. As
+    entries of their own, all are saved, whichever rank has them.
+    """
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """The value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved."""
+        self.value = state["value"]
+
+
+def names_in(store: CheckpointStore, step: int | None) -> set[str]:
+    """Names of all that the newest version or that of `step` holds; empty where there is none."""
+    versions = list_versions(store.storage)[::-1]
+    for version in versions:
+        if step is None or version.step == step:
+            # What is incomplete or damaged will not be restored either.
+            with contextlib.suppress(CheckpointError):
+                catalogue = load(store.storage, version).catalogue
+                return {*catalogue.tensors, *catalogue.values}
+    return set()
+
+
+def keys_of(name: str, state: Mapping[str, Any]) -> dict[str, Key]:
+    """The entries of an object's state.
+
+    Args:
+        name: Of the object among the states.
+        state: What its ``state_dict()`` gave.
+    """
+    return {f"{name}.{key}": Key(value) for key, value in state.items()}
+
+
+class Entries:
+    """The states of a torchtitan checkpoint manager as entries of a store.
+
+    Args:
+        states: Name -> object, as the manager has them: the model, optimizers, learning rates, data
+            loader and what the trainer adds.
+        model_parts: The parts of the model on this rank.
+
+    Raises:
+        IntegrationError: When the parts cannot be saved as one model.
+    """
+
+    def __init__(self, states: Mapping[str, Any], model_parts: Sequence[nn.Module]) -> None:
+        self._states = states
+        self._parts = model_parts
+        self._model = joined(model_parts)
+        self._still = {
+            f"{MODEL}.{name}"
+            for name, item in module_tensors(self._model)
+            if isinstance(item, nn.Parameter)
+        }
+
+    def model(self) -> dict[str, Any]:
+        """The entry of the model alone."""
+        for part in self._parts:
+            # The root of a part of a pipeline is no module of the joined one.
+            reshard({MODEL: part})
+        return {MODEL: self._model}
+
+    def restore_model(self, store: CheckpointStore, step: int | None) -> bool:
+        """Restore the weights alone, of the newest version or that of `step`.
+
+        A version of everything has them under the parameters' names, one of the model alone under
+        those of torchtitan's own checkpoints, where fused projections are apart.
+
+        Returns:
+            Whether there is a version.
+
+        Raises:
+            CheckpointError: When it is damaged or does not fit.
+        """
+        apart = module_of(self._states[MODEL].state_dict())
+        own = {f"{MODEL}.{name}" for name, _ in module_tensors(self._model)}
+        is_apart = bool(own - names_in(store, step))
+        wanted = {MODEL: apart} if is_apart else self.model()
+        restored = store.restore(wanted, step=step, allow=["retyped"])
+        if restored is not None and is_apart:
+            self._states[MODEL].load_state_dict(dict(module_tensors(apart)))
+        return restored is not None
+
+    def of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Entries of the states of these names; a state that is None has none."""
+        entries: dict[str, Any] = {}
+        for name in names:
+            state = self._states[name]
+            if name == MODEL:
+                entries |= self.model()
+            elif name == OPTIMIZER:
+                entries[name] = [*state]
+            elif name == DATALOADER and state is not None:
+                entries |= keys_of(name, state.state_dict())
+            elif state is not None:
+                entries[name] = state
+        return entries
+
+    def note(self, entries: Mapping[str, Any]) -> None:
+        """Bring the entries of the data loader up to date; the others show their objects as is."""
+        self.model()
+        loader = self._states[DATALOADER]
+        state = {} if loader is None else loader.state_dict()
+        for name, key in keys_of(DATALOADER, state).items():
+            entries[name].value = key.value
+
+    def loaded(self, entries: Mapping[str, Any]) -> None:
+        """Give the data loader what its entries have got."""
+        found = {
+            name.removeprefix(f"{DATALOADER}."): entry.value
+            for name, entry in entries.items()
+            if isinstance(entry, Key)
+        }
+        if found:
+            self._states[DATALOADER].load_state_dict(found)
+
+    def is_still(self, name: str) -> bool:
+        """Return whether a tensor is written to by the optimizers' updates alone."""
+        return name in self._still or name.startswith(f"{OPTIMIZER}.state.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Source of the first weights of a run.
+
+    Attributes:
+        path: A store, a folder of a version in one, a folder of DCP, or one of Hugging Face.
+        in_hf: Whether it is one of Hugging Face.
+        quantized: Whether its weights are quantised.
+    """
+
+    path: str
+    in_hf: bool = False
+    quantized: bool = False
+
+    @classmethod
+    def of(cls, config: Any, sd_adapter: Any) -> Source | None:
+        """Return what ``checkpoint.initial_load_*`` names; None for nothing.
+
+        Raises:
+            IntegrationError: When there is no such folder.
+        """
+        path = config.initial_load_path
+        if path is None and config.initial_load_in_hf:
+            path = getattr(sd_adapter, "hf_assets_path", None)
+        if not path:
+            if config.initial_load_in_hf:
+                raise IntegrationError(
+                    "checkpoint.initial_load_in_hf = True needs initial_load_path, or a model with "
+                    "a state_dict_adapter and its assets"
+                )
+            return None
+        if not filesystem.isdir(path):
+            raise IntegrationError(
+                f"checkpoint.initial_load_path = {path!r} is no folder; give that of a store, of "
+                "a checkpoint of torchtitan or of Hugging Face's safetensors"
+            )
+        return cls(path, config.initial_load_in_hf, config.initial_load_in_hf_quantized)
+
+    def load(self, manager: OutlastCheckpointManager, wanted: Mapping[str, Any] | None) -> None:
+        """Load from it; all ranks together.
+
+        Args:
+            manager: Of the run.
+            wanted: The entries of its states that are loaded; None: the weights alone.
+
+        Raises:
+            CheckpointError: When nothing there can be used.
+        """
+        entries, states = manager.entries, manager.states
+        if not self.in_hf and (found := _store_at(self.path)) is not None:
+            place, step = found
+            with CheckpointStore(place) as store:
+                if wanted is None:
+                    is_there = entries.restore_model(store, step)
+                else:
+                    is_there = store.restore(wanted, step=step, allow=["retyped"]) is not None
+            if not is_there:
+                raise CheckpointError(f"no checkpoint in {place} was completed")
+            if wanted is not None:
+                entries.loaded(wanted)
+            return
+        model = states[MODEL].state_dict()
+        others = (
+            {}
+            if wanted is None
+            else {
+                name: state
+                for name, state in states.items()
+                if name != MODEL and any(f"{item}.".startswith(f"{name}.") for item in wanted)
+            }
+        )
+        CheckpointManager.dcp_load(
+            manager, {**others, **model}, self.path, self.in_hf, self.quantized
+        )
+
+
+def _store_at(path: str) -> tuple[str, int | None] | None:
+    """The store that a path is or leads into, and the step of the version; None for others."""
+    parent, _, own = path.rstrip("/").rpartition("/")
+    for version in list_versions(storage_of(parent)):
+        if version.folder == own:
+            return parent, version.step
+    return (path, None) if list_versions(storage_of(path)) else None
+
+
+def check_data_keys(store: CheckpointStore, entries: Mapping[str, Any], step: int | None) -> None:
+    """See that the data loaders of as many ranks were saved as are to go on.
+
+    Raises:
+        IntegrationError: On all ranks alike.
+    """
+    prefix = f"{DATALOADER}."
+    own = {name for name in entries if name.startswith(prefix)}
+    wanted: set[str] = set().union(*gather_objects(own))
+    saved = {name for name in names_in(store, step) if name.startswith(prefix)}
+    if not saved or not wanted:
+        return
+    if saved != wanted:
+        raise IntegrationError(
+            f"the data loader was saved with {_listed(saved, prefix)} and has now "
+            f"{_listed(wanted, prefix)}: torchtitan's loaders go on with as many data-parallel "
+            f'ranks as before; set checkpoint.exclude_from_loading=["{DATALOADER}"] to begin with '
+            "the data anew"
+        )
+
+
+def _listed(names: set[str], prefix: str) -> str:
+    return ", ".join(sorted(name.removeprefix(prefix) for name in names)) or "nothing"
+
+
+class _Begun:
+    """Store of a run that began at one of its steps, for a memory.
+
+    Later versions may be of what the run does not go on from, and are no better than memory.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def newest(self) -> Version:
+        """The state that the run resumes from without memory."""
+        return Version(0, self._step)
+
+
+def begun_at(step: int) -> CheckpointStore:
+    """The store to make a memory with, of a run that began at `step`."""
+    return cast("CheckpointStore", _Begun(step))
+
+
+def begins_again(step: int) -> str:
+    """Describe a restart without memory."""
+    return f"the run begins at step {step} again, as checkpoint.load_step says"
+
+
+def take(memory: MemoryCheckpoint, step: int) -> tuple[int | None, list[Event]]:
+    """Restore what is in memory, where this is a restart; all ranks together.
+
+    Args:
+        memory: Made with `begun_at` and `begins_again`.
+        step: At which the recipe begins.
+
+    Returns:
+        The steps that the state has done, None where the run begins at `step`; and what there is to
+        say.
+
+    Raises:
+        RecoverError: On all ranks, when it does not fit, and the step has no whole state.
+    """
+    # Of the agents of several nodes those that have seen no failure count no restart.
+    if not any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")):
+        memory.forget_earlier()
+        return None, []
+    found = memory.find()
+    if found is None:
+        return None, memory.events or [
+            Warned(f"there is no newer state in memory; {begins_again(step)}")
+        ]
+    if memory.take():
+        return found, memory.events
+    if step == 0:
+        # A seed has weights alone, and optimizers may be filled in part.
+        raise RecoverError(
+            "what is in memory does not fit, and checkpoint.load_step = 0 names a seed, which has "
+            "weights alone: start again by hand"
+        )
+    return None, memory.events
+
 
 MODEL_FOLDER = "model"
 """Below the folder: what holds the model alone, a last save or a seed."""
+
 
 _logger = logging.getLogger(__name__)
 
@@ -126,15 +474,15 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         }
         self.entries = Entries(states, model_parts)
         self._store = raise_together(lambda: self._opened(self.folder))
-        self._memory: LoopMemory | None = None
-        self._memory_of: Callable[..., LoopMemory] | None = None
+        self._memory: MemoryCheckpoint | None = None
+        self._memory_of: Callable[..., MemoryCheckpoint] | None = None
         self._handle: SaveHandle | None = None
         self._saved_step = -1
         self._done_step = 0
         self._closed = False
         self._stopping: Stopping | None = None
         if config.stop_in_time and not config.load_only:
-            self._stopping = Stopping(None)
+            self._stopping = Stopping(None, ranks_here(), cluster)
             self._signals: AbstractContextManager[Any] = self._stopping.signals()
             self._signals.__enter__()
 
@@ -145,7 +493,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         if self.enable:
             self._recording = recording
-            self._memory_of = partial(LoopMemory, job, ranks, recording.directory)
+            self._memory_of = partial(MemoryCheckpoint, job, ranks, recording.directory)
 
     def _load(self, step: int = -1) -> bool:
         """Restore the newest version or that of `step`, or what the run is to begin with.
@@ -177,7 +525,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _restored_version(self, wanted: dict[str, Any], step: int | None) -> bool:
-        """Whether there was a state of the run, of the newest or that step; it is restored then."""
+        """True if there was a state of the run, of the newest or that step; it is restored then."""
         check_data_keys(self._store, wanted, step)
         if step is None:
             memory = self._opened_memory(wanted, self._store)
@@ -197,7 +545,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _opened_memory(
         self, wanted: dict[str, Any], store: CheckpointStore, otherwise: str = ""
-    ) -> LoopMemory | None:
+    ) -> MemoryCheckpoint | None:
         """The memory of the run, which is `self._memory` from now on; None where it has none."""
         if self._memory_of is None or self.config.exclude_from_loading or self.config.load_only:
             return None
@@ -207,7 +555,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return self._memory
 
     def _restarted(self, wanted: dict[str, Any], step: int) -> bool:
-        """Whether a run that began at `step` goes on from memory, which is restored then."""
+        """Return whether a run that began at `step` goes on from memory, which is restored then."""
         memory = self._opened_memory(wanted, begun_at(step), begins_again(step))
         if memory is None:
             return False
@@ -220,8 +568,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._done_step, self._saved_step = done, -1
         return True
 
-    def _restored_by(self, memory: LoopMemory, wanted: dict[str, Any]) -> bool:
-        """Whether there was a state in memory or in the store, whichever is sooner back."""
+    def _restored_by(self, memory: MemoryCheckpoint, wanted: dict[str, Any]) -> bool:
+        """Return whether there was a state in memory or in the store, whichever is sooner back."""
         done, events = memory.restore()
         for event in events:
             self._write(event)
@@ -233,7 +581,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _restored_seed(self) -> bool:
-        """Whether the weights of a seed checkpoint are there, which are restored then."""
+        """Return whether the weights of a seed checkpoint are there, which are restored then."""
         with self._opened(filesystem.join(self.folder, MODEL_FOLDER)) as store:
             newest = store.newest()
             if newest is None:

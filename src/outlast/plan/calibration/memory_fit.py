@@ -30,12 +30,7 @@ from outlast.plan.calibration.conformal import folds, scale_of_few
 from outlast.plan.calibration.fit import most_probable
 from outlast.plan.calibration.rows import Row
 from outlast.plan.calibration.step_model import StepModel, step_model_of
-from outlast.plan.constants import (
-    MEMORY_NAMES,
-    MEMORY_PRIORS,
-    MemoryConstants,
-    memory_constants,
-)
+from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, MemoryConstants, memory_constants
 from outlast.plan.memory import LOG_DEVIATION, Demand, demand
 from outlast.plan.shard_sizes import stage, stage_parameters
 

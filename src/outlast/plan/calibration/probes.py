@@ -33,11 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import OutlastError, PlanError
-from outlast.plan.batch import (
-    Array,
-    Cases,
-    cases,
-)
+from outlast.plan.batch import Array, Cases, cases
 from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed, fit
 from outlast.plan.calibration.here import divided
 from outlast.plan.calibration.run_rows import FRAMEWORK, read_run_row

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.batch import (
-    Array,
-    Cases,
-    Part,
-    cases,
-)
+from outlast.plan.batch import Array, Cases, Part, cases
 from outlast.plan.calibration.calibration_file import (
     Calibration,
     Constant,

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
 from outlast.plan.batch import SHARDING
-from outlast.plan.emit.settings import (
-    commented,
-    head,
-    nodes_of,
-    script,
-    torchrun,
-    yaml_text,
-)
+from outlast.plan.emit.settings import commented, head, nodes_of, script, torchrun, yaml_text
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster

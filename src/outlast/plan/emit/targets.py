@@ -17,14 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.batch import (
-    RECOMPUTE,
-    SHARDING,
-    WEIGHT_BYTES,
-    Array,
-    Cases,
-    cases,
-)
+from outlast.plan.batch import RECOMPUTE, SHARDING, WEIGHT_BYTES, Array, Cases, cases
 from outlast.plan.cluster import Cluster
 from outlast.plan.facts import facts
 

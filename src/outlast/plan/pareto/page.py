@@ -16,20 +16,9 @@ import numpy as np
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.pareto.budget import limits as limits_of
-from outlast.plan.pareto.formatting import (
-    display,
-    layout_words,
-    settings_words,
-)
+from outlast.plan.pareto.formatting import display, layout_words, settings_words
 from outlast.plan.pareto.objectives import FIGURES, ends
-from outlast.plan.pareto.search import (
-    Front,
-    Wanted,
-    best,
-    kept,
-    rounded,
-    why_none,
-)
+from outlast.plan.pareto.search import Front, Wanted, best, kept, rounded, why_none
 from outlast.plan.pareto.settings import Settings
 
 SHOWN = 500

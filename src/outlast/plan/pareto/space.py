@@ -14,13 +14,7 @@ from typing import Any, TypeAlias, cast, get_args
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.batch import (
-    RECOMPUTE,
-    SHARDING,
-    WEIGHT_BYTES,
-    Cases,
-    case,
-)
+from outlast.plan.batch import RECOMPUTE, SHARDING, WEIGHT_BYTES, Cases, case
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import (
     Balance,

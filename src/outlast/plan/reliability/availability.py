@@ -19,12 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outlast.plan.batch import Array
-from outlast.plan.reliability.failure_rates import (
-    SMALLEST_RATE,
-    batches_of,
-    groups_hit,
-    rate_of,
-)
+from outlast.plan.reliability.failure_rates import SMALLEST_RATE, batches_of, groups_hit, rate_of
 from outlast.plan.reliability.recovery import (
     HOUR_SECONDS,
     Reliability,
@@ -324,7 +319,7 @@ def replica_availability(settings: Reliability, nodes: Array) -> ReplicaAvailabi
     )
     seldom = 1.0 / (1.0 + absent)
     chances = last_ones(units, 1.0 - seldom, groups)
-    last = {each.nodes: chance for each, chance in zip(units, chances, strict=True)}
+    last = {unit.nodes: chance for unit, chance in zip(units, chances, strict=True)}
     stops = sum((each * last[number] for number, _, each, _, _ in taken), np.zeros(1))
     # While all stand still, groups come back without loss of work: absence is shorter by `slow`,
     # wall time over exposed time, where slow = still + pauses up and up = slow / (slow + absent).

@@ -54,11 +54,7 @@ from outlast.plan.reliability.recovery import (
     require,
     waited,
 )
-from outlast.plan.reliability.recovery_time import (
-    JobFailure,
-    job_failures,
-    recovery_time,
-)
+from outlast.plan.reliability.recovery_time import JobFailure, job_failures, recovery_time
 
 SMALLEST = 1e-30
 

@@ -295,7 +295,7 @@ class LiveGroups:
         lighthouse: ``host:port`` of torchft's lighthouse; see `Lighthouse`.
         identity: Names the job; groups of another job, version of Outlast or of torch are refused.
         step: Steps done in `state`.
-        refuge: Where a newer state than any group's may lie.
+        saved_elsewhere: Where a newer state than any group's may lie.
         known: The newest step that the run is known to have reached, from its records for example.
         returning: Whether this group has been started again; then it does not begin anew.
         awaits: How many groups are to be there before the first step.
@@ -321,7 +321,7 @@ class LiveGroups:
         lighthouse: str,
         identity: str = "",
         step: int = 0,
-        refuge: SavedElsewhere | None = None,
+        saved_elsewhere: SavedElsewhere | None = None,
         known: int = 0,
         returning: bool = False,
         awaits: int = 1,
@@ -333,7 +333,7 @@ class LiveGroups:
         require_torchft()
         self.group = group
         self._state, self._step = state, step
-        self._refuge, self._known, self._returning = refuge, known, returning
+        self._saved_elsewhere, self._known, self._returning = saved_elsewhere, known, returning
         self._timeout_seconds = timeout_seconds
         self._host = host
         models = [item for item in state.values() if isinstance(item, nn.Module)]
@@ -499,7 +499,7 @@ class LiveGroups:
         """Load a saved state if the groups may not continue without; whether it did."""
         if self._found is not None and found.lives == self._found.lives:
             return False
-        newest = None if self._refuge is None else self._refuge.newest()
+        newest = None if self._saved_elsewhere is None else self._saved_elsewhere.newest()
         why = must_restore(
             found.step,
             committed=found.committed,
@@ -510,7 +510,7 @@ class LiveGroups:
         if why is None:
             return False
         begun_at = time.perf_counter()
-        step = 0 if self._refuge is None else self._refuge.restore()
+        step = 0 if self._saved_elsewhere is None else self._saved_elsewhere.restore()
         if step <= found.step:
             raise RecoverError(
                 f"group {self.group} does not train on: {why}; start the group that has the newer "

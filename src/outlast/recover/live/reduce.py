@@ -30,11 +30,7 @@ from outlast.errors import RecoverError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from outlast.recover.live.quorum import (
-        Member,
-        Membership,
-        QuorumClient,
-    )
+    from outlast.recover.live.quorum import Member, Membership, QuorumClient
 
 
 BUCKET_BYTES = 32 << 20

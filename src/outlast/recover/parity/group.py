@@ -31,12 +31,7 @@ from outlast.recover.parity.exchange import (
     recoverable_epochs,
 )
 from outlast.recover.parity.store import ParityFile, ParityMark
-from outlast.recover.parity.transport import (
-    AgreedError,
-    Transport,
-    gather,
-    raise_together,
-)
+from outlast.recover.parity.transport import AgreedError, Transport, gather, raise_together
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,7 @@ import torch
 from torch.nn import functional
 
 from outlast.tensorize.contraction import LayerPlan
-from outlast.tensorize.execute import (
-    MergedPath,
-    apply,
-    differentiate,
-)
+from outlast.tensorize.execute import MergedPath, apply, differentiate
 from outlast.tensorize.network import Network, Route
 from outlast.tensorize.operator import Merged, chain
 from outlast.tensorize.planner.choose import (

@@ -22,13 +22,7 @@ from outlast.tensorize.contraction import (
     execution_plan,
     keeps,
 )
-from outlast.tensorize.network import (
-    MemoryLayout,
-    Network,
-    Route,
-    dense_route,
-    lower,
-)
+from outlast.tensorize.network import MemoryLayout, Network, Route, dense_route, lower
 from outlast.tensorize.planner.price import is_view, move, same_order
 
 if TYPE_CHECKING:

@@ -1,0 +1,847 @@
+"""Folders of `save_state`: the note that leads to a version of a store, and Accelerate's own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import time
+import uuid
+import warnings
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate import DistributedType
+from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, SkipBatchSampler
+from torch import nn
+
+from outlast import cluster
+from outlast.autosave.resume.process import random_states, set_random_states, source_of
+from outlast.checkpoint import CheckpointStore, Compression, Reduction
+from outlast.checkpoint.format.version import SEAL
+from outlast.distributed.group import gather_objects, raise_together
+from outlast.errors import CheckpointError, IntegrationError
+from outlast.integrations.entries import TextEntry
+from outlast.records import CheckpointRestored
+from outlast.runtime.memory import MemoryCheckpoint
+from outlast.runtime.place import ranks_here, unwrapped
+from outlast.runtime.saves import AdapterSaves, close_at_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from accelerate import Accelerator
+
+    from outlast.job import CheckpointSection, LoopJob
+    from outlast.records import Event, RunDirectory
+
+
+_NAME = "outlast.json"
+
+
+_OWN = "optimizer*"
+
+
+"""What Accelerate writes for the optimizers, which are in every state that a store could hold."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Note of what a folder leads to.
+
+    Attributes:
+        version: Number of the version.
+        save: Name of this one save, since a run that goes back saves the same number again.
+        store: The store's directory; in the file, as seen from the folder.
+    """
+
+    version: int
+    save: str
+    store: Path
+
+
+class OwnFolder(NamedTuple):
+    """A folder that Accelerate itself has written, and when, in seconds of the epoch."""
+
+    seconds: float
+    path: Path
+
+
+def write_note(folder: Path, note: Note) -> None:
+    """Let `folder` lead to a version."""
+    store = os.path.relpath(os.path.realpath(note.store), os.path.realpath(folder))
+    content = json.dumps({**asdict(note), "store": store})
+    (folder / _NAME).write_text(content + "\n", encoding="utf-8")
+
+
+def read_note(folder: Path) -> Note | None:
+    """Read what `folder` leads to; None where Accelerate itself has written it.
+
+    Raises:
+        CheckpointError: When the note is damaged, or the store that it names is not there.
+    """
+    path = folder / _NAME
+    try:
+        found = json.loads(path.read_bytes())
+        version, save, where = int(found["version"]), str(found["save"]), str(found["store"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}); load another folder, or none for the newest state"
+        ) from None
+    store = Path(os.path.normpath(Path(os.path.realpath(folder), where)))
+    if not store.is_dir():
+        raise CheckpointError(
+            f"{folder} holds no state but leads to the store {store}, which is not there; move "
+            "the two together, or load another folder"
+        )
+    return Note(version, save, store)
+
+
+def newest_own_folder(parent: Path) -> OwnFolder | None:
+    """The folder in `parent` that Accelerate itself has written last.
+
+    Args:
+        parent: Of the folders that automatic names are given to.
+    """
+    found = [
+        OwnFolder(max(state.stat().st_mtime for state in states), folder)
+        for folder in (parent.iterdir() if parent.is_dir() else ())
+        if not (folder / _NAME).exists() and (states := [*folder.glob(_OWN)])
+    ]
+    return max(found, default=None)
+
+
+_FACTS, _RANDOM = "accelerator", "random-"
+
+
+class Remembering:
+    """Keeps the state of a loop on an accelerator, and finds it again after a restart.
+
+    All processes make it before `Accelerator.load_state`, and call its methods together. From then
+    on, loading the newest state takes that from memory where it is newer than the store's.
+
+    Args:
+        accelerator: After `prepare`.
+        saving: Its store.
+        job: The settings; [recover] counts here.
+        directory: Of the run.
+
+    Attributes:
+        facts: What was found in memory beside the objects; empty where nothing was.
+        events: What there is to say and not yet said.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, saving: Saving, job: LoopJob, directory: RunDirectory
+    ) -> None:
+        self.facts: dict[str, Any] = {}
+        self.events: list[Event] = []
+        self._saving = saving
+        self._ranks = ranks_here()
+        self._text = TextEntry()
+        self._state: dict[str, Any] = {}
+        self._kept_steps = -1
+        self._names: list[str] = []
+        self._memory = MemoryCheckpoint(
+            job, self._ranks, directory, saving.store, self._state, note=self._note
+        )
+        for optimizer in accelerator._optimizers:
+            optimizer.optimizer.register_step_pre_hook(self._settle)
+        own_end = accelerator.end_training
+
+        def end_training() -> None:
+            own_end()
+            self.close()
+
+        accelerator.end_training = end_training
+        saving.memory = self
+
+    def keep(self) -> None:
+        """Keep the state of the step that was done last; called after each step of the loop.
+
+        It stands where `save_state` could stand. In the middle of a gradient accumulation it does
+        nothing.
+
+        Raises:
+            IntegrationError: When a process does not come to this step.
+        """
+        steps = self._saving.steps
+        if steps == self._kept_steps:
+            return
+        self._kept_steps = steps
+        warning = self._memory.keep(steps)
+        if warning is not None and self._ranks.is_first:
+            warnings.warn(warning.message, stacklevel=2)
+
+    def find(self) -> int | None:
+        """Steps of the state in memory that is newer than the store's newest; None without one.
+
+        Raises:
+            RecoverError: On all processes, when what was in memory is lost, and there is no
+                checkpoint.
+        """
+        found = self._memory.find()
+        self.events = self._memory.events
+        return found
+
+    def read(self) -> bool:
+        """Fill `facts` with what `find` has found; else the newest checkpoint must be taken."""
+        text = TextEntry()
+        found = self._memory.read({_FACTS: text})
+        self.facts = text.content if found else {}
+        return found
+
+    def take(self, wanted: dict[str, Any]) -> bool:
+        """Fill the live objects with what was found; else the newest checkpoint must be taken.
+
+        Args:
+            wanted: Objects by their names in the store, and the random numbers of a process.
+
+        Raises:
+            RecoverError: On all processes, when it does not fit, and there is no checkpoint.
+        """
+        self._state.clear()
+        self._state |= wanted
+        taken = self._memory.take()
+        self._state.clear()
+        return taken
+
+    def close(self, *, forget: bool = True) -> None:
+        """The loop has ended.
+
+        Args:
+            forget: Give the memory back. Otherwise it is kept for the next start.
+        """
+        self._memory.close(forget=forget)
+
+    def _settle(self, *_: Any) -> None:
+        self._memory.settle()
+
+    def _note(self) -> None:
+        if not self._state:
+            objects = self._saving.objects()
+            own = f"{_RANDOM}{self._ranks.rank}"
+            self._names = [*objects]
+            self._state |= {**objects, own: self._saving.own}
+            if self._ranks.is_first:
+                self._state[_FACTS] = self._text
+        self._text.content = self._saving.facts(self._names)
+
+
+@dataclass
+class _Epoch:
+    """A loader within an epoch.
+
+    Attributes:
+        loader: The prepared one, or one that skips its first batches.
+        begun: What `_sources` gave before the first draw, and the process's random states.
+        before_batch: The random states before the newest batch was read, one ahead of the loop.
+        batches: Batches of the epoch that the loop has got, with those that were skipped.
+        counts: Whether its end leads the prepared loader on to the next epoch.
+        iterator: Below the loader's; gone where the loop has broken off.
+    """
+
+    loader: Any
+    begun: dict[str, Any]
+    before_batch: dict[str, Any]
+    batches: int
+    counts: bool
+    iterator: Callable[[], Any] = lambda: None
+
+
+class ProcessEntry:
+    """Random numbers, place of the loaders and gradients of a process, as an entry of a state.
+
+    Args:
+        accelerator: After `prepare`.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._loaders = [*accelerator._dataloaders]
+        self._within: dict[int, _Epoch] = {}
+        self._random: dict[str, Any] = {}
+        self._restored: dict[str, Any] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        for number, loader in enumerate(self._loaders):
+            self._follow(loader, number, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random states, and what else there is now."""
+        gradients = {}
+        if not self._accelerator.sync_gradients:
+            gradients = {
+                name: item.grad for name, item in self._parameters() if item.grad is not None
+            }
+        return {**random_states(), "loaders": self._places(), "gradients": gradients}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep what was saved, until `resume`."""
+        self._random = dict(state)
+        self._restored = self._random.pop("loaders", {})
+        self._gradients = self._random.pop("gradients", {})
+
+    def resume(self, *, as_before: bool) -> list[str]:
+        """Go on where the loaded state is from.
+
+        Args:
+            as_before: Whether as many processes go on as saved it.
+
+        Returns:
+            Sentences on what will differ from an uninterrupted loop.
+        """
+        self._within.clear()
+        places = self._restored
+        self._restored = {name: place for name, place in places.items() if "begun" in place}
+        for number, loader in enumerate(self._loaders):
+            if (place := places.get(str(number))) is not None:
+                loader.iteration = place["iteration"]
+                _set_sources(loader, place)
+        set_random_states(self._random)
+        for name, place in self._restored.items():
+            if place["first"]:
+                # A loader that is none of the accelerator's, as `accelerate.skip_first_batches`
+                # makes one, draws the order of the samples from here, and is not followed.
+                set_random_states(place["begun"])
+                _set_sources(self._loaders[int(name)], place["begun"])
+                self._draw_again()
+        if self._gradients and not as_before:
+            warning = (
+                "the state was saved within a gradient accumulation by another number of "
+                "processes: its gradients so far are left out of the next optimizer's step"
+            )
+            return [warning]
+        for name, parameter in self._parameters():
+            parameter.grad = None
+            if (gradient := self._gradients.get(name)) is not None:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype)
+        return []
+
+    def skipping(self, whole: Any, loader: Any, batches: int) -> None:
+        """Follow a loader that skips the first batches of a prepared one.
+
+        Args:
+            whole: The prepared one.
+            loader: What Accelerate has made of it.
+            batches: How many.
+        """
+        number = next((n for n, loader in enumerate(self._loaders) if loader is whole), None)
+        if number is not None:
+            self._follow(loader, number, batches)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, model in enumerate(self._accelerator._models):
+            for name, parameter in model.named_parameters():
+                yield f"{number}.{name}", parameter
+
+    def _places(self) -> dict[str, Any]:
+        """Positions of the prepared loaders, those within an epoch with all they have drawn."""
+        found: dict[str, Any] = {}
+        self._within = {
+            number: item for number, item in self._within.items() if item.iterator() is not None
+        }
+        for number, loader in enumerate(self._loaders):
+            if not isinstance(loader, DataLoaderShard):
+                continue
+            epoch = self._within.get(number)
+            # The loop has the last batch: the next one is the first of the next epoch.
+            ends = epoch is not None and epoch.loader.end_of_dataloader
+            found[str(number)] = place = {"iteration": loader.iteration, **_sources(loader)}
+            if epoch is not None and ends:
+                place["iteration"] += epoch.counts
+            elif epoch is not None:
+                place |= {
+                    "first": next(iter(self._within)) == number,
+                    "begun": epoch.begun,
+                    "before_batch": epoch.before_batch,
+                    "batches": epoch.batches,
+                }
+        return found
+
+    def _draw_again(self) -> None:
+        """Set the random numbers before the first forward pass of training, whatever began it."""
+
+        def set_once(module: torch.nn.Module, *_: Any) -> None:
+            if not module.training:
+                return
+            for handle in handles:
+                handle.remove()
+            if self._restored:
+                set_random_states(self._random)
+                self._restored = {}
+
+        models = self._accelerator._models
+        handles = [model.register_forward_pre_hook(set_once) for model in models]
+
+    def _follow(self, loader: Any, number: int, skipped: int) -> None:
+        """Note what a loader does, and let it begin as the restored one did."""
+        if not isinstance(loader, DataLoaderShard):
+            return
+        own_begin, own_end, own_update = loader.begin, loader.end, loader._update_state_dict
+        # An iterable dataset is read from its first sample on.
+        unread = 0 if loader.skip_batches else skipped
+        restored: dict[str, Any] | None = None
+
+        def begin() -> None:
+            nonlocal restored
+            own_begin()
+            restored = self._taken(number, skipped)
+            if restored is not None:
+                set_random_states(restored["begun"])
+                _set_sources(loader, restored["begun"])
+                if unread == restored["batches"]:
+                    _set_before_first(loader, restored["before_batch"])
+            begun = {**random_states(), **_sources(loader)}
+            counts = restored is not None or loader is self._loaders[number]
+            self._within.pop(number, None)
+            self._within[number] = _Epoch(loader, begun, {}, unread, counts)
+
+        def iterate() -> Any:
+            iterator = own_iterate()
+            if (epoch := self._within.get(number)) is not None:
+                epoch.iterator = weakref.ref(iterator)
+            return iterator
+
+        def update() -> None:
+            """Between two reads: the loop gets the batch that was read first after the other."""
+            own_update()
+            nonlocal restored
+            epoch = self._within.get(number)
+            if epoch is None or epoch.loader is not loader:
+                return
+            if restored is not None:
+                if epoch.batches + 1 == restored["batches"]:
+                    set_random_states(restored["before_batch"])
+                elif epoch.batches >= restored["batches"] or unread > 0:
+                    set_random_states(self._random)
+                    restored = None
+            epoch.before_batch = random_states()
+            epoch.batches += 1
+
+        def end() -> None:
+            own_end()
+            epoch = self._within.pop(number, None)
+            if epoch is not None and epoch.counts:
+                # The loader that skips is thrown away; the whole one has the next epoch.
+                self._loaders[number].iteration = loader.iteration
+
+        loader.begin, loader.end, loader._update_state_dict = begin, end, update
+        own_iterate = loader.base_dataloader.__iter__
+        loader.base_dataloader.__iter__ = iterate
+
+    def _taken(self, number: int, skipped: int) -> dict[str, Any] | None:
+        """The restored place of a loader that begins; None where it begins an epoch.
+
+        Another loader that begins first, as an evaluation's does, leaves it where it is.
+        """
+        place: dict[str, Any] | None = self._restored.get(str(number))
+        if place is None or not (skipped or place["first"]):
+            return None
+        self._restored = {}
+        return place
+
+
+def _set_before_first(loader: Any, states: dict[str, Any]) -> None:
+    """Set the random states before the first batch is read, behind what the sampler draws."""
+    sampler = loader.batch_sampler
+    if not isinstance(sampler, SkipBatchSampler):
+        return
+
+    class Set(SkipBatchSampler):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            for number, samples in enumerate(super().__iter__()):
+                if number == 0:
+                    set_random_states(states)
+                yield samples
+
+    sampler.__class__ = Set
+
+
+def _sampler_of(loader: Any) -> Any:
+    """Return the sampler that orders a loader's samples, below all that shards and skips."""
+    found = loader.batch_sampler or loader.sampler
+    while (inner := getattr(found, "batch_sampler", None)) is not None:
+        found = inner
+    return getattr(found, "sampler", found)
+
+
+def _sources(loader: Any) -> dict[str, Any]:
+    """Return what decides the order of a loader's samples, beside the process's random numbers."""
+    sampler = _sampler_of(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        return {"seed": int(sampler.initial_seed)}
+    source = source_of(getattr(sampler, "generator", None))
+    return {} if source is None else {"generator": source.read()}
+
+
+def _set_sources(loader: Any, found: Mapping[str, Any]) -> None:
+    sampler = _sampler_of(loader)
+    if "seed" in found and isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = found["seed"]
+    source = source_of(getattr(sampler, "generator", None))
+    if "generator" in found and source is not None:
+        source.write(found["generator"])
+
+
+def check_savable(accelerator: Accelerator) -> None:
+    """Refuse what a store cannot hold.
+
+    Raises:
+        IntegrationError: In one sentence.
+    """
+    if not accelerator._optimizers:
+        raise IntegrationError(
+            "add_checkpoints counts the steps of a prepared optimizer, and there is none; call it "
+            "after accelerator.prepare(...)"
+        )
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
+        raise IntegrationError(
+            f"add_checkpoints cannot save what {kind.value} holds; of the Accelerator's engines, "
+            "DDP and FSDP2 go with a store"
+        )
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise IntegrationError("FSDP1 hides the parameters; set fsdp_version=2")
+    if accelerator.dataloader_config.use_stateful_dataloader:
+        raise IntegrationError(
+            "DataLoaderConfiguration.use_stateful_dataloader = True is not kept in a store; set it "
+            "to False and go on with accelerator.skip_first_batches"
+        )
+    if accelerator.project_configuration.save_on_each_node:
+        raise IntegrationError(
+            "ProjectConfiguration.save_on_each_node = True has no meaning for a store that all "
+            "nodes write to together; leave it False"
+        )
+
+
+_ALL = 10**9
+
+
+_HIDDEN = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+
+
+class Saving(AdapterSaves):
+    """The store of one accelerator, in place of the files of its `save_state`.
+
+    All processes make it, after `Accelerator.prepare`, and call its methods together.
+
+    Args:
+        accelerator: Whose `save_state` and `load_state` are replaced.
+        directory: Of the store.
+        settings: Of the store.
+
+    Attributes:
+        steps: Steps that the first optimizer has done in the run: a version's number, but that a
+            second save after the same step counts as of the next one.
+        directory: Of the store.
+        store: Of the versions.
+        memory: Keeps the state of each step, too; None without.
+        own: What each process has for itself.
+
+    Raises:
+        IntegrationError: When the accelerator cannot be saved in this way.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, directory: Path, settings: CheckpointSection
+    ) -> None:
+        check_savable(accelerator)
+        super().__init__(ranks_here(), cluster)
+        self.steps = 0
+        self.memory: Remembering | None = None
+        self._accelerator = accelerator
+        self.directory = directory
+        self._saved_steps = -1
+        self.store = raise_together(lambda: self._opened(settings))
+        self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
+        self.own = ProcessEntry(accelerator)
+        own_end, own_skip = accelerator.end_training, accelerator.skip_first_batches
+        accelerator._optimizers[0].optimizer.register_step_post_hook(self._count)
+
+        def end_training() -> None:
+            self.close()
+            own_end()
+
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            loader = own_skip(dataloader, num_batches)
+            self.own.skipping(dataloader, loader, num_batches)
+            return loader
+
+        accelerator.skip_first_batches = skip_first_batches
+        accelerator.save_state = self.save_state
+        accelerator.load_state = self.load_state
+        accelerator.end_training = end_training
+        # A program may end without `end_training`.
+        atexit.register(self._close_at_exit)
+
+    def save_state(self, output_dir: str | None = None, *arguments: Any, **options: Any) -> str:
+        """As `Accelerator.save_state`; returns when all is copied, and writes in the background.
+
+        Returns:
+            The folder, which stands for the state that is in the store.
+        """
+        self.collect(wait=True)
+        accelerator = self._accelerator
+        with self.watch("checkpoint"):
+            with self._hidden():
+                folder = str(self._own_save(output_dir, *arguments, **options))
+            note = Note(self._next_number(), uuid.uuid4().hex, self.directory)
+            if accelerator.is_main_process:
+                write_note(Path(folder), note)
+            saved = self.objects()
+            entries = [*saved]
+            saved[f"{_RANDOM}{self._ranks.rank}"] = self.own
+            if self._ranks.is_first:
+                facts = {**self.facts(entries), "number": note.version, "save": note.save}
+                saved[_FACTS] = TextEntry(facts)
+            self._handle = self.store.save_async(note.version, saved)
+            self._saved_steps, self._number = self.steps, note.version
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *arguments: Any, **options: Any) -> None:
+        """As `Accelerator.load_state`; without a folder, the newest state that is whole.
+
+        What Accelerate itself has written, it loads itself. A folder of another run is loaded from
+        that run's store.
+
+        Raises:
+            OutlastError: When nothing can be used.
+        """
+        self.collect(wait=True)
+        looked = raise_together(lambda: self._looked(input_dir))
+        (ours, note, folder), is_newest = gather_objects(looked)[0]
+        if is_newest and self._loaded_from_memory():
+            self._saved_steps = self._number = -1
+        elif not ours:
+            self._own_load(folder, *arguments, **options)
+        elif note is None or os.path.realpath(note.store) == os.path.realpath(self.directory):
+            self._load(self.store, note)
+            self._saved_steps = self._number = -1
+        else:
+            other = raise_together(lambda: CheckpointStore(note.store, writer="thread"))
+            try:
+                self._load(other, note)
+            finally:
+                other.close()
+
+    def _load(self, store: CheckpointStore, note: Note | None) -> None:
+        """Load what `note` leads to; None: the newest."""
+        begun = time.perf_counter()
+        facts, number = self._facts(store, note)
+        while True:
+            wanted = self._wanted(facts)
+            restored = store.restore(wanted, step=number)
+            assert restored is not None
+            for name in restored.skipped:
+                self._tell(f"{name}; the version of step {restored.step} was loaded")
+            if restored.step == facts["number"]:
+                break
+            # The newest is damaged, beyond what was read of it first.
+            facts, number = _read_facts(store, restored.step), restored.step
+        self._take_over(facts)
+        seconds = time.perf_counter() - begun
+        self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
+
+    def _loaded_from_memory(self) -> bool:
+        """Load the state in memory, where that is newer than the store's newest."""
+        if self.memory is None or self.memory.find() is None or not self.memory.read():
+            self._take_over_events()
+            return False
+        taken = self.memory.take(self._wanted(self.memory.facts))
+        self._take_over_events()
+        if taken:
+            self._take_over(self.memory.facts)
+        return taken
+
+    def _take_over_events(self) -> None:
+        self._tell_all(() if self.memory is None else self.memory.events)
+
+    def _take_over(self, facts: dict[str, Any]) -> None:
+        """Go on where the objects that were loaded are from."""
+        self.steps = facts["steps"]
+        self._accelerator.step = facts["step"]
+        self._accelerator.project_configuration.iteration = facts["iteration"]
+        for sentence in self.own.resume(as_before=facts["ranks"] == self._ranks.world_size):
+            self._tell(sentence)
+
+    def newest(self) -> int | None:
+        """Number of the newest state that can be loaded; None where there is none."""
+        kept = None if self.memory is None else self.memory.find()
+        if kept is not None:
+            return kept
+        version = self.store.newest()
+        return None if version is None else version.step
+
+    def close(self) -> None:
+        """Wait for the save under way and give up the store; `end_training` calls it.
+
+        Raises:
+            CheckpointError: When the last save has failed.
+        """
+        atexit.unregister(self._close_at_exit)
+        try:
+            self.finish()
+        finally:
+            self.store.close()
+
+    def _close_at_exit(self) -> None:
+        # After an error, other processes may never finish the save under way.
+        if getattr(sys, "last_value", None) is None:
+            close_at_exit(self.close)
+
+    def _opened(self, settings: CheckpointSection) -> CheckpointStore:
+        project = self._accelerator.project_configuration
+        # As in Accelerate, folders that the script names are limited by nobody.
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        return CheckpointStore(
+            self.directory,
+            keep=limit or _ALL,
+            reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
+            asynchronous=settings.asynchronous,
+            writer=settings.writer,
+            timeout_seconds=settings.timeout_seconds,
+        )
+
+    @contextlib.contextmanager
+    def _hidden(self) -> Iterator[None]:
+        """Within it the accelerator looks as if nothing had been prepared."""
+        accelerator = self._accelerator
+        kept = {name: getattr(accelerator, name) for name in (*_HIDDEN, "scaler")}
+        for name in _HIDDEN:
+            setattr(accelerator, name, [])
+        accelerator.scaler = None
+        try:
+            yield
+        finally:
+            for name, kept_item in kept.items():
+                setattr(accelerator, name, kept_item)
+
+    def facts(self, entries: Sequence[str]) -> dict[str, Any]:
+        """Facts that are saved beside the objects.
+
+        Args:
+            entries: Their names.
+        """
+        return {
+            "entries": [*entries],
+            "ranks": self._ranks.world_size,
+            "steps": self.steps,
+            "step": self._accelerator.step,
+            "iteration": self._accelerator.project_configuration.iteration,
+        }
+
+    def objects(self) -> dict[str, Any]:
+        """The live objects that are saved and restored, of all processes the same."""
+        accelerator = self._accelerator
+        models = [unwrapped(model) for model in accelerator._models]
+        found: dict[str, Any] = {}
+        if models:
+            found["model"] = models[0] if len(models) == 1 else nn.ModuleList(models)
+        optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
+        if optimizers:
+            found["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
+        for number, scheduler in enumerate(accelerator._schedulers):
+            found[f"scheduler-{number}"] = scheduler.scheduler
+        for number, object_ in enumerate(accelerator._custom_objects):
+            found[f"registered-{number}"] = object_
+        if accelerator.scaler is not None:
+            found["scaler"] = accelerator.scaler
+        return found
+
+    def _wanted(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """The live objects to load into, with what is this process's own."""
+        found = self.objects()
+        saved = {fact for fact in facts["entries"] if not fact.startswith(_RANDOM)}
+        if differing := saved ^ {*found}:
+            name = min(differing)
+            raise CheckpointError(
+                f"{name} is {'' if name in saved else 'not '}in the state that was saved, but "
+                f"{'not ' if name in saved else ''}in the accelerator: prepare and register the "
+                "same objects as where it was saved"
+            )
+        # A process that was not there draws as one that was.
+        return {**found, f"{_RANDOM}{self._ranks.rank % facts['ranks']}": self.own}
+
+    def _facts(
+        self, store: CheckpointStore, note: Note | None
+    ) -> tuple[dict[str, Any], int | None]:
+        """Facts that were saved beside the objects, and the version to load; None: the newest."""
+        if note is None:
+            return _read_facts(store, None), None
+        try:
+            facts = _read_facts(store, note.version)
+        except CheckpointError:
+            newest = store.newest()
+            if newest is None or newest.step >= note.version:
+                raise
+            self._tell(
+                f"the state of step {note.version} was never published, as one that is cut short "
+                f"is not; that of step {newest.step} is loaded"
+            )
+            return _read_facts(store, None), None
+        if facts["save"] != note.save:
+            self._tell(
+                f"the folder's own state of step {note.version} was never published, or the run "
+                "went back and saved that step again; the one that was saved last is loaded"
+            )
+        return facts, note.version
+
+    def _looked(self, input_dir: str | None) -> tuple[tuple[bool, Note | None, str | None], bool]:
+        """Return what `_chosen` says, and whether that is the newest state of this run."""
+        _, note, folder = found = self._chosen(input_dir)
+        if note is None:
+            return found, folder is None
+        newest = self.store.newest()
+        own = os.path.realpath(note.store) == os.path.realpath(self.directory)
+        return found, own and (newest is None or newest.step <= note.version)
+
+    def _chosen(self, input_dir: str | None) -> tuple[bool, Note | None, str | None]:
+        """Choose a state: whether it is in a store, its note (None: newest), else its folder."""
+        if input_dir is not None:
+            note = read_note(Path(input_dir).expanduser())
+            return note is not None, note, input_dir
+        newest = self.store.newest()
+        if (
+            newest is None
+            or not self._accelerator.project_configuration.automatic_checkpoint_naming
+        ):
+            return newest is not None, None, None
+        own = newest_own_folder(Path(self._accelerator.project_dir) / "checkpoints")
+        published = self.directory / newest.folder
+        seal = published / SEAL
+        if own is None or own.seconds <= (seal if seal.exists() else published).stat().st_mtime:
+            return True, None, None
+        self._tell(
+            f"{own.path}, which Accelerate itself has written, is newer than the newest state in "
+            f"{self.directory}, of step {newest.step}, and is loaded; to load the latter, name "
+            "its folder"
+        )
+        return False, None, str(own.path)
+
+    def _next_number(self) -> int:
+        """Number of the next version: the steps done, or one more than that of the save before.
+
+        No version is overwritten, and a folder leads to the state that it was given.
+        """
+        if self._saved_steps <= self.steps <= self._number:
+            return self._number + 1
+        return self.steps
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def _read_facts(store: CheckpointStore, number: int | None) -> dict[str, Any]:
+    """Read what was saved beside the objects of a version; None for the newest."""
+    entry = TextEntry()
+    if store.restore({_FACTS: entry}, step=number) is None:
+        raise CheckpointError(f"there is no complete state in {store.storage.location} to load")
+    content: dict[str, Any] = entry.content
+    return content

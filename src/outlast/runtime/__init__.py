@@ -1,0 +1,1 @@
+"""The engine of a run: everything beside its loop."""

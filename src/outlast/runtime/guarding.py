@@ -1,0 +1,149 @@
+"""The guard of a run: from [guard] to a `Guard`, and from its findings to the run's records."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from outlast.distributed.group import gather_on_first
+from outlast.errors import WrongNumbersError
+from outlast.guard import Finding, Guard, Policy, guard
+from outlast.guard.findings import HARMFUL
+from outlast.guard.policy import collapsed
+from outlast.records import CorruptionDetected, Guarded, MemberLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from outlast.job import GuardSection
+
+
+_MOST_GAPS = 40
+
+
+class RunGuard:
+    """The guard of a run, for a training loop.
+
+    Args:
+        settings: The section [guard].
+        seed: Of the slices that are checked.
+        model: The model or its DDP or FSDP2 wrapper.
+        optimizers: Its optimizers.
+
+    Attributes:
+        warnings: What the guard had to say when it was installed.
+        inside: Whether the engine makes the attempts itself, before it sums over other processes.
+    """
+
+    def __init__(
+        self, settings: GuardSection, seed: int, model: nn.Module, optimizers: list[Optimizer]
+    ) -> None:
+        self._reported = 0
+        self._gave_up = False
+        self.inside = False
+        policy = Policy(
+            level=settings.policy,
+            modules=settings.modules,
+            correct=settings.correct,
+            persistent=settings.persistent,
+            seed=seed,
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.guard: Guard = guard(model, optimizers, policy)
+        self.warnings = [str(item.message) for item in caught]
+
+    def attempts(self) -> Iterator[int]:
+        """See `Guard.attempts`."""
+        try:
+            yield from self.guard.attempts()
+        except WrongNumbersError:
+            self._gave_up = True
+            raise
+
+    def restart(self, step: int) -> None:
+        """See `Guard.restart`."""
+        self.guard.restart(step)
+
+    def finish(self) -> None:
+        """See `Guard.finish`."""
+        self._giving_up(self.guard.finish)
+
+    def before_save(self) -> None:
+        """See `Guard.before_save`."""
+        self._giving_up(self.guard.before_save)
+
+    def _giving_up(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except WrongNumbersError:
+            self._gave_up = True
+            raise
+
+    @property
+    def found(self) -> int:
+        """Findings of this process that are not recorded yet."""
+        return len(self.guard.ledger.findings) - self._reported
+
+    def news(self) -> list[CorruptionDetected | MemberLost]:
+        """All ranks' findings since the last call, by rank; all ranks call it together.
+
+        Where the attempts have ended with wrong numbers, their ranks count as lost.
+
+        Returns:
+            Events on rank 0, nothing on the others.
+        """
+        mine = self.guard.ledger.findings[self._reported :]
+        self._reported += len(mine)
+        events = [_event(finding) for findings in gather_on_first(mine) for finding in findings]
+        if not self._gave_up:
+            return [*events]
+        corrupt = {event.found_on: event for event in events if event.outcome in HARMFUL}
+        return [*events, *(_lost(value) for value in corrupt.values())]
+
+    def summary(self, step: int) -> Guarded:
+        """Summarise the checks of this attempt so far."""
+        coverage = self.guard.coverage()
+        kinds = Counter(item.kind for item in coverage if not item.operations)
+        uncovered = self.guard.uncovered()
+        calls = {name: f"{count}x" for name, count in sorted(uncovered.operations.items())}
+        gaps = [*collapsed(uncovered.parameters).items(), *collapsed(calls).items()]
+        parameters, at_rest = self.guard.at_rest()
+        return Guarded(
+            step=step,
+            policy=self.guard.policy.level,
+            checks=self.guard.ledger.checks,
+            seconds=self.guard.seconds,
+            operations={name: asdict(item) for name, item in self.guard.certificate().items()},
+            modules=len(coverage),
+            uncovered=dict(kinds),
+            parameters=parameters,
+            at_rest=at_rest,
+            trained=uncovered.elements,
+            unwatched=uncovered.unwatched,
+            flops=uncovered.flops,
+            gaps=dict(gaps[:_MOST_GAPS]),
+        )
+
+
+def _lost(wrong: CorruptionDetected) -> MemberLost:
+    note = f"{wrong.operation} of {wrong.module} stays wrong on {wrong.device}"
+    return MemberLost(wrong.step, f"rank {wrong.found_on}", "corrupt", 0.0, note)
+
+
+def _event(finding: Finding) -> CorruptionDetected:
+    return CorruptionDetected(
+        step=finding.step,
+        module=finding.module,
+        operation=finding.operation,
+        device=finding.device,
+        found_on=finding.rank,
+        rows=finding.rows,
+        magnitude=finding.magnitude,
+        outcome=finding.outcome,
+    )

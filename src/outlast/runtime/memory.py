@@ -1,0 +1,481 @@
+"""The in-memory checkpoint of a run, from which a restart by its launcher resumes.
+
+See `outlast.recover.restart`. An adapter that restores and saves by itself uses it so::
+
+    memory = MemoryCheckpoint(job, ranks, directory, store, state, note=bring_entries_up_to_date)
+    if memory.find() is not None and memory.read({"framework": text}) and memory.take():
+        ...                      # `state` is that of the step which `find` has told
+    else:
+        ...                      # the newest checkpoint, as without
+    for event in memory.events:
+        recording.write(event)
+    ...
+        memory.settle()          # before each optimizer's step
+        optimizer.step()
+        recording.write(memory.keep(step, stopping.agreement))       # between two steps
+    memory.close(forget=True)    # all is on disk
+
+Parameters and optimizer states are copied while the next step runs, until it is told that they are
+about to change; whatever else an object hands out is copied at once. In a framework's checkpoint,
+which is such an object, `settled` tells the parameters apart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from outlast.distributed.group import Group
+from outlast.errors import RecoverError
+from outlast.job import fingerprint
+from outlast.records import (
+    CheckpointRestored,
+    MembershipChanged,
+    StateRecovered,
+    StepsDone,
+    Warned,
+    read_run,
+)
+from outlast.recover.cost import RestoreSource, cheapest_source
+from outlast.recover.phase_page import EnterPhase, ignore_phase
+from outlast.recover.redundancy import Redundancy
+from outlast.recover.restart import Keeper, node_of
+from outlast.runtime.agreement import BoundaryAgreement, host_group
+from outlast.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from torch.optim import Optimizer
+
+    from outlast.checkpoint import CheckpointStore
+    from outlast.distributed.ranks import Ranks
+    from outlast.job import Job, LoopJob
+    from outlast.job.sections import RecoverSection
+    from outlast.records import Event, Run, RunDirectory
+    from outlast.recover.restart import CompleteState
+    from outlast.state.live import State
+
+
+_RECENT_STEPS = 20
+
+
+def kept_run(directory: RunDirectory) -> str:
+    """Under which name the states of this run are kept in memory."""
+    # Of an earlier run with the same name nothing must be taken.
+    return f"{directory.path.name}-{directory.identifier}"
+
+
+def is_kept(settings: RecoverSection, ranks: Ranks) -> bool:
+    """Return whether states are kept in memory: a launcher would start these ranks again."""
+    restarted = ranks.launch == "nproc" or (
+        ranks.launch == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    )
+    return settings.mode == "restart" and restarted
+
+
+def from_disk(
+    store: CheckpointStore, state: State, passed_over: Sequence[str] = ()
+) -> tuple[int, list[Event]]:
+    """Restore the newest checkpoint: the steps that it has done, and the events.
+
+    Args:
+        store: The run's checkpoints.
+        state: Model and optimizers.
+        passed_over: One sentence for each newer state that could not be used.
+
+    Raises:
+        RecoverError: When a newer state could not be used, and there is no checkpoint.
+    """
+    begun = time.perf_counter()
+    restored = store.restore(state)
+    if restored is None:
+        if passed_over:
+            # Steps were done: whoever began anew would lose them without a word.
+            raise RecoverError(
+                f"{'; '.join(passed_over)}; and there is no checkpoint to go on from: start with "
+                "the settings and the code of before, or anew in another directory"
+            )
+        # Not silently: a run that had saved nothing looks just like one that has lost its files.
+        return 0, [Warned(store.unfinished)] if store.unfinished else []
+    skipped = [*passed_over, *restored.skipped]
+    events: list[Event] = [
+        Warned(f"{name}; the run goes on from the version of step {restored.step}")
+        for name in skipped
+    ]
+    seconds = time.perf_counter() - begun
+    return restored.step, [*events, CheckpointRestored(restored.step, seconds, skipped)]
+
+
+class MemoryCheckpoint:
+    """Keeps the newest state of a run in memory outside of its processes, and finds it again.
+
+    All ranks make it and call its methods together, but for `settle` and `close`. Where nobody
+    would start the ranks again, or ``recover.mode = "off"``, nothing is kept, and `restore` takes
+    the newest checkpoint.
+
+    What is kept is as in `outlast.recover.restart.Keeper`: of buffers, tensors of objects other
+    than modules and optimizers, and values that are no tensors, the first rank's of those that have
+    their name; what each rank must get back for itself has a name of its own, such as ``random-3``.
+
+    Args:
+        job: The settings; [recover] counts here. What was kept for another job is not restored.
+        ranks: This process among the others.
+        directory: Of the run; it has its identifier.
+        store: The run's checkpoints.
+        state: What is kept: name -> module, optimizer, or object with a ``state_dict``. It may be
+            filled later, before `take` and `keep`.
+        note: Called before the state is looked at, to bring entries up to date.
+        otherwise: What the loop does where the memory cannot be used, for a warning; empty: it goes
+            on from its newest checkpoint.
+        own_group: Whether the ranks agree in a group of their own for host memory, apart from the
+            default group's collectives.
+        steps_before: That the process with this rank had done when it was killed, if it is known.
+
+    Attributes:
+        events: What `find` and `take` had to say.
+        saved: Steps of the newest checkpoint when `find` looked; -1 without one.
+        unsaved: Whether what was restored is on no disk, so that it must be saved in the end.
+
+    Raises:
+        RecoverError: On all ranks, when the parity that is asked for is not possible.
+    """
+
+    def __init__(
+        self,
+        job: Job | LoopJob,
+        ranks: Ranks,
+        directory: RunDirectory,
+        store: CheckpointStore,
+        state: State,
+        *,
+        note: Callable[[], None] = lambda: None,
+        otherwise: str = "",
+        own_group: bool = True,
+        steps_before: int = 0,
+    ) -> None:
+        self.events: list[Event] = []
+        self.saved = -1
+        self.unsaved = False
+        self._otherwise = otherwise
+        self._every_steps = job.recover.every_steps
+        self._store = store
+        self._state = state
+        self._note = note
+        self._steps_before = steps_before
+        self._told = False
+        self._whole: CompleteState | None = None
+        self._several = ranks.world_size > 1
+        self._own_agreement: BoundaryAgreement | None = None
+        self._keeper: Keeper | None = None
+        self._directory = directory.path if ranks.is_first and directory.exists() else None
+        if not is_kept(job.recover, ranks):
+            return
+        settings = job.recover
+        group = host_group() if self._several and own_group else None
+        redundancy = Redundancy(settings.parity, settings.parity_group, settings.domain)
+        self._peers = Group(group, error=RecoverError, node=node_of(settings.memory))
+        redundancy.check(self._peers.gather(self._peers.node))
+        self._keeper = Keeper(
+            state,
+            kept_run(directory),
+            f"{fingerprint(job)} outlast-{__version__}",
+            memory=settings.memory,
+            every_steps=settings.every_steps,
+            peers=self._peers,
+            redundancy=redundancy,
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether anything is kept."""
+        return self._keeper is not None
+
+    def restore(self) -> tuple[int, list[Event]]:
+        """Fill the state from memory or the newest checkpoint, whatever is sooner back.
+
+        Returns:
+            The steps that it has done, and what there is to say.
+
+        Raises:
+            RecoverError: When steps were done, and no state of them can be used.
+        """
+        if self._keeper is None:
+            return from_disk(self._store, self._state)
+        history, passed_over = self._history(), list[str]()
+        try:
+            whole = self._find(history)
+            if whole is not None:
+                event = self._take(whole, history)
+                return event.step, [event, *self._changed(history, event.step)]
+        except RecoverError as error:
+            passed_over.append(str(error))
+        step, events = from_disk(self._store, self._state, passed_over)
+        return step, [*events, *self._changed(history, step)]
+
+    def find(self) -> int | None:
+        """Steps of the state in memory that is better than the newest checkpoint; None without one.
+
+        Raises:
+            RecoverError: On all ranks, when what was in memory is lost, and there is no checkpoint.
+        """
+        self.events, self._whole = [], None
+        if self._keeper is not None:
+            try:
+                self._whole = self._find(self._history())
+            except RecoverError as error:
+                self._pass_over(error)
+        return None if self._whole is None else self._whole.step
+
+    def read(self, entries: State) -> bool:
+        """Fill a part of the state that was found, before the rest has a place.
+
+        Args:
+            entries: Some of the state's names, with the objects that take them over.
+
+        Returns:
+            Whether it was there; else the newest checkpoint must be taken.
+
+        Raises:
+            RecoverError: On all ranks, when it was not, and there is no checkpoint.
+        """
+        return self._filled(entries)
+
+    def take(self) -> bool:
+        """Fill the state with what was found.
+
+        Returns:
+            Whether all of it was there and fits; else the newest checkpoint must be taken, and
+            fill all of the state.
+
+        Raises:
+            RecoverError: On all ranks, when it does not, and there is no checkpoint.
+        """
+        return self._filled(None)
+
+    def look(self, step: int) -> bool:
+        """Return whether this rank wants what is kept to be planned anew; see `Keeper.look`."""
+        return self._keeper is not None and self._keeper.look(step)
+
+    def keep(
+        self, step: int, agreement: BoundaryAgreement | None = None, *, plan: bool | None = None
+    ) -> Warned | None:
+        """Begin to keep the state after `step` steps, between two steps, where that is due.
+
+        Parameters and optimizers must not change until `settle`.
+
+        Args:
+            step: Steps done.
+            agreement: What the ranks of this loop agree by on other things; None: nothing else.
+            plan: Whether any rank wants to plan anew; None: ask them now.
+
+        Returns:
+            A warning when nothing is kept from now on.
+
+        Raises:
+            IntegrationError: When a rank does not come to this step.
+        """
+        if self._keeper is None:
+            return None
+        if plan is None:
+            if step % self._every_steps:
+                return None
+            self._note()
+            plan = self.look(step)
+            if self._several:
+                if agreement is None:
+                    agreement = self._own_agreement = self._own_agreement or BoundaryAgreement(0)
+                plan = agreement.any(step, plan)
+        self._keeper.keep(step, plan=plan)
+        if self._keeper.problem and not self._told:
+            self._told = True
+            return Warned(
+                f"{self._keeper.problem}; a restart goes on from the newest checkpoint "
+                '(recover.memory names another place, recover.mode = "off" is silent)'
+            )
+        return None
+
+    def settle(self, mark: EnterPhase = ignore_phase) -> None:
+        """Wait until what was being copied is copied; to be called before an optimizer's step.
+
+        Args:
+            mark: Told when it is parity that is waited for.
+        """
+        if self._keeper is not None:
+            if self._keeper.has_parity:
+                mark("parity")
+            self._keeper.settle()
+
+    def holds(self, step: int) -> bool:
+        """Return whether the state after `step` steps is kept on all ranks, which ask together."""
+        if self._keeper is None:
+            return False
+        self._keeper.settle()
+        return not self._peers.any(self._keeper.kept != step or bool(self._keeper.problem))
+
+    def forget_earlier(self) -> None:
+        """Forget what an earlier start has kept, from which this one does not continue."""
+        if self._keeper is not None:
+            self._keeper.close(forget_run=True)
+
+    def close(self, *, forget: bool) -> None:
+        """End keeping.
+
+        Args:
+            forget: Give the memory back: all is on disk, or may be wrong. Otherwise it is kept
+                for a restart.
+        """
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.close(forget_run=forget)
+
+    def _find(self, history: Run | None) -> CompleteState | None:
+        """The state in memory from which the run is sooner back than from its newest checkpoint.
+
+        Raises:
+            RecoverError: On all ranks, when more is lost than parity makes good.
+        """
+        assert self._keeper is not None
+        version = self._store.newest()
+        self.saved = max(self._peers.gather(-1 if version is None else version.step))
+        whole = self._keeper.find()
+        if whole is None:
+            return None
+        # All ranks do as rank 0 says, who knows the run's step times.
+        size = sum(entry.size for entry in whole.tensors().values())
+        candidates = [RestoreSource("memory", whole.step, size)]
+        if self.saved >= 0:
+            candidates.append(RestoreSource("disk", self.saved, size))
+        chosen = cheapest_source(candidates, _step_seconds(history))
+        assert chosen is not None
+        return None if self._peers.gather(chosen.source)[0] == "disk" else whole
+
+    def _take(self, whole: CompleteState, history: Run | None) -> StateRecovered:
+        """Restore what `_find` has found.
+
+        Raises:
+            RecoverError: On all ranks, when it does not fit, or has gone meanwhile; the live state
+                may be filled in part and must be restored from elsewhere.
+        """
+        assert self._keeper is not None
+        recovered = self._keeper.restore(whole)
+        assert recovered is not None
+        self.unsaved = recovered.step > self.saved
+        # What was done may not be on record yet.
+        done = max(_recorded(history), self._steps_before)
+        lost = max(0, *(peer - recovered.step for peer in self._peers.gather(done)))
+        return StateRecovered(
+            recovered.step, recovered.source, recovered.seconds, lost, recovered.size
+        )
+
+    def _filled(self, entries: State | None) -> bool:
+        if self._keeper is None or self._whole is None:
+            return False
+        try:
+            if entries is None:
+                self.events.append(self._take(self._whole, self._history()))
+            else:
+                self._keeper.restore(self._whole, entries)
+        except RecoverError as error:
+            self._whole = None
+            self._pass_over(error)
+            return False
+        return True
+
+    def _pass_over(self, error: RecoverError) -> None:
+        if self.saved < 0:
+            # Steps were done: whoever began anew would lose them without a word.
+            raise RecoverError(
+                f"{error}; and there is no checkpoint to go on from: start with the settings and "
+                "the code of before, or anew in another directory"
+            )
+        follows = self._otherwise or (
+            f"the run goes on from its newest checkpoint, of step {self.saved}"
+        )
+        self.events.append(Warned(f"{error}; {follows}"))
+
+    def _history(self) -> Run | None:
+        return None if self._directory is None else read_run(self._directory)
+
+    def _changed(self, history: Run | None, step: int) -> list[Event]:
+        """The event of another number of processes than before; rank 0 alone knows."""
+        # The newest attempt is this one.
+        before = [] if history is None else history.attempts[-2:-1]
+        if not before or before[0].world_size == self._peers.size:
+            return []
+        reason = "resized" if before[0].outcome == "to_be_continued" else "lost"
+        seconds = max(time.time() - before[0].end_time, 0.0)
+        return [MembershipChanged(step, before[0].world_size, self._peers.size, reason, seconds)]
+
+
+def _recorded(history: Run | None) -> int:
+    """The last step that is on record; 0 on other ranks, which record nothing."""
+    steps = [] if history is None else history.of(StepsDone)
+    return max((event.step for _, event in steps), default=0)
+
+
+def _step_seconds(history: Run | None) -> float:
+    steps = [] if history is None else history.of(StepsDone)
+    recent = [second for _, event in steps for second in event.step_seconds][-_RECENT_STEPS:]
+    return sorted(recent)[len(recent) // 2] if recent else 0.0
+
+
+def places_of(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> set[int]:
+    """Addresses of the parameters of `modules`, and of those and the states of `optimizers`."""
+    found = {_place(parameter) for module in modules for parameter in module.parameters()}
+    for optimizer in optimizers:
+        found.update(
+            _place(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        )
+        found.update(
+            _place(tensor)
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if isinstance(tensor, torch.Tensor)
+        )
+    return found - {0}
+
+
+def settled(value: Any, places: Collection[int]) -> Any:
+    """`value` with its tensors that lie at `places` as parameters on the same memory.
+
+    Args:
+        value: Nested dictionaries, lists and tuples of tensors and anything else.
+        places: Of `places_of`, seen in the same step.
+    """
+    if isinstance(value, torch.Tensor):
+        if _place(value) not in places:
+            return value
+        return nn.Parameter(value.detach(), requires_grad=False)
+    if isinstance(value, Mapping):
+        return {key: settled(item, places) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(settled(item, places) for item in value)
+    return value
+
+
+def only_settled(value: Any) -> Any:
+    """Return the parameters in `value`, as `settled` gives it, under the same keys."""
+    if isinstance(value, nn.Parameter):
+        return value
+    if isinstance(value, Mapping):
+        return {key: only_settled(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(only_settled(item) for item in value)
+    return None
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """The address of a tensor's first element; 0 for one without any, or with no single one."""
+    if tensor.layout != torch.strided:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        # It consists of other tensors, which whoever keeps it refuses by name.
+        return 0

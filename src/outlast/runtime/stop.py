@@ -1,0 +1,326 @@
+"""Requests to stop a run at the next step boundary: a signal, its time limit, its job's end.
+
+A signal only sets a flag; the state is saved between two steps, when all ranks have agreed on it.
+SIGTERM and SIGUSR1 (Slurm's usual warnings before a time limit) and SIGINT (Ctrl-C) ask for a stop;
+a second SIGINT ends the process at once, as a person who presses Ctrl-C twice expects.
+
+`StopFlag` is for `outlast train`, whose launcher is ours; `Stop` for a loop that is not ours, of
+which nothing can be saved before its first training step; `Stopping` asks all of its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from outlast.errors import EXIT_CRASHED, EXIT_TO_BE_CONTINUED
+from outlast.runtime.cadence import StepClock
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import FrameType, TracebackType
+
+    from outlast.distributed.ranks import Ranks
+    from outlast.runtime.agreement import BoundaryAgreement
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+TOLD_TO_STOP = "OUTLAST_TOLD_TO_STOP"
+"""Set by a launcher that was told to stop, for processes that it has yet to start."""
+
+_FIRST_LEAD_SECONDS = 30.0
+_FIRST_LEAD_PART = 0.1
+"""How long before the limit a first save begins: 30 s, of short limits a tenth."""
+
+_SAVES_WORTH = 1.5
+_STEPS_REMEMBERED = 20
+
+
+class JobChain(Protocol):
+    """The Slurm job or the chain of jobs that a run is in; `outlast.cluster` is one."""
+
+    def should_stop(self, lead_seconds: float | None = None) -> bool:
+        """Return whether to save and end now."""
+
+    def report_progress(
+        self, step: int, *, steps: int = 0, save_seconds: float | None = None
+    ) -> None:
+        """Tell that everything up to `step` is saved and durable."""
+
+    def report_outcome(self, outcome: str, *, steps: int = 0) -> None:
+        """Tell how the program stands."""
+
+
+class Stop:
+    """A context in which the stop signals ask for a stop; called once a step on rank 0.
+
+    In a Slurm job it also knows that job's time limit, in a link of a chain the link's.
+
+    Args:
+        limit_seconds: How long the program may run, from when this is made; None: for ever.
+        chain: Knows when the job ends; None: nobody does.
+    """
+
+    def __init__(
+        self, limit_seconds: float | None = None, *, chain: JobChain | None = None
+    ) -> None:
+        self._limit_seconds = limit_seconds
+        self._chain = chain
+        self._begun = time.monotonic()
+        self._in_job = bool({"SLURM_JOB_ID", "OUTLAST_CHAIN"} & {*os.environ})
+        self._process = os.getpid()
+        self._training = False
+        self._signal = ""
+        self._interrupts = 0
+        self._previous: dict[int, object] = {}
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._save_seconds: float | None = None
+
+    def training_begins(self) -> None:
+        """Note that the first step boundary is reached: there is something to save from now on."""
+        self._training = True
+
+    def observe_step(self, seconds: float) -> None:
+        """Take in a step of `seconds`."""
+        self._steps.append(seconds)
+
+    def observe_save(self, seconds: float) -> None:
+        """Take in a save that took `seconds` until it was published."""
+        self._save_seconds = max(seconds, self._save_seconds or 0.0)
+
+    @property
+    def signalled(self) -> str:
+        """Name of the signal that came to this process; empty for none."""
+        return self._signal
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether a second Ctrl-C has ended the program where it was."""
+        return self._interrupts > 1
+
+    def __call__(self) -> str:
+        """Return the reason to stop now, in a few words; empty: continue."""
+        if self._signal:
+            return self._signal
+        if self._limit_seconds is not None:
+            left = self._limit_seconds - (time.monotonic() - self._begun)
+            if left < self._lead_seconds(self._limit_seconds):
+                return "the time limit"
+        if self._in_job and self._chain is not None and self._chain.should_stop():
+            return "the end of the job's time"
+        return ""
+
+    def _lead_seconds(self, limit_seconds: float) -> float:
+        """Seconds before the limit at which one more step would end too late for the last save."""
+        step = max(self._steps, default=0.0)
+        if self._save_seconds is None:
+            return step + min(_FIRST_LEAD_SECONDS, _FIRST_LEAD_PART * limit_seconds)
+        return step + _SAVES_WORTH * self._save_seconds + 1.0
+
+    def __enter__(self) -> Stop:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._handle_in_child(number)
+            return
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1 or not self._training:
+                raise KeyboardInterrupt
+            if os.environ.get("RANK", "0") == "0":
+                say_interrupted()
+        name = signal.Signals(number).name
+        if not self._training:
+            print(
+                f"outlast: {name} before the first training step: there is nothing to save",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise SystemExit(EXIT_TO_BE_CONTINUED)
+        self._signal = name
+
+    def _handle_in_child(self, number: int) -> None:
+        """In processes that the program has forked: workers go on until the program ends them."""
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def say_interrupted() -> None:
+    """Say what the first Ctrl-C does; written past Python's own buffers, which may be in use."""
+    text = "outlast: saving at the next step, then it ends; Ctrl-C again ends it at once, unsaved\n"
+    os.write(2, text.encode())
+
+
+class StopFlag:
+    """A context that turns the stop signals into a flag while it is open.
+
+    Args:
+        launcher: Process that started this one and ends it when it dies itself, or None.
+
+    Attributes:
+        reason: Name of the signal that came, or None.
+    """
+
+    def __init__(self, launcher: int | None = None) -> None:
+        self.reason: str | None = None
+        self._launcher = launcher
+        self._interrupts = 0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopFlag:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        if self._launcher is not None:
+            # While its processes are started anew, the launcher has nobody to pass a signal to.
+            self.reason = self.reason or os.environ.get(TOLD_TO_STOP)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._launcher is not None and os.getppid() != self._launcher:
+                # The launcher was killed and this is its parting signal: end like it, so that the
+                # same command can start at once.
+                os._exit(EXIT_CRASHED)
+            self._interrupts += 1
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+        self.reason = signal.Signals(number).name
+
+
+class Stopping:
+    """Asks all ranks of a loop that is not ours, at step boundaries, whether to stop and to save.
+
+    Args:
+        limit_seconds: How long a training may take; None: as long as it needs.
+        ranks: This process among the others.
+        chain: Knows when the job ends; None: nobody does.
+        stop: Asked instead of one of its own.
+
+    Attributes:
+        agreement: Of the ranks, between `begin` and `end`; None elsewhere, and for one rank.
+        clock: Of the steps.
+    """
+
+    def __init__(
+        self,
+        limit_seconds: float | None,
+        ranks: Ranks,
+        chain: JobChain | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        self.agreement: BoundaryAgreement | None = None
+        self.clock = StepClock()
+        self._limit_seconds = limit_seconds
+        self._ranks = ranks
+        self._chain = chain
+        self._stop = stop or Stop(limit_seconds, chain=chain)
+
+    def signals(self) -> AbstractContextManager[Stop]:
+        """The context of a training, in which the signals ask for a stop."""
+        self._stop = Stop(self._limit_seconds, chain=self._chain)
+        return self._stop
+
+    def agree(self, step: int) -> None:
+        """Let the ranks agree from `step` steps on; all ranks together."""
+        if self._ranks.world_size > 1:
+            from outlast.runtime.agreement import BoundaryAgreement
+
+            self.agreement = BoundaryAgreement(step)
+        else:
+            self.agreement = None
+
+    def begin(self, step: int) -> None:
+        """Begin the first step, after `step` steps; all ranks together."""
+        self.agree(step)
+        self.start()
+
+    def start(self) -> None:
+        """Begin the first step of ranks that agree already."""
+        self._stop.training_begins()
+        self.clock = StepClock()
+
+    def observe_save(self, seconds: float) -> None:
+        """Take in a save that took `seconds` until it was published."""
+        self._stop.observe_save(seconds)
+
+    def observe_step(self) -> float:
+        """End a step at this boundary; returns its seconds."""
+        seconds = self.clock.step()
+        self._stop.observe_step(seconds)
+        return seconds
+
+    def why(self, step: int) -> str:
+        """The reason to stop after `step` steps, the same on all ranks; empty: continue.
+
+        Raises:
+            IntegrationError: When a rank does not come to this step, because it has fewer or is
+                gone.
+        """
+        self.observe_step()
+        return self.decide(step)[0]
+
+    def decide(self, step: int, *, save: bool = False, common: bool = False) -> tuple[str, bool]:
+        """The reason to stop after `step` steps, and whether to save; the same on all ranks.
+
+        Args:
+            step: Steps done.
+            save: Whether this rank wants to save; rank 0's wish counts.
+            common: Whether every rank wants the same by itself.
+
+        Raises:
+            IntegrationError: As `why`.
+        """
+        if self.agreement is None:
+            return self._stop(), save
+        why = self._stop() if self._ranks.is_first else self._stop.signalled
+        common = save and common
+        if not self.agreement.is_due(step):
+            return "", common
+        agreed = self.agreement.exchange(step, bool(why), save, self.clock.mean_seconds)
+        return (why or "a signal to another rank") if agreed.stop else "", common or agreed.save
+
+    def ended(self, step: int) -> None:
+        """Tell that this rank ends after `step` steps; others that wait for it give up."""
+        if self.agreement is not None:
+            self.agreement.ended(step)
+
+    def meet(self, step: int) -> None:
+        """Meet all ranks at the end of their loops, after `step` steps.
+
+        Raises:
+            IntegrationError: On all ranks, when others did another number of steps.
+        """
+        if self.agreement is not None:
+            self.agreement.meet(step)
+
+    def end(self, step: int) -> None:
+        """Meet all ranks at the end of their loops, and agree no more.
+
+        Raises:
+            IntegrationError: As `meet`.
+        """
+        try:
+            self.meet(step)
+        finally:
+            self.agreement = None
