@@ -158,10 +158,7 @@ def split_rows(box: Box, facts: TensorFacts, limit: int) -> Iterator[Box]:
 
 _DIGITS = re.compile(r"(\d+)/*$", re.ASCII)
 
-_SAFE_DCP = {
-    dcp_metadata.__name__: dcp_metadata,
-    dcp_filesystem.__name__: dcp_filesystem,
-}
+_SAFE_DCP = {dcp_metadata.__name__: dcp_metadata, dcp_filesystem.__name__: dcp_filesystem}
 
 _SAFE_DCP_NAMES = {
     "BytesStorageMetadata",
@@ -566,9 +563,7 @@ def open_megatron(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpoint:
     source.tensors[COMMON] = entry_of(COMMON, torch.frombuffer(content, dtype=torch.uint8))
     source.unprefixed.add(COMMON)
     source.dcp = dataclasses.replace(
-        source.dcp,
-        names=[*source.dcp.names, COMMON],
-        objects=[*source.dcp.objects, COMMON],
+        source.dcp, names=[*source.dcp.names, COMMON], objects=[*source.dcp.objects, COMMON]
     )
     source.notes.append(f"{_COMMON_FILE} was imported as it is, as the bytes {COMMON}")
     return source

@@ -67,12 +67,7 @@ class Place:
 
     @classmethod
     def of(
-        cls,
-        place: str | os.PathLike[str],
-        keep: int | Retention,
-        ranks: Group,
-        *,
-        private: bool,
+        cls, place: str | os.PathLike[str], keep: int | Retention, ranks: Group, *, private: bool
     ) -> Place:
         """The place of this rank."""
         storage = storage_of(place)

@@ -78,11 +78,7 @@ def holding(live: Live) -> tuple[Holding, dict[str, torch.Tensor]]:
             if first != name:
                 tied.append((name, first))
     held = Holding(
-        tensors,
-        tuple(live.values),
-        frozenset(live.objects),
-        tuple(tied),
-        frozenset(live.varying),
+        tensors, tuple(live.values), frozenset(live.objects), tuple(tied), frozenset(live.varying)
     )
     return held, memory
 

@@ -423,11 +423,7 @@ class Restorer:
         return chosen, unlisted
 
     def _try(
-        self,
-        place: Place,
-        version: Version,
-        wish: RestoreRequest,
-        skipped: list[str],
+        self, place: Place, version: Version, wish: RestoreRequest, skipped: list[str]
     ) -> tuple[Restored | None, str, bool]:
         """Restore one version: what was restored, or why not and whether that is damage."""
         contents, problem, damaged = self._load_together(place, version)
@@ -457,11 +453,7 @@ class Restorer:
         return (contents if all(whole) else None), problem, damaged
 
     def _restore_and_replay(
-        self,
-        place: Place,
-        contents: Contents,
-        wish: RestoreRequest,
-        skipped: list[str],
+        self, place: Place, contents: Contents, wish: RestoreRequest, skipped: list[str]
     ) -> tuple[Restored | None, str]:
         """Restore a version, and do the steps again that were logged after it, if they verify."""
         logs, unused = self._logs_after(contents.version, wish.state)
@@ -513,11 +505,7 @@ class Restorer:
         return logs, unused
 
     def _restore_version(
-        self,
-        place: Place,
-        contents: Contents,
-        wish: RestoreRequest,
-        skipped: list[str],
+        self, place: Place, contents: Contents, wish: RestoreRequest, skipped: list[str]
     ) -> tuple[Restored | None, str]:
         step, location = contents.version.step, place.storage.location
         problem, targets, saved = "", None, saved_in(contents)

@@ -161,10 +161,7 @@ class Spread:
     def assignment(self) -> Assignment:
         """The same as a sparse matrix."""
         own = np.arange(self.chunks).reshape(self.workers, self.chunks_per_worker)
-        return Assignment.of(
-            list(np.concatenate([own, self.backup_table], axis=1)),
-            self.chunks,
-        )
+        return Assignment.of(list(np.concatenate([own, self.backup_table], axis=1)), self.chunks)
 
 
 def spread(workers: int, chunks_per_worker: int, copies: int, *, seed: int = 0) -> Spread:

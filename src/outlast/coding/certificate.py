@@ -14,12 +14,7 @@ from outlast.errors import CodingError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-UNIT_ROUNDOFF = {
-    "float64": 2.0**-53,
-    "float32": 2.0**-24,
-    "float16": 2.0**-11,
-    "bfloat16": 2.0**-8,
-}
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of rounding to nearest, by type of the messages."""
 
 EXACT = 1e-9

@@ -219,9 +219,7 @@ class GradientCode(ABC):
         weights = solve(alive)
         coefficients = self.matrix.T @ weights
         return Decoded(
-            weights,
-            coefficients,
-            certify(coefficients, weights, self.message_norms, self.dtype),
+            weights, coefficients, certify(coefficients, weights, self.message_norms, self.dtype)
         )
 
     def error(self, survivors: Survivors, decoder: Decoder = "optimal") -> float:

@@ -450,8 +450,7 @@ def _step(
     for index in schedule.order:
         operation = schedule.operations[index]
         ready_seconds = max(
-            (ends_seconds[before] for before in schedule.predecessors[index]),
-            default=begun_seconds,
+            (ends_seconds[before] for before in schedule.predecessors[index]), default=begun_seconds
         )
         if operation.device < 0:
             ends_seconds[index] = ready_seconds + _link(operation.key, link_seconds)

@@ -345,11 +345,7 @@ class TritonProduct:
         return projections, judged
 
     def backward(
-        self,
-        dy: Tensor,
-        gradients: Gradients,
-        encoding: Encoding,
-        projections: Projections,
+        self, dy: Tensor, gradients: Gradients, encoding: Encoding, projections: Projections
     ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db

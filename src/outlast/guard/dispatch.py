@@ -65,11 +65,7 @@ class CompiledProduct(TorchProduct):
         return _forward(x, y, encoding)
 
     def backward(
-        self,
-        dy: Tensor,
-        gradients: Gradients,
-        encoding: Encoding,
-        projections: Projections,
+        self, dy: Tensor, gradients: Gradients, encoding: Encoding, projections: Projections
     ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """See `Product`."""
         return _backward(dy, gradients, encoding, projections)

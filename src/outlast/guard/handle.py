@@ -127,10 +127,7 @@ def remedy(verdicts: Sequence[Verdict], persistent: Literal["raise", "drop"], si
 
 
 def agree(
-    step: int,
-    uncorrected: int,
-    bad_results: int = 0,
-    dropped: Sequence[int] = (),
+    step: int, uncorrected: int, bad_results: int = 0, dropped: Sequence[int] = ()
 ) -> Verdict:
     """Tell all ranks of the default process group; every rank calls this at the same point.
 

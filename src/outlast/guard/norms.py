@@ -136,13 +136,7 @@ class NormChecks(ForwardPatch):
         # Whose forward is written in torch operations may use x more than once.
         separate = self._kind != "layer" and not is_half(x.dtype)
         used: list[Tensor] = []
-        y = watched(
-            self._compute,
-            inputs,
-            inputs,
-            partial(self._backward, used),
-            separate=separate,
-        )
+        y = watched(self._compute, inputs, inputs, partial(self._backward, used), separate=separate)
         self.watch.touch("norm.output", self.name, y.data)
         flat_x = _rows(x)
         put_output_right(

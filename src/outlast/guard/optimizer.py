@@ -95,9 +95,7 @@ class Decay:
     def widest(self, other: Decay) -> Decay:
         """Holds for any mixture of steps of both."""
         return Decay(
-            max(self.ratio, other.ratio),
-            max(self.start, other.start),
-            max(self.floor, other.floor),
+            max(self.ratio, other.ratio), max(self.start, other.start), max(self.floor, other.floor)
         )
 
     def squared(self, steps: Number) -> Number:

@@ -124,11 +124,7 @@ class Product(Protocol):
         """Check y (rows, outputs), the product of x (rows, inputs)."""
 
     def backward(
-        self,
-        dy: Tensor,
-        gradients: Gradients,
-        encoding: Encoding,
-        projections: Projections,
+        self, dy: Tensor, gradients: Gradients, encoding: Encoding, projections: Projections
     ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """Check the gradients that follow from dy (rows, outputs): dx, and dw with db."""
 
@@ -222,10 +218,7 @@ def _multiprocessors(device: torch.device) -> int:
 _FILES = ("sweep.c", "rows.h")
 # Sums in any order, but NaN and infinity as they are.
 _SUMS = ("-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-Wno-psabi")
-_FLAGS = (
-    *_SUMS,
-    *("-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno"),
-)
+_FLAGS = (*_SUMS, *("-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno"))
 
 
 def _fields(*groups: tuple[type, str]) -> list[tuple[str, type]]:
@@ -368,11 +361,7 @@ class NativeProduct:
         return Projections(projections, squares), _judged(call.verdict, flags)
 
     def backward(
-        self,
-        dy: Tensor,
-        gradients: Gradients,
-        encoding: Encoding,
-        projections: Projections,
+        self, dy: Tensor, gradients: Gradients, encoding: Encoding, projections: Projections
     ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db
@@ -473,11 +462,7 @@ class TorchProduct:
         return Projections(wide @ encoding.input_signs + encoding.beta, squares), judged
 
     def backward(
-        self,
-        dy: Tensor,
-        gradients: Gradients,
-        encoding: Encoding,
-        projections: Projections,
+        self, dy: Tensor, gradients: Gradients, encoding: Encoding, projections: Projections
     ) -> tuple[ResidualTest | None, ResidualTest | None]:
         """See `Product`."""
         dx, dw, db = gradients.dx, gradients.dw, gradients.db

@@ -326,14 +326,7 @@ class Watch:
     ) -> None:
         """Note a finding, and tell whoever listens."""
         finding = Finding(
-            self.step,
-            site.module,
-            site.operation,
-            str(device),
-            _rank(),
-            rows,
-            magnitude,
-            outcome,
+            self.step, site.module, site.operation, str(device), _rank(), rows, magnitude, outcome
         )
         if outcome == "not_finite":
             # Said once, until the site has passed a check again.

@@ -109,10 +109,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self._others = TorchCheckpointIO()
 
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        path: str | os.PathLike[str],
-        storage_options: Any = None,
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Copy the checkpoint; returns before it is written.
 

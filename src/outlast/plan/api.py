@@ -87,11 +87,7 @@ class Training:
 
 
 def training_of(
-    job: Job,
-    devices: int,
-    cluster: Cluster | None = None,
-    *,
-    calibration: Calibrated = None,
+    job: Job, devices: int, cluster: Cluster | None = None, *, calibration: Calibrated = None
 ) -> Training:
     """An Outlast job as the model reads it, its mechanisms among it.
 
@@ -120,11 +116,7 @@ def training_of(
     return training if cluster is None else with_interval(training, cluster, calibration)
 
 
-def with_interval(
-    training: Training,
-    cluster: Cluster,
-    calibration: Calibrated = None,
-) -> Training:
+def with_interval(training: Training, cluster: Cluster, calibration: Calibrated = None) -> Training:
     """A training whose steps between saves are seconds, by the predicted step.
 
     It stays as it is where seconds are given already, where no steps are, and where the run is not
@@ -213,11 +205,7 @@ def search(
 
 
 def context_of(
-    training: Training,
-    cluster: Cluster,
-    *,
-    calibration: Calibrated = None,
-    **further: Any,
+    training: Training, cluster: Cluster, *, calibration: Calibrated = None, **further: Any
 ) -> Context:
     """Build the context that all candidates of a training on a cluster share."""
     known = _calibrated(calibration)

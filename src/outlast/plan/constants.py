@@ -167,9 +167,7 @@ MEMORY_NAMES: tuple[str, ...] = tuple(
 
 
 def memory_constants(
-    values: Mapping[str, float | Array] | None = None,
-    *,
-    moment_bytes: float | Array = 8.0,
+    values: Mapping[str, float | Array] | None = None, *, moment_bytes: float | Array = 8.0
 ) -> MemoryConstants:
     """Constants with the priors' medians where nothing is given.
 

@@ -422,9 +422,7 @@ def cliff(cases: Cases, constants: MemoryConstants) -> NDArray[np.bool_]:
 
 
 def fits(
-    cases: Cases,
-    constants: MemoryConstants,
-    least_headroom: float = CLIFF_HEADROOM,
+    cases: Cases, constants: MemoryConstants, least_headroom: float = CLIFF_HEADROOM
 ) -> NDArray[np.bool_]:
     """Mask of runs that fit with room to spare.
 

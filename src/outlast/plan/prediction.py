@@ -346,9 +346,7 @@ def _share(total: Total) -> Total:
         min(max(item, 0.0), 1.0) for item in (figure.low, figure.middle, figure.high)
     )
     return Total(
-        total.unit,
-        Interval(low, middle, high, figure.coverage, figure.extrapolated),
-        total.terms,
+        total.unit, Interval(low, middle, high, figure.coverage, figure.extrapolated), total.terms
     )
 
 

@@ -147,10 +147,7 @@ def stage(cases: Cases, place: Place) -> Stage:
         return first
     if place == "last":
         return Stage(
-            last,
-            np.where(piped, 1.0, whole),
-            np.ones(1),
-            in_flight(cases, cases.pipeline - 1.0),
+            last, np.where(piped, 1.0, whole), np.ones(1), in_flight(cases, cases.pipeline - 1.0)
         )
     between = cases.pipeline > 2.0
     inner = np.clip(

@@ -30,13 +30,7 @@ SILENCE_SHARE = 0.8
 """Of the heartbeat's seconds, after which the lighthouse of live groups drops a silent one; the
 rest is for the survivors' next step."""
 
-BYTES_PER_S = {
-    "peer": 4e9,
-    "parity": 1e9,
-    "memory": 3e9,
-    "disk": 6e8,
-    "shared": 3e8,
-}
+BYTES_PER_S = {"peer": 4e9, "parity": 1e9, "memory": 3e9, "disk": 6e8, "shared": 3e8}
 """Of a process, where nothing is measured: assumed, in the order peer copy > memory > parity >
 node's disk > shared file system. A peer's state lies in its own live memory, on the same step."""
 

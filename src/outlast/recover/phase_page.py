@@ -40,17 +40,7 @@ OUTSIDE = ("idle", "heal", "save", "evaluate")
 """Phases that are no part of a step: set-up and end, taking over a state, saves, evaluations."""
 
 
-INSIDE = (
-    "data",
-    "forward",
-    "backward",
-    "reduce",
-    "vote",
-    "optimizer",
-    "agree",
-    "memory",
-    "parity",
-)
+INSIDE = ("data", "forward", "backward", "reduce", "vote", "optimizer", "agree", "memory", "parity")
 
 
 """Phases of a step in their usual order; ``vote`` is between the gradient and its use."""

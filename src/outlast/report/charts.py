@@ -371,15 +371,7 @@ def _jsonable(value: Any) -> Any:
     return value
 
 
-LANES = (
-    "checkpoint",
-    "restore",
-    "membership",
-    "evaluation",
-    "stop request",
-    "warning",
-    "failure",
-)
+LANES = ("checkpoint", "restore", "membership", "evaluation", "stop request", "warning", "failure")
 
 
 _SHORTEST_GAP_SECONDS = 0.05

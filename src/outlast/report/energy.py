@@ -51,10 +51,7 @@ def account_purpose(name: str) -> Purpose:
 
 
 def account_of(
-    run: Run,
-    *,
-    loss_target: float | None = None,
-    settings: EnergySection | None = None,
+    run: Run, *, loss_target: float | None = None, settings: EnergySection | None = None
 ) -> EnergyReport | Unavailable:
     """The account of all energy that the run's meters have read, if they have read any.
 
@@ -382,11 +379,7 @@ def energy_figure(overview: Overview) -> Figure | None:
     names = {name for bar in bars for name in bar.joules}
     traces = [_trace(name, bars, unit_seconds) for name in PURPOSES if name in names]
     figure_layout = layout(
-        320,
-        f"running time in {unit}, without gaps",
-        "power in watts",
-        barmode="stack",
-        bargap=0,
+        320, f"running time in {unit}, without gaps", "power in watts", barmode="stack", bargap=0
     )
     figure_layout["legend"]["traceorder"] = "normal"
     figure_layout["yaxis"]["rangemode"] = "tozero"

@@ -348,10 +348,7 @@ def _once(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _figures(reading: Reading) -> dict[str, Any]:
     if isinstance(reading, Unavailable):
         # Energy of a window without an update of its counter is in the next figure, if one comes.
-        return {
-            "unavailable": reading.reason,
-            "carried": isinstance(reading, Still),
-        }
+        return {"unavailable": reading.reason, "carried": isinstance(reading, Still)}
     return {
         "joules": reading.joules,
         "low_joules": reading.low_joules,

@@ -45,10 +45,7 @@ def open_store(
         keep: Which versions stay; by default what [checkpoint] says.
     """
     keep = keep or Retention(
-        settings.keep,
-        every=settings.keep_every,
-        best=settings.keep_best,
-        metric="validation_loss",
+        settings.keep, every=settings.keep_every, best=settings.keep_best, metric="validation_loss"
     )
     # Elsewhere, an earlier run of this name may have left its checkpoints.
     run = f"{directory.path.name}-{directory.identifier}"

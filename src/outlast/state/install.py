@@ -285,9 +285,7 @@ def install(state: State, targets: Targets, saved: Saved) -> None:
 
 
 def _install_settings(
-    optimizer: torch.optim.Optimizer,
-    paths: dict[int, str],
-    decoded: Callable[[str, str], Any],
+    optimizer: torch.optim.Optimizer, paths: dict[int, str], decoded: Callable[[str, str], Any]
 ) -> None:
     """Settings of the groups and states that are no tensors.
 

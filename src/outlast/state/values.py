@@ -34,12 +34,7 @@ _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": OrderedDict,
     "Counter": lambda pairs: Counter(dict(pairs)),
 }
-_PATHS = (
-    pathlib.PosixPath,
-    pathlib.WindowsPath,
-    pathlib.PurePosixPath,
-    pathlib.PureWindowsPath,
-)
+_PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _TIMES = (datetime.datetime, datetime.date, datetime.time)
 # Attributes of the module torch that are no classes, and that JSON can name.
 _TORCH = ("dtype", "layout", "memory_format", "device")

@@ -223,10 +223,7 @@ def _gain(activation: Callable[[Tensor], Tensor]) -> float:
 
 @torch.no_grad()
 def initialize_(
-    factors: Sequence[Tensor],
-    network: Network,
-    std: float,
-    generator: Generator | None = None,
+    factors: Sequence[Tensor], network: Network, std: float, generator: Generator | None = None
 ) -> None:
     """Fill cores in place with normal numbers, for a product of a given standard deviation.
 

@@ -168,9 +168,7 @@ def pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> Pipelin
         for index, module in zip(mine, modules, strict=True)
     ]
     schedule = make_schedule(
-        runtimes,
-        microbatches,
-        lambda logits, targets: loss_sum(logits, targets) * loss_scale[0],
+        runtimes, microbatches, lambda logits, targets: loss_sum(logits, targets) * loss_scale[0]
     )
     replicas = mesh["replicate"].get_group()
     return PipelineEngine(schedule, modules, device, replicas, loss_scale, setup.mark)

@@ -297,9 +297,7 @@ def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began:
     opening = attempt_started(setup, data, size)
     records.write(
         replace(
-            opening,
-            world_size=post.groups,
-            parallel={**opening.parallel, "replicate": post.groups},
+            opening, world_size=post.groups, parallel={**opening.parallel, "replicate": post.groups}
         )
     )
     if start.prediction is not None:

@@ -210,11 +210,7 @@ class _Stage(PipelineStage):
 
 
 def make_stage(
-    module: nn.Module,
-    index: int,
-    stages: int,
-    device: torch.device,
-    group: ProcessGroup,
+    module: nn.Module, index: int, stages: int, device: torch.device, group: ProcessGroup
 ) -> PipelineStage:
     """The stage runtime; shapes are learnt from the first micro-batch."""
     return _Stage(module, index, stages, device, group=group)

@@ -158,10 +158,7 @@ class PlaneCoder:
             in_full = np.concatenate([others.astype(np.uint8), (others >> 8).astype(np.uint8)])
             exceptions, nibbles = (
                 others.size,
-                [
-                    self._compress(packed.astype(np.uint8)),
-                    self._compress(in_full),
-                ],
+                [self._compress(packed.astype(np.uint8)), self._compress(in_full)],
             )
             parts += nibbles
         else:

@@ -243,10 +243,7 @@ class Encoder:
             raise
         self._last = coding.as_last(pack)
         return Written(
-            coding.raw_bytes,
-            pack.length + len(content),
-            time.process_time() - begun,
-            coding.counts,
+            coding.raw_bytes, pack.length + len(content), time.process_time() - begun, coding.counts
         )
 
     def _write_catalogue(self, job: PartJob, content: bytes) -> list[str]:

@@ -64,12 +64,7 @@ class Claim:
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        session: int,
-        *,
-        mine: Collection[str] = (),
-        held: bool = True,
+        self, storage: Storage, session: int, *, mine: Collection[str] = (), held: bool = True
     ) -> None:
         self._storage = storage
         self._session = session

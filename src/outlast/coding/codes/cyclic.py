@@ -251,12 +251,7 @@ class CyclicMDS(NullspaceCode):
     )
 
     def __init__(
-        self,
-        workers: int,
-        stragglers: int,
-        *,
-        dtype: str = "float32",
-        tolerance: float = TOLERANCE,
+        self, workers: int, stragglers: int, *, dtype: str = "float32", tolerance: float = TOLERANCE
     ) -> None:
         check_workers(workers, stragglers)
         # Without stragglers there is no root, hence no pair to complete.

@@ -196,11 +196,7 @@ class SymmetricDesign(BlockDesign):
     name: ClassVar[str] = "symmetric block design"
 
     def __init__(
-        self,
-        workers: int,
-        *,
-        difference_set: Sequence[int] | None = None,
-        dtype: str = "float32",
+        self, workers: int, *, difference_set: Sequence[int] | None = None, dtype: str = "float32"
     ) -> None:
         chosen = difference_set_of(workers) if difference_set is None else tuple(difference_set)
         if workers < 1 or not len(chosen):

@@ -209,9 +209,7 @@ def _alternating_signs(
 
 
 def _peel(
-    order: npt.NDArray[np.int32],
-    parents: npt.NDArray[np.int64],
-    wanted: npt.NDArray[np.float64],
+    order: npt.NDArray[np.int32], parents: npt.NDArray[np.int64], wanted: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """(vertices,) weight of the edge to each vertex's parent, so that vertices sum to `wanted`."""
     # Plain lists: one pass in order, each step needs the one before.

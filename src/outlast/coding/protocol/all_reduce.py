@@ -333,10 +333,7 @@ class CodedAllReduce:
         self._losses = LossWeights(code, self.worker)
         self._model = model
         self._consensus = Consensus(
-            key_values,
-            worker=self.worker,
-            workers=code.workers,
-            timeout_seconds=timeout_seconds,
+            key_values, worker=self.worker, workers=code.workers, timeout_seconds=timeout_seconds
         )
         self._deadline_seconds = deadline
         self._sharded = any(local(parameter) is not parameter for parameter in self._parameters)

@@ -526,11 +526,7 @@ class Coverage:
         return gone
 
     def _cover(
-        self,
-        claims: Claims,
-        step: int,
-        compute: Callable[[int], torch.Tensor],
-        progress: Progress,
+        self, claims: Claims, step: int, compute: Callable[[int], torch.Tensor], progress: Progress
     ) -> str:
         """Compute and claim chunks until all are claimed; returns how the round has ended."""
         if self._alone:
@@ -610,11 +606,7 @@ class Coverage:
                 claims.claim(chunk, by=NOBODY)
 
     def _try_alone(
-        self,
-        chunk: int,
-        step: int,
-        compute: Callable[[int], torch.Tensor],
-        progress: Progress,
+        self, chunk: int, step: int, compute: Callable[[int], torch.Tensor], progress: Progress
     ) -> None:
         """Compute a chunk that nobody else could, if there is time."""
         if not self._team.told(lambda: time.monotonic() > self._ends):

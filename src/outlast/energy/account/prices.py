@@ -278,11 +278,7 @@ def yearly_average(moment: datetime, region: str) -> float:
 
 
 def carbon(
-    joules: float,
-    begin: datetime,
-    seconds: float,
-    region: str,
-    provider: Provider = yearly_average,
+    joules: float, begin: datetime, seconds: float, region: str, provider: Provider = yearly_average
 ) -> float:
     """Grams of CO2 equivalent of joules that were drawn evenly over a time.
 

@@ -150,14 +150,7 @@ class EnergyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; what is not known says why."""
-        figures = (
-            "joules",
-            "electricity",
-            "cost",
-            "carbon",
-            "joules_per_token",
-            "joules_to_loss",
-        )
+        figures = ("joules", "electricity", "cost", "carbon", "joules_per_token", "joules_to_loss")
         return {
             **{name: _plain(getattr(self, name)) for name in figures},
             "by_purpose": {name: _plain(energy) for name, energy in self.by_purpose.items()},

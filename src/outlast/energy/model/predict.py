@@ -271,11 +271,7 @@ def predicted_profile(
         flags.append(f"times are modelled, with 95 % intervals of up to {margin:.1%} either way")
     constants = calibration.constants
     return Profile(
-        curves,
-        constants.blocking_watts,
-        device=constants.name,
-        kind="modelled",
-        flags=tuple(flags),
+        curves, constants.blocking_watts, device=constants.name, kind="modelled", flags=tuple(flags)
     )
 
 

@@ -207,9 +207,7 @@ def add_checkpoints(
 
 
 def add_recover(
-    accelerator: Accelerator,
-    saving: Saving,
-    job: str | os.PathLike[str] | LoopJob | None = None,
+    accelerator: Accelerator, saving: Saving, job: str | os.PathLike[str] | LoopJob | None = None
 ) -> Remembering:
     """Keep the state of each step in memory outside of the processes, and go on from it.
 

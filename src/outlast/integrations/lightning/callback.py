@@ -674,13 +674,7 @@ class TrainerMemory:
         self._store = CheckpointStore(directory.checkpoints, collective=False)
         state = {_CHECKPOINT: self._checkpoint, f"{_PLACE}{ranks.rank}": self._place}
         return MemoryCheckpoint(
-            self._job,
-            ranks,
-            directory,
-            self._store,
-            state,
-            note=self._note,
-            otherwise=otherwise,
+            self._job, ranks, directory, self._store, state, note=self._note, otherwise=otherwise
         )
 
     def _note(self) -> None:

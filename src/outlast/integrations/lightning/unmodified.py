@@ -218,11 +218,7 @@ def _options(handed: HandedOver, folder: Path, options: dict[str, Any]) -> dict[
     )
     kept = [plugin for plugin in plugins if plugin is not others]
     return {
-        "callbacks": [
-            _Outlast(job, store.files),
-            *callbacks,
-            GoOnFrom(folder, handed.every),
-        ],
+        "callbacks": [_Outlast(job, store.files), *callbacks, GoOnFrom(folder, handed.every)],
         "enable_checkpointing": True,
         "plugins": [_OwnStore(folder, store, others), *kept],
     }

@@ -44,10 +44,7 @@ NUMBER = (int, float)
 
 
 def check_keys(
-    table: Mapping[str, Any],
-    kinds: Mapping[str, Any],
-    optional: Collection[str],
-    where: str,
+    table: Mapping[str, Any], kinds: Mapping[str, Any], optional: Collection[str], where: str
 ) -> None:
     """Refuses a table with other keys or types than expected.
 
@@ -604,13 +601,7 @@ def _key(text: str) -> str:
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _quoted(text)
 
 
-_CONSTANT = {
-    "value": NUMBER,
-    "log_deviation": NUMBER,
-    "unit": str,
-    "origin": str,
-    "group": str,
-}
+_CONSTANT = {"value": NUMBER, "log_deviation": NUMBER, "unit": str, "origin": str, "group": str}
 
 _PROVENANCE = {
     "date": str,
@@ -721,9 +712,5 @@ def _residual(table: Mapping[str, Any] | None, source: str) -> ResidualPoints | 
     except (ValueError, TypeError):
         raise PlanError(f"{where} has rows of unequal length or no numbers") from None
     return ResidualPoints(
-        names=names,
-        places=places,
-        features=features,
-        amplitude=float(table["amplitude"]),
-        **arrays,
+        names=names, places=places, features=features, amplitude=float(table["amplitude"]), **arrays
     )

@@ -129,10 +129,7 @@ class MemoryFit:
 
 
 def fit_memory(
-    runs: MemoryRuns,
-    *,
-    moment_bytes: float | Array = 8.0,
-    before: MemoryFit | None = None,
+    runs: MemoryRuns, *, moment_bytes: float | Array = 8.0, before: MemoryFit | None = None
 ) -> MemoryFit:
     """Most probable constants (maximum a posteriori).
 

@@ -197,13 +197,7 @@ def _time_flags(name: str, job: Job) -> tuple[str, ...]:
 
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
-_BYTES = {
-    "MB": 2.0**20,
-    "MIB": 2.0**20,
-    "GB": 2.0**30,
-    "GIB": 2.0**30,
-    "": 1.0,
-}
+_BYTES = {"MB": 2.0**20, "MIB": 2.0**20, "GB": 2.0**30, "GIB": 2.0**30, "": 1.0}
 
 _NUMBER = r"([\d][\d.,]*(?:[eE][-+]?\d+)?)"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")

@@ -132,10 +132,7 @@ def arguments_text(
         "enable_jit_checkpoint": True,
         **more,
     }
-    notes = [
-        READS_ARGUMENTS,
-        f"The script cuts its text into samples of {run.sequence} tokens.",
-    ]
+    notes = [READS_ARGUMENTS, f"The script cuts its text into samples of {run.sequence} tokens."]
     if run.tensor > 1:
         notes.append(f'It loads the model with tp_plan="auto" and a mesh of {run.tensor} ranks.')
     return commented(head(model, run, settings, *notes)) + yaml_text(values)

@@ -466,10 +466,7 @@ _LIMITS = {
 }
 TARGETS: Mapping[str, Target] = {
     name: Target(
-        name,
-        files=tuple(table.pop("files")),
-        limits=(*EVERYWHERE, *_LIMITS.get(name, ())),
-        **table,
+        name, files=tuple(table.pop("files")), limits=(*EVERYWHERE, *_LIMITS.get(name, ())), **table
     )
     for name, table in ((name, dict(table)) for name, table in facts("targets").items())
 }

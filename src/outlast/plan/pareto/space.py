@@ -85,11 +85,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def usual(
-    axes: Axes,
-    model: Transformer,
-    base: Configuration,
-    cluster: Cluster,
-    framework: str = "any",
+    axes: Axes, model: Transformer, base: Configuration, cluster: Cluster, framework: str = "any"
 ) -> Axes:
     """`axes` with the usual choices where there are none, and without what cannot be.
 

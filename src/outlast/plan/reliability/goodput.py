@@ -135,9 +135,7 @@ def age_moments(interval_seconds: Array, rate: Array) -> tuple[Array, Array]:
     rare = exponent < 1e-3
     safe, odds = np.where(rare, 1.0, rate), np.where(rare, 1.0, np.expm1(exponent))
     mean = np.where(
-        rare,
-        interval_seconds * (0.5 - exponent / 12.0),
-        1.0 / safe - interval_seconds / odds,
+        rare, interval_seconds * (0.5 - exponent / 12.0), 1.0 / safe - interval_seconds / odds
     )
     square = np.where(
         rare,

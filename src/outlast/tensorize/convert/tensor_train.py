@@ -108,9 +108,7 @@ def tensor_train(
     cores[0] = cores[0].squeeze(0)
     cores[-1] = cores[-1].squeeze(-1)
     return Factored(
-        tuple(core.to(tensor.dtype).contiguous() for core in cores),
-        root_sum(lost),
-        norm,
+        tuple(core.to(tensor.dtype).contiguous() for core in cores), root_sum(lost), norm
     )
 
 
