@@ -228,7 +228,14 @@ def _execute(
     session: Session | None,
 ) -> int:
     real = source.path
-    module = _main_module(script, session)
+    # The script's __main__, as Python makes it.
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script.absolute())
+    module.__loader__ = SourceFileLoader("__main__", str(script.absolute()))
+    module.__dict__["__cached__"] = None
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    if session is not None:
+        module.__dict__[RUNTIME] = session
     sys.modules["__main__"] = module
     sys.argv = [str(script), *arguments]
     if not sys.flags.safe_path:
@@ -257,18 +264,6 @@ def _execute(
     if session is not None:
         session.finish()
     return 0
-
-
-def _main_module(script: Path, session: Session | None) -> types.ModuleType:
-    """The script's `__main__`, as Python makes it."""
-    module = types.ModuleType("__main__")
-    module.__file__ = str(script.absolute())
-    module.__loader__ = SourceFileLoader("__main__", str(script.absolute()))
-    module.__dict__["__cached__"] = None
-    module.__dict__["__builtins__"] = sys.modules["builtins"]
-    if session is not None:
-        module.__dict__[RUNTIME] = session
-    return module
 
 
 def _status(ended: SystemExit) -> int:

@@ -373,7 +373,18 @@ def _begun(
 ) -> Begun:
     """Prepare the run on rank 0, and see how it stands."""
     if ranks.is_first:
-        _prepare(asked, files, folder, 1 if malleable else ranks.world_size)
+        # On rank 0: see that the run may go on as this program.
+        world_size = 1 if malleable else ranks.world_size
+        import torch
+
+        from outlast.autosave.run_folder import identity_of
+
+        if asked.fresh and (old := folder.move_aside()) is not None:
+            _say(f"moved the earlier run to {old}")
+        now = identity_of(files, asked.arguments, world_size, str(torch.__version__))
+        root = files[0].source.path.parent
+        for sentence in folder.begin(now, root, accept_changes=asked.accept_changes):
+            _say(f"warning: {sentence}")
     elif asked.fresh:
         # What is here is of the earlier run, which rank 0 may not have moved aside yet.
         return Begun()
@@ -402,24 +413,6 @@ def _set_environment(ranks: Ranks) -> None:
     }
     for name, value in values.items():
         os.environ.setdefault(name, str(value))
-
-
-def _prepare(asked: RunOptions, files: list[Rewritten], folder: RunFolder, world_size: int) -> None:
-    """On rank 0: see that the run may go on as this program.
-
-    Raises:
-        AutosaveError: When it is a run of another one.
-    """
-    import torch
-
-    from outlast.autosave.run_folder import identity_of
-
-    if asked.fresh and (old := folder.move_aside()) is not None:
-        _say(f"moved the earlier run to {old}")
-    now = identity_of(files, asked.arguments, world_size, str(torch.__version__))
-    root = files[0].source.path.parent
-    for sentence in folder.begin(now, root, accept_changes=asked.accept_changes):
-        _say(f"warning: {sentence}")
 
 
 def say_options_behind(

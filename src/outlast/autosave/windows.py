@@ -78,7 +78,8 @@ class CopyWindows:
         self._open = False
         self._lock = threading.Lock()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
-        _watch_evaluations(self)
+        _EVALUATIONS.add(self)
+        nn.Module.eval = _hurrying_eval  # type: ignore[assignment, method-assign]
 
     def late(self, tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         """Names of those of the `tensors` that a save at this boundary may copy late.
@@ -195,11 +196,6 @@ _EVALUATIONS: weakref.WeakSet[CopyWindows] = weakref.WeakSet()
 """Those that are told when a module is put into evaluation."""
 
 _plain_eval = nn.Module.eval
-
-
-def _watch_evaluations(windows: CopyWindows) -> None:
-    _EVALUATIONS.add(windows)
-    nn.Module.eval = _hurrying_eval  # type: ignore[assignment, method-assign]
 
 
 def _hurrying_eval(module: nn.Module) -> nn.Module:

@@ -265,7 +265,11 @@ def sentences(
     )
     if not site.known:
         found.append("this machine cannot ask Slurm, so the limits of the cluster are not checked")
-    found.append(_cost_words(costs))
+    found.append(
+        f"a link needs {costs.restart_seconds:.3g} s to its first step and {costs.save_seconds:.3g}"
+        f" s for a save ({_kind(costs)}); its last save begins {costs.lead_seconds:.3g} s before "
+        "its end"
+    )
     if usable is not None:
         share = (costs.restart_seconds + costs.lead_seconds) / usable
         found.append(f"start and lead take {share:.2%} of a link, {_kind(costs)}")
@@ -309,14 +313,6 @@ def _kind_words(chain: ChainPlan) -> str:
         "presubmitted": f"{chain.links} jobs submitted at once",
         "array": f"{chain.links} places of one job array",
     }[chain.kind]
-
-
-def _cost_words(costs: Costs) -> str:
-    return (
-        f"a link needs {costs.restart_seconds:.3g} s to its first step and {costs.save_seconds:.3g}"
-        f" s for a save ({_kind(costs)}); its last save begins {costs.lead_seconds:.3g} s before "
-        "its end"
-    )
 
 
 def _kind(costs: Costs) -> str:
@@ -569,7 +565,16 @@ def tasks(
     graph = graph_from_toml(text, str(file))
     schedule, unmanaged = plan(graph), run_greedily(graph)
     if as_json:
-        _print_json(schedule, unmanaged)
+        print_json(
+            {
+                "kind": "predicted",
+                "seconds": schedule.makespan_seconds,
+                "bound_seconds": schedule.bound_seconds,
+                "without_a_plan_seconds": unmanaged.makespan_seconds,
+                "sharing": schedule.sharing,
+                "rows": list(schedule.rows),
+            }
+        )
     else:
         _print_tasks(schedule, unmanaged, None if everything else ROWS_SHOWN)
     if output is not None:
@@ -620,19 +625,6 @@ def _print_tasks(schedule: Schedule, unmanaged: Schedule, most: int | None) -> N
     print(f"no plan is shorter   {duration(schedule.bound_seconds)}: this one is {gap}")
     more = unmanaged.makespan_seconds / makespan - 1.0 if makespan else 0.0
     print(f"without a plan       {duration(unmanaged.makespan_seconds)} ({more:+.1%})")
-
-
-def _print_json(schedule: Schedule, unmanaged: Schedule) -> None:
-    print_json(
-        {
-            "kind": "predicted",
-            "seconds": schedule.makespan_seconds,
-            "bound_seconds": schedule.bound_seconds,
-            "without_a_plan_seconds": unmanaged.makespan_seconds,
-            "sharing": schedule.sharing,
-            "rows": list(schedule.rows),
-        }
-    )
 
 
 cluster = typer.Typer(

@@ -581,7 +581,17 @@ def report(
     from outlast.records import read_run
     from outlast.report.energy import account_of, settings_of
 
-    _check_prices(tariff, region, {"--pue": pue, "--loss": loss})
+    # Refuse what the report would else call unavailable: it was asked for just now.
+    numbers = {"--pue": pue, "--loss": loss}
+    from outlast.energy.account.prices import Tariff, carbon
+
+    for name, value in numbers.items():
+        if value is not None and not math.isfinite(value):
+            raise EnergyError(f"{name} = {value} must be a finite number")
+    if tariff is not None:
+        Tariff.read(tariff)
+    if region is not None:
+        carbon(1.0, datetime.now(UTC), 1.0, region)
     recorded = read_run(run)
     given = {"tariff": str(tariff or ""), "region": region, "pue": pue}
     settings = settings_of(recorded).model_copy(update={k: v for k, v in given.items() if v})
@@ -633,21 +643,6 @@ def restore(
         print(f"{path}: gave back {devices}")
     if failed:
         raise typer.Exit(EXIT_BAD_INPUT)
-
-
-def _check_prices(
-    tariff: Path | None, region: str | None, numbers: dict[str, float | None]
-) -> None:
-    """Refuse what the report would else call unavailable: it was asked for just now."""
-    from outlast.energy.account.prices import Tariff, carbon
-
-    for name, value in numbers.items():
-        if value is not None and not math.isfinite(value):
-            raise EnergyError(f"{name} = {value} must be a finite number")
-    if tariff is not None:
-        Tariff.read(tariff)
-    if region is not None:
-        carbon(1.0, datetime.now(UTC), 1.0, region)
 
 
 def _watch(

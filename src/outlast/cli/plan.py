@@ -250,7 +250,9 @@ def _print(scenario: Scenario, found: Simulated, closed: Goodput, ends: Finish) 
         ]
     ]
     for name, share in sorted(found.lost_share.items(), key=lambda pair: -pair[1]):
-        form = _closed(closed, name)
+        # The closed form's share of what the simulation counts under a name.
+        together = [term for term in closed.terms if _SAME.get(term, term) == name]
+        form = sum(float(closed.terms[term][0]) for term in together)
         if share or form:
             rows.append([f"lost to {name}", f"{100 * share:.4f} %", f"{100 * form:.4f} %"])
     rows += [
@@ -307,12 +309,6 @@ def _document(
         },
         "difference": found.ettr - float(closed.ettr[0]),
     }
-
-
-def _closed(closed: Goodput, name: str) -> float:
-    """The closed form's share of what the simulation counts under a name."""
-    together = [term for term in closed.terms if _SAME.get(term, term) == name]
-    return sum(float(closed.terms[term][0]) for term in together)
 
 
 def _one(value: Any) -> float:

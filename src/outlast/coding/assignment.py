@@ -189,7 +189,17 @@ def spread(workers: int, chunks_per_worker: int, copies: int, *, seed: int = 0) 
     place_of = np.empty_like(rank_at)
     place_of[rank_at] = np.arange(workers)
     others = copies - 1
-    shifts = _shifts(generator, workers, chunks_per_worker, others)
+    # (k, d - 1) shifts from 1 to n - 1, different within each row, each used equally often.
+    dealt: list[int] = []
+    while len(dealt) < chunks_per_worker * others:
+        fresh = [int(e) + 1 for e in np.argsort(generator.random_raw(workers - 1), kind="stable")]
+        begun = dealt[len(dealt) - len(dealt) % others :]
+        missing = (others - len(begun)) % others
+        first = [shift for shift in fresh if shift not in begun][:missing]
+        dealt += first + [shift for shift in fresh if shift not in first]
+    shifts = np.asarray(dealt[: chunks_per_worker * others], dtype=np.int64).reshape(
+        chunks_per_worker, others
+    )
     # helper[o, j, m] and, the other way round, lender[r, j, m].
     place = place_of[:, None, None]
     helper = rank_at[(place + shifts) % workers]
@@ -201,19 +211,3 @@ def spread(workers: int, chunks_per_worker: int, copies: int, *, seed: int = 0) 
     backups = lender * chunks_per_worker + np.arange(chunks_per_worker)[:, None]
     last_first = backups[:, ::-1].reshape(workers, chunks_per_worker * others)
     return Spread(workers, chunks_per_worker, holders, last_first)
-
-
-def _shifts(generator: np.random.PCG64, workers: int, chunks: int, others: int) -> Table:
-    """(k, d - 1) shifts from 1 to n - 1, different within each row, each used equally often.
-
-    Random rounds of all n - 1 shifts, dealt to the rows one after the other; what would repeat a
-    shift in a row that two rounds share is dealt later.
-    """
-    dealt: list[int] = []
-    while len(dealt) < chunks * others:
-        fresh = [int(e) + 1 for e in np.argsort(generator.random_raw(workers - 1), kind="stable")]
-        begun = dealt[len(dealt) - len(dealt) % others :]
-        missing = (others - len(begun)) % others
-        first = [shift for shift in fresh if shift not in begun][:missing]
-        dealt += first + [shift for shift in fresh if shift not in first]
-    return np.asarray(dealt[: chunks * others], dtype=np.int64).reshape(chunks, others)

@@ -298,17 +298,14 @@ class GradientCode(ABC):
         """
         check_decoder(decoder)
         if decoder == "fixed":
-            return self._fixed_errors(alive)
+            counts = alive.sum(axis=1)
+            weights = np.zeros(self.workers + 1)
+            for count in np.unique(counts):
+                first = np.arange(self.workers) < count
+                weights[count] = self.fixed_weights(first).max(initial=0.0)
+            coefficients = (self.matrix.T @ alive.T.astype(np.float64)) * weights[counts]
+            return np.asarray(np.sum(np.abs(coefficients - 1.0) ** 2, axis=0))
         return self._optimal_errors(alive)
-
-    def _fixed_errors(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        counts = alive.sum(axis=1)
-        weights = np.zeros(self.workers + 1)
-        for count in np.unique(counts):
-            first = np.arange(self.workers) < count
-            weights[count] = self.fixed_weights(first).max(initial=0.0)
-        coefficients = (self.matrix.T @ alive.T.astype(np.float64)) * weights[counts]
-        return np.asarray(np.sum(np.abs(coefficients - 1.0) ** 2, axis=0))
 
     def _optimal_errors(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """Squared distances of 1 from the span of the survivors' rows, by batched solves."""

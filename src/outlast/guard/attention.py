@@ -511,12 +511,9 @@ class _Heads:
             by_square=bound.by_square + self._stored * blocks / 6.0,
         )
 
-    def _grouped(self, sums: Tensor) -> Tensor:
-        """(..., heads of queries, channels) summed per head of keys."""
-        return torch.unflatten(sums, -2, (self._heads, -1)).sum(dim=-2) if self._heads else sums
-
     def _over_queries(self, terms: Tensor) -> Tensor:
-        return self._grouped(terms.sum(dim=-2))
+        sums = terms.sum(dim=-2)
+        return torch.unflatten(sums, -2, (self._heads, -1)).sum(dim=-2) if self._heads else sums
 
     def judge_dv(self, dv: Tensor, rows: Tensor | None) -> ResidualTest:
         """The first two identities."""

@@ -577,7 +577,15 @@ class Scrubber:
             self._replicas = Replicas(group, self._blocks[0].parameter().device)
         self._begun, self._last_period = 0, 0
         if not whole:
-            self._prepare()
+            # Do what takes longer the first time, outside of any step.
+            parts = [(entry.kind, local(entry.parameter)) for entry in self._entries]
+            kinds = {
+                (kind, part.dtype, part.device): part for kind, part in parts if not part.is_meta
+            }
+            for (kind, _, _), part in kinds.items():
+                _rehearse(self.watch.policy, kind, part)
+            if self._replicas is not None:
+                self._replicas.connect()
 
     @property
     def elements(self) -> int:
@@ -856,15 +864,6 @@ class Scrubber:
                 magnitude = float(item.worst)
                 self.watch.find(site, item.flags.device, int(item.exceeded), magnitude, outcome)
         return waited
-
-    def _prepare(self) -> None:
-        """Do what takes longer the first time, outside of any step."""
-        parts = [(entry.kind, local(entry.parameter)) for entry in self._entries]
-        kinds = {(kind, part.dtype, part.device): part for kind, part in parts if not part.is_meta}
-        for (kind, _, _), part in kinds.items():
-            _rehearse(self.watch.policy, kind, part)
-        if self._replicas is not None:
-            self._replicas.connect()
 
 
 def _rehearse(policy: Policy, kind: bounds.Kind, like: Tensor) -> None:

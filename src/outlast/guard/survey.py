@@ -297,7 +297,13 @@ class Survey:
         for item in self._planned:
             operations, why_not = item.operations, self._why_not(item) or self._unknown
             if item.module in self._begun and not why_not:
-                made = self._made_in(item, operations)
+                # Select those checks of a module that were made in the last step of its optimizer.
+                since = self._begun[item.module]
+                made = {
+                    name
+                    for name in operations
+                    if any(self._made(check, (name,), since) for check in self._checks[item.module])
+                }
                 operations = tuple(
                     name for name in operations if {name, _WITH_ANOTHER.get(name)} & made
                 )
@@ -422,15 +428,6 @@ class Survey:
             if site.last >= since and site.operation in operations:
                 return True
         return False
-
-    def _made_in(self, planned: Coverage, operations: Iterable[str]) -> set[str]:
-        """Select those checks of a module that were made in the last step of its optimizer."""
-        since = self._begun[planned.module]
-        return {
-            name
-            for name in operations
-            if any(self._made(check, (name,), since) for check in self._checks[planned.module])
-        }
 
     def _flops(self) -> float | None:
         """Of a step that was looked at; a check that was not made covers no product."""

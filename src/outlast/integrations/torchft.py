@@ -231,7 +231,12 @@ class _Keeper:
         if step // self._every > self._due_at // self._every:
             self._due_at = step
             if self._manager.participating_rank() == 0:
-                self._save(step)
+                # Begin a save; what goes wrong stops no training.
+                self._collect()
+                try:
+                    self._handle = self._opened().save_async(step, self._state)
+                except CheckpointError as error:
+                    warnings.warn(f"step {step} is not saved: {error}", stacklevel=2)
             else:
                 # Another group writes from now on, which it can when this one has let go.
                 self.release()
@@ -266,14 +271,6 @@ class _Keeper:
         if self._store is None:
             self._store = CheckpointStore(self._place, keep=self._keep)
         return self._store
-
-    def _save(self, step: int) -> None:
-        """Begin a save; what goes wrong stops no training."""
-        self._collect()
-        try:
-            self._handle = self._opened().save_async(step, self._state)
-        except CheckpointError as error:
-            warnings.warn(f"step {step} is not saved: {error}", stacklevel=2)
 
     def _collect(self) -> None:
         handle, self._handle = self._handle, None

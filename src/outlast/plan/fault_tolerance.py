@@ -381,7 +381,14 @@ def _saves(
         )
     used = [tier for tier in SURVIVES if tier in settings.tiers and SURVIVES[tier] > outlives]
     priced = _priced(cluster, used, nodes, state)
-    rates = _rates(cluster, used, nodes, outlives)
+    # Failures per second that each tier survives and none before it does, nor memory.
+    rates = [0.0] * len(used)
+    for cause in cluster.failures:
+        # After wrong numbers memory is not trusted.
+        if lost_nodes(cause) <= outlives and not cause.silent:
+            continue
+        place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))
+        rates[place] += float(cause.per_day(nodes)) / DAY_SECONDS
     base, every = _least_waste(context, [priced[tier] for tier in used], rates)
     if outlives > NOT_KEPT and not settings.checkpoint_seconds:
         # Memory goes when all nodes do, which no list of failures has: files are not for never.
@@ -434,18 +441,6 @@ def _least_waste(
         ]
     )
     return chosen.base_seconds, chosen.every
-
-
-def _rates(cluster: Cluster, used: list[str], nodes: float, outlives: float) -> list[float]:
-    """Failures per second that each tier survives and none before it does, nor memory."""
-    rates = [0.0] * len(used)
-    for cause in cluster.failures:
-        # After wrong numbers memory is not trusted.
-        if lost_nodes(cause) <= outlives and not cause.silent:
-            continue
-        place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))
-        rates[place] += float(cause.per_day(nodes)) / DAY_SECONDS
-    return rates
 
 
 def _tier(table: list[_Saves], at: np.ndarray, number: int, times: Array) -> Tier:

@@ -182,7 +182,24 @@ def _loss_traces(
         bad = np.flatnonzero(~np.isfinite(training.loss))[:1000]
         # Where no loss is finite, none was told.
         if 0 < len(bad) < len(training.loss):
-            found.append((_not_finite(training, bad, prefix), training, bad))
+            found.append(
+                (
+                    {
+                        "type": "scatter",
+                        "mode": "markers",
+                        "name": f"{prefix}loss not finite",
+                        "y": [0.03] * len(bad),
+                        "yaxis": "y2",
+                        "marker": {"symbol": "x", "size": 9, "color": "var(--bad)"},
+                        "text": [
+                            f"{training.loss[at]} at step {training.step[at]:,}" for at in bad
+                        ],
+                        "hovertemplate": "loss is %{text}<extra></extra>",
+                    },
+                    training,
+                    bad,
+                )
+            )
     if len(validation.loss):
         points = _line(
             validation.loss,
@@ -194,20 +211,6 @@ def _loss_traces(
         points |= {"mode": "lines+markers", "marker": {"size": 7, "symbol": "diamond"}}
         found.append((points, validation, np.arange(len(validation.loss))))
     return found
-
-
-def _not_finite(training: Training, bad: Integers, prefix: str) -> dict[str, Any]:
-    """Marks along the bottom, on an axis of their own: NaN has no place on the loss axis."""
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": f"{prefix}loss not finite",
-        "y": [0.03] * len(bad),
-        "yaxis": "y2",
-        "marker": {"symbol": "x", "size": 9, "color": "var(--bad)"},
-        "text": [f"{training.loss[at]} at step {training.step[at]:,}" for at in bad],
-        "hovertemplate": "loss is %{text}<extra></extra>",
-    }
 
 
 def _loss_alt(overviews: Sequence[Overview]) -> str:

@@ -69,7 +69,15 @@ def account_of(
         return Unavailable("the run has no figure of energy")
     job_settings = settings_of(run)
     settings = settings or job_settings
-    losses = _losses(run, totals)
+    # The loss of each record, with all joules up to it, linear in the steps of a window.
+    curves = _curves(totals)
+    losses = []
+    spent = 0.0
+    for record, event in run.steps():
+        steps, joules = curves.get(record.attempt, ([], []))
+        if steps:
+            spent = float(np.interp(event.step, steps, joules))
+        losses.append(LossPoint(event.step, event.loss, spent))
     found = account(
         split([window for item in totals.windows for window in _windows(item)]),
         AccountedRun(
@@ -77,7 +85,10 @@ def account_of(
             seconds=max(totals.seconds, 1e-9),
             tokens=totals.tokens or None,
             losses=losses,
-            loss_target=(settings.loss_target or _best(losses))
+            loss_target=(
+                settings.loss_target
+                or min((loss.loss for loss in losses if math.isfinite(loss.loss)), default=None)
+            )
             if loss_target is None
             else loss_target,
             metered=tuple(sorted({device.part for device in totals.devices if device.counted})),
@@ -135,11 +146,6 @@ def _gaps(totals: EnergyTotals) -> tuple[str, ...]:
     return tuple(note for note in notes if note)
 
 
-def _best(losses: list[LossPoint]) -> float | None:
-    """The lowest loss of the record."""
-    return min((loss.loss for loss in losses if math.isfinite(loss.loss)), default=None)
-
-
 def settings_of(run: Run) -> EnergySection:
     """The [energy] section of the run's job; the defaults where the job cannot be read."""
     try:
@@ -182,22 +188,6 @@ def _window(window: EnergyWindow, device: dict[str, Any]) -> Window | None:
 
 def _begin(window: EnergyWindow) -> datetime:
     return datetime.fromtimestamp(window.record.time - max(window.event.seconds, 0.0), UTC)
-
-
-def _losses(run: Run, totals: EnergyTotals) -> list[LossPoint]:
-    """The loss of each record, with all joules up to it, linear in the steps of a window.
-
-    By steps and not by the clock, which may be set while a run goes on, and differs among nodes.
-    """
-    curves = _curves(totals)
-    found = []
-    spent = 0.0
-    for record, event in run.steps():
-        steps, joules = curves.get(record.attempt, ([], []))
-        if steps:
-            spent = float(np.interp(event.step, steps, joules))
-        found.append(LossPoint(event.step, event.loss, spent))
-    return found
 
 
 def _curves(totals: EnergyTotals) -> dict[int, tuple[list[float], list[float]]]:

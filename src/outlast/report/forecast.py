@@ -70,17 +70,15 @@ def _scale(rows: Sequence[Compared]) -> dict[str, Any]:
     if low > 0 and high > _WIDE * low:
         ends = math.log10(low), math.log10(high)
         room = 0.06 * (ends[1] - ends[0])
-        ticks = _ticks(math.floor(ends[0]), math.ceil(ends[1]))
+        # Ticks of a logarithmic axis over these powers of ten, few enough for a narrow screen.
+        first = math.floor(ends[0])
+        last = math.ceil(ends[1])
+        steps = (1,) if last - first > _MANY_DECADES else (1, 3)
+        values = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+        ticks = {"tickvals": values, "ticktext": [f"{value:,.4g}" for value in values]}
         return {"type": "log", "range": [ends[0] - room, ends[1] + room], **shown, **ticks}
     room = 0.06 * max(high - low, 10.0)
     return {"range": [max(low - room, 0.0), high + room], "nticks": 7, **shown}
-
-
-def _ticks(first: int, last: int) -> dict[str, Any]:
-    """Ticks of a logarithmic axis over these powers of ten, few enough for a narrow screen."""
-    steps = (1,) if last - first > _MANY_DECADES else (1, 3)
-    values = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-    return {"tickvals": values, "ticktext": [f"{value:,.4g}" for value in values]}
 
 
 def _share(row: Compared, value: float) -> float:

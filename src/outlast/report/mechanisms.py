@@ -42,7 +42,8 @@ def coding_figure(overview: Overview) -> Figure | None:
     if totals is None:
         return None
     steps = totals.steps
-    scale, unit = _unit(steps)
+    longest = max(max(step.seconds, step.waiting_seconds) for step in steps)
+    scale, unit = (1e3, "milliseconds") if longest < 1 else (1.0, "seconds")
     taken = scale * np.array([step.seconds for step in steps])
     waiting = scale * np.array([_waiting_seconds(step) for step in steps])
     number = np.array([step.step for step in steps])
@@ -56,12 +57,14 @@ def coding_figure(overview: Overview) -> Figure | None:
         traces.append(_marks(marked, scale))
     figure_layout = layout(320, "steps done", f"time of the gradient in {unit}")
     figure_layout["yaxis"]["rangemode"] = "tozero"
-    return Figure(f"coding-{overview.label}", _alt(totals), traces, figure_layout)
-
-
-def _unit(steps: tuple[CodedStep, ...]) -> tuple[float, str]:
-    longest = max(max(step.seconds, step.waiting_seconds) for step in steps)
-    return (1e3, "milliseconds") if longest < 1 else (1.0, "seconds")
+    return Figure(
+        f"coding-{overview.label}",
+        f"{text.plural(len(totals.steps), 'step')}, {len(totals.slow_steps):,} with a straggler; "
+        f"the gradients took {text.duration(totals.coded_seconds)} in all, and with waiting for "
+        f"all replicas at least {text.duration(totals.waiting_seconds)}.",
+        traces,
+        figure_layout,
+    )
 
 
 def _waiting_seconds(step: CodedStep) -> float:
@@ -104,14 +107,6 @@ def _marks(steps: list[CodedStep], scale: float) -> dict[str, Any]:
 def _who(step: CodedStep) -> str:
     numbers = ", ".join(map(str, step.stragglers))
     return f"replica{'' if len(step.stragglers) == 1 else 's'} {numbers}"
-
-
-def _alt(totals: CodingTotals) -> str:
-    return (
-        f"{text.plural(len(totals.steps), 'step')}, {len(totals.slow_steps):,} with a straggler; "
-        f"the gradients took {text.duration(totals.coded_seconds)} in all, and with waiting for "
-        f"all replicas at least {text.duration(totals.waiting_seconds)}."
-    )
 
 
 def coding_part(overview: Overview, plot: str) -> str:

@@ -114,7 +114,9 @@ def attempts_table(overview: Overview) -> str:
     if not overview.run.attempts:
         return '<p class="missing">unavailable: the run was not started</p>'
     starts, ends = overview.starts, overview.ends
-    last_steps = _last_steps(overview)
+    from outlast.records import StepsDone
+
+    last_steps = {record.attempt: f"{event.step:,}" for record, event in overview.run.of(StepsDone)}
     rows = []
     for attempt in overview.run.attempts:
         start, end = starts.get(attempt.number), ends.get(attempt.number)
@@ -143,12 +145,6 @@ def attempts_table(overview: Overview) -> str:
     heads = [digits(name) if name in numeric else words(name) for name in names]
     heads += [digits("from step"), digits("to step"), words("outcome")]
     return table(heads, rows, f"Attempts of {overview.label}")
-
-
-def _last_steps(overview: Overview) -> dict[int, str]:
-    from outlast.records import StepsDone
-
-    return {record.attempt: f"{event.step:,}" for record, event in overview.run.of(StepsDone)}
 
 
 def _layout(parallel: dict[str, int]) -> str:

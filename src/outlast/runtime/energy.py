@@ -66,7 +66,11 @@ def run_meter(
     tariff = ""
     if ranks.is_first:
         if settings.tariff:
-            tariff = _tariff_text(settings.tariff)
+            # The tariff file's text, checked: it may be gone when somebody asks what the run has
+            # cost.
+            path = settings.tariff
+            Tariff.read(path)
+            tariff = Path(path).read_text(encoding="utf-8")
         if settings.region:
             intensity(settings.region)
     sources, unavailable = find_sources(settings, ranks, device)
@@ -85,12 +89,6 @@ def run_meter(
     if settings.prometheus_port:
         found.serve(settings.prometheus_port + ranks.local_rank)
     return found
-
-
-def _tariff_text(path: str) -> str:
-    """The tariff file's text, checked: it may be gone when somebody asks what the run has cost."""
-    Tariff.read(path)
-    return Path(path).read_text(encoding="utf-8")
 
 
 def find_sources(

@@ -132,7 +132,10 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            self._handle_in_child(number)
+            # In processes that the program has forked: workers go on until the program ends them.
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if number == signal.SIGINT:
             self._interrupts += 1
@@ -149,12 +152,6 @@ class Stop:
             )
             raise SystemExit(EXIT_TO_BE_CONTINUED)
         self._signal = name
-
-    def _handle_in_child(self, number: int) -> None:
-        """In processes that the program has forked: workers go on until the program ends them."""
-        if number != signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
 
 def say_interrupted() -> None:

@@ -85,7 +85,8 @@ def most_even_factorization(size: int, count: int) -> tuple[int, ...]:
     Returns:
         (count,) factors in ascending order; their product is `size`.
     """
-    divisors = _divisors(size)
+    small = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
+    divisors = small + [size // divisor for divisor in reversed(small) if divisor * divisor != size]
     best: tuple[int, ...] = (1,) * (count - 1) + (size,)
 
     def extend(chosen: tuple[int, ...], rest: int, left: int) -> None:
@@ -114,11 +115,6 @@ def most_even_factorization(size: int, count: int) -> tuple[int, ...]:
 
 def _unevenness(modes: tuple[int, ...]) -> tuple[float, int]:
     return (modes[-1] / modes[0], sum(modes))
-
-
-def _divisors(size: int) -> list[int]:
-    small = [divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0]
-    return small + [size // divisor for divisor in reversed(small) if divisor * divisor != size]
 
 
 def block_modes(in_features: int, out_features: int) -> tuple[tuple[int, int], tuple[int, int]]:

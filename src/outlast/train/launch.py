@@ -79,7 +79,9 @@ def launch_group(start: Start) -> int:
             wished = wish(directory.path)
             if code != EXIT_TO_BE_CONTINUED or wished is None or not _is_resizing(directory):
                 # All is saved. Where it is not, by an error, the next start finds it in memory.
-                _forget(start.job, directory)
+                job = start.job
+                with contextlib.suppress(RunError):
+                    remove_run(run_folder(Path(job.recover.memory), kept_run(directory)))
                 return code
             met(directory.path, wished)
             start = replace(start, job=_resized(start.job, wished), fresh=False, again=True)
@@ -118,11 +120,6 @@ def _launch(start: Start) -> int:
     if problem is not None:
         raise OutlastError(problem)
     return int(code)
-
-
-def _forget(job: Job, directory: RunDirectory) -> None:
-    with contextlib.suppress(RunError):
-        remove_run(run_folder(Path(job.recover.memory), kept_run(directory)))
 
 
 def _is_resizing(directory: RunDirectory) -> bool:

@@ -207,23 +207,19 @@ class LiveEngine:
         loss = torch.zeros(())
         for again in self._guard.attempts() if self._guard is not None else (0,):
             if again:
-                self._drop_gradients()
+                for optimizer in self._trainer.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
             if self._parts:
-                self._add_parts(attempt, global_tokens)
+                # This group's parts of the batch, each by itself.
+                attempt.clear()
+                for number in attempt.parts:
+                    part = self._loader.one_of(attempt.number, number, self._parts)
+                    attempt.add(
+                        number, self._inner.forward_backward([part], attempt.number, global_tokens)
+                    )
             else:
                 loss = self._inner.forward_backward(parts, attempt.number, global_tokens)
         return loss
-
-    def _add_parts(self, attempt: LiveStep, global_tokens: int) -> None:
-        """This group's parts of the batch, each by itself."""
-        attempt.clear()
-        for number in attempt.parts:
-            part = self._loader.one_of(attempt.number, number, self._parts)
-            attempt.add(number, self._inner.forward_backward([part], attempt.number, global_tokens))
-
-    def _drop_gradients(self) -> None:
-        for optimizer in self._trainer.optimizers:
-            optimizer.zero_grad(set_to_none=True)
 
     def _wishes(self, done: int) -> list[float]:
         """Votes of this group for when the step that is voted on is done."""

@@ -113,7 +113,12 @@ def launch_live(start: Start) -> int:
         number: signal.signal(number, forward_signal)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     }
-    _load_code(start.job)
+    # Import what takes seconds once, for all processes that are forked, also after a death.
+    job = start.job
+    import torchft.checkpointing
+    import torchft.process_group  # noqa: F401
+
+    load_code(job.model)
     crew = Crew(start, groups)
     try:
         crew.prepare()
@@ -127,14 +132,6 @@ def launch_live(start: Start) -> int:
             signal.signal(number, handler)
         lock.release()
     return crew.outcome()
-
-
-def _load_code(job: Job) -> None:
-    """Import what takes seconds once, for all processes that are forked, also after a death."""
-    import torchft.checkpointing
-    import torchft.process_group  # noqa: F401
-
-    load_code(job.model)
 
 
 def _run(crew: Crew, job: Job) -> None:
@@ -157,18 +154,18 @@ def _train(
         looked = time.monotonic()
         while crew.look():
             if keep_alive():
-                _note_lighthouse(directory, attempt, time.monotonic() - looked)
+                # The groups' events are written by one of them, but only the launcher has noticed
+                # this.
+                seconds = time.monotonic() - looked
+                records = RecordWriter(directory.path, 0, attempt)
+                note = "the lighthouse was started again at the same place"
+                records.write(
+                    MemberLost(known_steps(directory), "lighthouse", "coordinator", seconds, note)
+                )
+                records.close()
             looked = time.monotonic()
         if not crew.left_unfinished(attempt):
             return
-
-
-def _note_lighthouse(directory: RunDirectory, attempt: int, seconds: float) -> None:
-    """The groups' events are written by one of them, but only the launcher has noticed this."""
-    records = RecordWriter(directory.path, 0, attempt)
-    note = "the lighthouse was started again at the same place"
-    records.write(MemberLost(known_steps(directory), "lighthouse", "coordinator", seconds, note))
-    records.close()
 
 
 @dataclass

@@ -155,7 +155,8 @@ class Trainer:
                 result.seconds = time.perf_counter() - begun
                 runtime.observe(result.seconds)
                 if runtime.record(result, now=bool(decision.stop)):
-                    self._record_coding(done)
+                    for event in self.coding.take(done) if self.coding is not None else ():
+                        self.runtime.records.write(event)
                     if decision.memory_grown:
                         runtime.records.write(runtime.records.memory.measured(done))
                 if done == steps:
@@ -237,10 +238,6 @@ class Trainer:
         except WrongNumbersError:
             self.runtime.forget()
             raise
-
-    def _record_coding(self, done: int) -> None:
-        for event in self.coding.take(done) if self.coding is not None else ():
-            self.runtime.records.write(event)
 
     @property
     def _stopped(self) -> str:

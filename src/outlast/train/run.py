@@ -170,7 +170,14 @@ def work(start: Start, ranks: Ranks) -> int:
     Raises:
         OutlastError: For what only this rank could find out, e.g. a last save that failed.
     """
-    began = _process_start(ranks, again=start.again)
+    # Wall clock when the user's command began, as far as this process can know.
+    again = start.again
+    process = psutil.Process()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if ranks.launch == "nproc" and restarts == 0 and not again:
+        parent = process.parent()
+        process = parent if parent is not None else process
+    began = time.time() - age_seconds(process)
     with StopFlag(os.getppid() if ranks.launch == "nproc" else None) as stop:
         parts = {"start and imports": time.time() - began}
         begun = time.perf_counter()
@@ -236,7 +243,10 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
         if records is not None:
             end_run(setup, data, trainer, records, outcome)
             if start.prediction is not None:
-                _say_how_it_was(setup.directory)
+                # Print the prediction of this attempt beside what was measured.
+                directory = setup.directory
+                if (forecast := forecast_of(read_run(directory.path))) is not None:
+                    print(forecast.sentence(), flush=True)
     finally:
         if records is not None:
             records.close()
@@ -287,12 +297,6 @@ def end_run(
             f"the run is complete and its checkpoint saved, but: {problem}; "
             "`outlast export` can write the model later"
         )
-
-
-def _say_how_it_was(directory: RunDirectory) -> None:
-    """Print the prediction of this attempt beside what was measured."""
-    if (forecast := forecast_of(read_run(directory.path))) is not None:
-        print(forecast.sentence(), flush=True)
 
 
 def _leave_behind(setup: SetUp, data: Prepared, records: RecordWriter, step: int) -> None:
@@ -373,17 +377,3 @@ def _data_facts(data: Prepared) -> dict[str, object]:
         facts["source_hash"] = data.train.header.source_hash
         facts["file_hash"] = data.train.header.file_hash
     return facts
-
-
-def _process_start(ranks: Ranks, *, again: bool) -> float:
-    """Wall clock when the user's command began, as far as this process can know.
-
-    A worker that `outlast train --nproc` has just forked counts from its launcher's start; after a
-    restart it counts from its own.
-    """
-    process = psutil.Process()
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if ranks.launch == "nproc" and restarts == 0 and not again:
-        parent = process.parent()
-        process = parent if parent is not None else process
-    return time.time() - age_seconds(process)

@@ -69,7 +69,16 @@ def build_whole_model(
     model = build_model(job)
     dense = size_of(model, job.data.sequence_length)
     found = _replace(model, job, collective=collective)
-    kept = {} if settings.force else _without_gain(found)
+    kept = (
+        {}
+        if settings.force
+        else {
+            row.name: f"{row.form} at rank {row.rank} has {row.parameters} parameters, "
+            f"dense {row.dense_parameters}"
+            for row in found
+            if row.parameters >= row.dense_parameters > 0
+        }
+    )
     if kept:
         if len(kept) == len(found):
             raise OutlastError(
@@ -109,16 +118,6 @@ def _replace(
             multiple=MULTIPLE_OF_PRECISION[_PRECISIONS[job.train.precision]],
             collective=collective,
         )
-
-
-def _without_gain(found: Replacements) -> dict[str, str]:
-    """Why layers should stay dense, by name."""
-    return {
-        row.name: f"{row.form} at rank {row.rank} has {row.parameters} parameters, "
-        f"dense {row.dense_parameters}"
-        for row in found
-        if row.parameters >= row.dense_parameters > 0
-    }
 
 
 def starts_from_dense(job: Job) -> bool:

@@ -125,7 +125,19 @@ class Calls:
                 case ast.withitem(optional_vars=ast.expr() as target):
                     self._give(target, node.context_expr)
                 case ast.For():
-                    self._go_through(node)
+                    # Let the calls of a loop's variables lead to the functions among the loop's
+                    # items.
+                    source = node.iter
+                    if isinstance(source, ast.Call) and called_name(source) in ("items", "values"):
+                        source = (
+                            source.func.value if isinstance(source.func, ast.Attribute) else source
+                        )
+                    found = self._functions_in(source) | self._items[last_name(source)]
+                    targets = (
+                        node.target.elts if isinstance(node.target, ast.Tuple) else [node.target]
+                    )
+                    if found:
+                        self._apply(node, frozenset(map(last_name, targets)) - {""}, found)
                 case ast.FunctionDef() if node.decorator_list:
                     self._decorate(node)
                 case ast.Call():
@@ -164,23 +176,23 @@ class Calls:
             for owner in self._class_named(last_name(decorator)):
                 for item in self._method(owner, "__init__"):
                     names = [one.arg for one in item.args.args][1:2]
-                    self._apply(owner, _attributes_from(item, names), {function})
+                    self._apply(
+                        owner,
+                        frozenset(
+                            last_name(target)
+                            for node in nodes_here(item)
+                            if isinstance(node, ast.Assign) and last_name(node.value) in names
+                            for target in node.targets
+                            if isinstance(target, ast.Attribute)
+                        ),
+                        {function},
+                    )
 
     def _apply(self, place: ast.AST, names: frozenset[str], functions: set[Function]) -> None:
         """Let calls of `names` within `place` lead to `functions`."""
         for call in ast.walk(place):
             if isinstance(call, ast.Call) and last_name(call.func) in names:
                 self._applied[call] |= functions
-
-    def _go_through(self, loop: ast.For) -> None:
-        """Let the calls of a loop's variables lead to the functions among the loop's items."""
-        source = loop.iter
-        if isinstance(source, ast.Call) and called_name(source) in ("items", "values"):
-            source = source.func.value if isinstance(source.func, ast.Attribute) else source
-        found = self._functions_in(source) | self._items[last_name(source)]
-        targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
-        if found:
-            self._apply(loop, frozenset(map(last_name, targets)) - {""}, found)
 
     def _functions_in(self, node: ast.expr) -> set[Function]:
         """The functions of the program that a list or dictionary as it is written holds."""
@@ -211,7 +223,12 @@ class Calls:
             for argument in (node, *node.args):
                 if isinstance(argument, ast.Call):
                     for function in self._called(argument):
-                        found |= self._returned(function)
+                        found |= {
+                            target
+                            for node in nodes_here(function)
+                            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call)
+                            for target in self._class_named(called_name(node.value))
+                        }
             # Of `partial(f, ...)`, `torch.compile(f)`, `DDP(Net())`.
             for argument in node.args:
                 if isinstance(argument, ast.Call):
@@ -219,14 +236,6 @@ class Calls:
                 elif last_name(argument):
                     found |= {*self.named(argument), *self._values[last_name(argument)]}
         return found
-
-    def _returned(self, function: Function) -> set[Target]:
-        return {
-            target
-            for node in nodes_here(function)
-            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call)
-            for target in self._class_named(called_name(node.value))
-        }
 
     def _names(self, name: str) -> set[str]:
         return {name, *self._aliases.get(name, ())}
@@ -321,17 +330,6 @@ def _returned_inner(function: Function) -> list[Function]:
         for statement in function.body
         if isinstance(statement, Function) and statement.name in names
     ]
-
-
-def _attributes_from(method: Function, names: list[str]) -> frozenset[str]:
-    """The attributes that a method sets to the values of `names`."""
-    return frozenset(
-        last_name(target)
-        for node in nodes_here(method)
-        if isinstance(node, ast.Assign) and last_name(node.value) in names
-        for target in node.targets
-        if isinstance(target, ast.Attribute)
-    )
 
 
 def _required(method: Function) -> int:

@@ -510,7 +510,16 @@ class Generators:
         if state == inspect.GEN_CLOSED:
             return _finished, ()
         name = name_of(generator.gi_code)
-        function = _function_of(generator)
+        # The function that a generator is of: the generator itself holds it.
+        function = next(
+            (
+                referent
+                for referent in gc.get_referents(generator)
+                if isinstance(referent, types.FunctionType)
+                and referent.__code__ is generator.gi_code
+            ),
+            None,
+        )
         if name not in self._known or function is None:
             return _Refused(_refusal(generator, self._plain.get(name), self._files)), ()
         frame = generator.gi_frame
@@ -607,18 +616,6 @@ def _refusal(generator: Any, why: str | None, files: frozenset[str]) -> str:
     return (
         f"{where}: the generator `{code.co_qualname}` of {owner} is under way and cannot be saved; "
         "iterate over what it takes its items from, or write a generator function in the script"
-    )
-
-
-def _function_of(generator: Any) -> types.FunctionType | None:
-    """The function that a generator is of: the generator itself holds it."""
-    return next(
-        (
-            referent
-            for referent in gc.get_referents(generator)
-            if isinstance(referent, types.FunctionType) and referent.__code__ is generator.gi_code
-        ),
-        None,
     )
 
 

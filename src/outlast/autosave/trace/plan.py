@@ -162,7 +162,16 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
     covered = evidence.boundaries[-1].covered
     set_up = _made_by_set_up(objects.values())
     shared = _memory_of_arrays(objects.values())
-    optimizers = _of_optimizers(objects)
+    # Paths to what optimizers keep for each parameter.
+    kept = {
+        id(value)
+        for object_ in objects.values()
+        if isinstance(object_, torch.optim.Optimizer)
+        for state in object_.state.values()
+        if isinstance(state, dict)
+        for value in state.values()
+    }
+    optimizers = frozenset(path for path, object_ in objects.items() if id(object_) in kept)
     groups: dict[Any, list[str]] = {}
     for path, object_ in objects.items():
         if holds_numbers(object_):
@@ -267,19 +276,6 @@ def _shared(value: Any, memory: list[range]) -> bool:
     storage = value.untyped_storage()
     first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     return any(range_.start < last and first < range_.stop for range_ in memory)
-
-
-def _of_optimizers(objects: dict[str, Any]) -> frozenset[str]:
-    """Paths to what optimizers keep for each parameter."""
-    kept = {
-        id(value)
-        for object_ in objects.values()
-        if isinstance(object_, torch.optim.Optimizer)
-        for state in object_.state.values()
-        if isinstance(state, dict)
-        for value in state.values()
-    }
-    return frozenset(path for path, object_ in objects.items() if id(object_) in kept)
 
 
 @dataclass(frozen=True)

@@ -361,7 +361,14 @@ def lints_of(
         doubts: What else was met.
     """
     yield from _out_of_reach(doubts.known, doubts.traces)
-    transient = _not_persistent(objects)
+    # Paths to buffers that their modules do not save.
+    found = {
+        id(object_._buffers[name])
+        for object_ in objects.values()
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
+    }
+    transient = frozenset(path for path, object_ in objects.items() if id(object_) in found)
     others = [
         path
         for path, object_ in objects.items()
@@ -409,17 +416,6 @@ def _missed(state: TensorState, transient: bool, owner: str) -> str:
         f"`{state.name}` changes in training, but the state_dict() of no module or optimizer has "
         "it; make it a buffer of a module with register_buffer(...)"
     )
-
-
-def _not_persistent(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Paths to buffers that their modules do not save."""
-    found = {
-        id(object_._buffers[name])
-        for object_ in objects.values()
-        if isinstance(object_, nn.Module)
-        for name in object_._non_persistent_buffers_set
-    }
-    return frozenset(path for path, object_ in objects.items() if id(object_) in found)
 
 
 def _out_of_reach(known: frozenset[int], traces: Sequence[Accesses]) -> Iterator[str]:

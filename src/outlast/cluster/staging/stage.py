@@ -281,20 +281,17 @@ class Fetching:
             copied, resumed = copied + done.copied_bytes, resumed + done.resumed_bytes
             before += file.size_bytes
             staged.append(StagedFile(file.name, file.size_bytes, done.digest))
-        self._refuse_if_changed()
+        was = self._source.files
+        now = find(self._source.location, [file.name for file in was[1:]]).files
+        if changed := sorted({file.location for file in set(was) ^ set(now)}):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise ClusterError(f"{', '.join(changed)} changed while it was being staged; try again")
         manifest = Manifest(self._source.location, tuple(staged))
         manifest.publish(self._folder)
         for file in self._source.files:
             forget_journal(self._folder / FILES / file.name)
         note_checked(self._folder, manifest)
         return replace(self._staged, copied_bytes=copied, resumed_bytes=resumed)
-
-    def _refuse_if_changed(self) -> None:
-        was = self._source.files
-        now = find(self._source.location, [file.name for file in was[1:]]).files
-        if changed := sorted({file.location for file in set(was) ^ set(now)}):
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise ClusterError(f"{', '.join(changed)} changed while it was being staged; try again")
 
     def _make_room(self) -> tuple[str, ...]:
         """Reserve the room for the copy; returns the sources of copies that had to go for it."""

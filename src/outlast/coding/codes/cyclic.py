@@ -264,7 +264,11 @@ class CyclicMDS(NullspaceCode):
             )
         self.tolerance = stragglers
         self.dtype = dtype
-        generator = _generator(workers, stragglers)
+        # (s + 1,) coefficients of g(x) / g(1).
+        step = np.arange(1, stragglers + 1)
+        ratios = np.sin(np.pi * step[::-1] / workers) / np.sin(np.pi * step / workers)
+        coefficients = np.concatenate([[1.0], np.cumprod(ratios)])
+        generator = np.asarray(coefficients / coefficients.sum())
         rows = np.repeat(np.arange(workers), stragglers + 1)
         columns = (np.arange(workers)[:, None] + np.arange(stragglers + 1)) % workers
         entries = (np.tile(generator, workers), (rows, columns.ravel()))
@@ -300,19 +304,6 @@ def _left_null_space(
     rank = len(rows) - dimension
     particular = left[:, :rank] @ (right[:rank].sum(axis=1) / values[:rank])
     return particular, left[:, rank:]
-
-
-def _generator(workers: int, stragglers: int) -> npt.NDArray[np.float64]:
-    """(s + 1,) coefficients of g(x) / g(1).
-
-    By the q-binomial theorem coefficient j of the product of 1 + x q^(i - (s - 1) / 2), i < s, with
-    q = exp(2 pi i / n), is the product over i = 1..j of sin(pi (s - i + 1) / n) / sin(pi i / n): no
-    cancellation, unlike multiplying the factors out.
-    """
-    step = np.arange(1, stragglers + 1)
-    ratios = np.sin(np.pi * step[::-1] / workers) / np.sin(np.pi * step / workers)
-    coefficients = np.concatenate([[1.0], np.cumprod(ratios)])
-    return np.asarray(coefficients / coefficients.sum())
 
 
 def _highest_frequencies(workers: int, count: int) -> npt.NDArray[np.float64]:

@@ -121,7 +121,15 @@ def random_regular(vertices: int, degree: int, seed: int = 0) -> Graph:
         order = generator.permutation(vertices)
         return Graph(np.stack([order, np.roll(order, 1)], axis=1), vertices, transitive=True)
     if degree > (vertices - 1) // 2:
-        return _dense_regular(vertices, degree, generator)
+        # The complement of a sparse one: at more than half of all edges, pairings find no place.
+        missing = vertices - 1 - degree
+        rest: npt.NDArray[np.int64] | None = None
+        while rest is None:
+            rest = _simple_pairing(vertices, missing, generator)
+        absent = np.ones((vertices, vertices), dtype=bool)
+        absent[rest[:, 0], rest[:, 1]] = absent[rest[:, 1], rest[:, 0]] = False
+        # A vertex with more than half of all neighbours leaves no room for a second component.
+        return Graph(np.argwhere(np.triu(absent, 1)), vertices)
     while True:
         edges = _simple_pairing(vertices, degree, generator)
         if edges is not None and (graph := Graph(edges, vertices)).connected:
@@ -140,18 +148,6 @@ def _refuse_degree(vertices: int, degree: int) -> None:
             f"degree = {degree} and {vertices} vertices are both odd, so no regular graph has "
             f"them; take degree = {near} or {vertices + 1} vertices"
         )
-
-
-def _dense_regular(vertices: int, degree: int, generator: np.random.Generator) -> Graph:
-    """The complement of a sparse one: at more than half of all edges, pairings find no place."""
-    missing = vertices - 1 - degree
-    rest: npt.NDArray[np.int64] | None = None
-    while rest is None:
-        rest = _simple_pairing(vertices, missing, generator)
-    absent = np.ones((vertices, vertices), dtype=bool)
-    absent[rest[:, 0], rest[:, 1]] = absent[rest[:, 1], rest[:, 0]] = False
-    # A vertex with more than half of all neighbours leaves no room for a second component.
-    return Graph(np.argwhere(np.triu(absent, 1)), vertices)
 
 
 def _simple_pairing(
@@ -266,21 +262,7 @@ def ramanujan(p: int, q: int) -> Graph:
             raise CodingError(f"{name} = {value} is not a prime that is 1 mod 4; take {near}")
     if p == q or q * q <= 4 * p:
         raise CodingError(f"q = {q} is not a prime other than p = {p} and above 2 sqrt(p)")
-    generators = _quaternion_matrices(p, q)
-    elements = _projective_matrices(q, square_determinant=pow(p, (q - 1) // 2, q) == 1)
-    keys = _keys(elements, q)
-    order = np.argsort(keys)
-    parts = []
-    for generator in generators:
-        products = _normalised(np.matmul(elements, generator) % q, q)
-        targets = order[np.searchsorted(keys[order], _keys(products, q))]
-        starts = np.arange(len(elements))
-        parts.append(np.stack([starts, targets], axis=1)[starts < targets])
-    return Graph(np.concatenate(parts), len(elements), transitive=True)
-
-
-def _quaternion_matrices(p: int, q: int) -> npt.NDArray[np.int64]:
-    """(p + 1, 2, 2) matrices over F_q of the quaternions a + bi + cj + dk of norm p."""
+    # (p + 1, 2, 2) matrices over F_q of the quaternions a + bi + cj + dk of norm p.
     root = next(x for x in range(1, q) if x * x % q == q - 1)
     reach = math.isqrt(p)
     odd = range(1, reach + 1, 2)
@@ -290,14 +272,9 @@ def _quaternion_matrices(p: int, q: int) -> npt.NDArray[np.int64]:
         for a, b, c, d in itertools.product(odd, even, even, even)
         if a * a + b * b + c * c + d * d == p
     ]
-    return _normalised(np.array(found, dtype=np.int64) % q, q)
-
-
-def _projective_matrices(q: int, *, square_determinant: bool) -> npt.NDArray[np.int64]:
-    """(elements, 2, 2) invertible matrices over F_q up to factors, first non-zero entry 1.
-
-    With `square_determinant` only those of PSL(2, q), whose determinants are squares.
-    """
+    generators = _normalised(np.array(found, dtype=np.int64) % q, q)
+    # (elements, 2, 2) invertible matrices over F_q up to factors, first non-zero entry 1.
+    square_determinant = pow(p, (q - 1) // 2, q) == 1
     grid = np.indices((q, q, q)).reshape(3, -1).T
     first = np.column_stack([np.ones(len(grid), np.int64), grid])
     pairs = np.indices((q, q)).reshape(2, -1).T
@@ -306,7 +283,16 @@ def _projective_matrices(q: int, *, square_determinant: bool) -> npt.NDArray[np.
     determinants = (entries[:, 0] * entries[:, 3] - entries[:, 1] * entries[:, 2]) % q
     squares = np.unique(np.arange(1, q) ** 2 % q)
     kept = np.isin(determinants, squares) if square_determinant else determinants != 0
-    return entries[kept].reshape(-1, 2, 2).astype(np.int64)
+    elements = entries[kept].reshape(-1, 2, 2).astype(np.int64)
+    keys = _keys(elements, q)
+    order = np.argsort(keys)
+    parts = []
+    for generator in generators:
+        products = _normalised(np.matmul(elements, generator) % q, q)
+        targets = order[np.searchsorted(keys[order], _keys(products, q))]
+        starts = np.arange(len(elements))
+        parts.append(np.stack([starts, targets], axis=1)[starts < targets])
+    return Graph(np.concatenate(parts), len(elements), transitive=True)
 
 
 def _normalised(matrices: npt.NDArray[np.int64], q: int) -> npt.NDArray[np.int64]:

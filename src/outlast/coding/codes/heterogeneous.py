@@ -169,7 +169,12 @@ class GroupedBySpeed(GradientCode):
         diagonals = int((np.searchsorted(starts, stops) - np.arange(len(usable))).max())
         if diagonals * len(usable) > _BAND_ENTRIES:
             return super().optimal_weights(alive)
-        overlaps = _overlaps(starts, stops, diagonals)
+        # (diagonals, workers) chunks that each worker shares with the next ones in order of starts.
+        overlaps = np.zeros((diagonals, len(starts)))
+        for distance in range(diagonals):
+            kept = len(starts) - distance
+            common = np.minimum(stops[:kept], stops[distance:]) - starts[distance:]
+            overlaps[distance, :kept] = np.maximum(common, 0)
         lengths = overlaps[0].copy()
         overlaps[0] += _RIDGE * lengths.max()
         weights[usable] = solveh_banded(overlaps, lengths, lower=True)
@@ -247,21 +252,6 @@ def shares(speeds: npt.NDArray[np.float64], total: int, *, most: int) -> npt.NDA
     remainders = np.where(whole < most, exact - whole, -np.inf)
     whole[np.argsort(-remainders, kind="stable")[: total - int(whole.sum())]] += 1
     return whole
-
-
-def _overlaps(
-    starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], diagonals: int
-) -> npt.NDArray[np.float64]:
-    """(diagonals, workers) chunks that each worker shares with the next ones in order of `starts`.
-
-    The lower diagonals of a symmetric matrix, as LAPACK's band storage has them.
-    """
-    overlaps = np.zeros((diagonals, len(starts)))
-    for distance in range(diagonals):
-        kept = len(starts) - distance
-        common = np.minimum(stops[:kept], stops[distance:]) - starts[distance:]
-        overlaps[distance, :kept] = np.maximum(common, 0)
-    return overlaps
 
 
 def _balanced_groups(speeds: npt.NDArray[np.float64], groups: int) -> npt.NDArray[np.int64]:

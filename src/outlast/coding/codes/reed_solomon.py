@@ -128,18 +128,6 @@ def trigonometric_rows(
     return np.array(rows)
 
 
-def _phase_sine(
-    angle_sums: npt.NDArray[np.float64], copies: int, phase: float
-) -> npt.NDArray[np.float64]:
-    """Divisor of the coefficients; 0 where a chunk cannot be encoded.
-
-    The product of 2 sin((theta - theta_h) / 2) over m holders has the leading coefficient
-    i^-m exp(-i sum theta_h / 2), while cos(m theta / 2 + phase) has exp(i phase) / 2: on a real
-    multiple of it, a function of the space vanishes at all holders.
-    """
-    return np.asarray(np.sin(_phase_angle(angle_sums, copies, phase)))
-
-
 def _phase_angle(
     angle_sums: npt.NDArray[np.float64], copies: int, phase: float
 ) -> npt.NDArray[np.float64]:
@@ -156,7 +144,8 @@ def _strengths(at_holders: npt.NDArray[np.float64], phase: float) -> npt.NDArray
     copies = at_holders.shape[-1]
     sines = 2.0 * np.sin((at_holders[..., :, None] - at_holders[..., None, :]) / 2.0)
     sines[..., np.arange(copies), np.arange(copies)] = 1.0
-    shifted = _phase_sine(at_holders.sum(axis=-1), copies, phase)
+    angle_sums = at_holders.sum(axis=-1)
+    shifted = np.asarray(np.sin(_phase_angle(angle_sums, copies, phase)))
     squares = np.sum(sines.prod(axis=-1) ** -2.0, axis=-1)
     return np.asarray(squares / np.maximum(shifted**2, 1e-300))
 

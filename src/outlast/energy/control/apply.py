@@ -477,7 +477,7 @@ def applied(
         EnergyError: When a lease stands there already, or something cannot be set; what was set
             before is then given back.
     """
-    devices = _sequence(controllers)
+    devices = tuple(controllers) if isinstance(controllers, Sequence) else (controllers,)
     wanted = _wanted(settings, len(devices))
     dry = {isinstance(device, DryRun) for device in devices}
     if len(dry) != 1:
@@ -514,10 +514,6 @@ def _held(setting: Setting, device: Controller) -> Held:
         power_watts=setting.power_watts,
         previous_power_watts=None if isinstance(previous, Unavailable) else previous,
     )
-
-
-def _sequence(controllers: Controller | Sequence[Controller]) -> tuple[Controller, ...]:
-    return tuple(controllers) if isinstance(controllers, Sequence) else (controllers,)
 
 
 def _wanted(settings: int | Setting | Sequence[Setting], devices: int) -> tuple[Setting, ...]:

@@ -521,7 +521,16 @@ def rounded(
     best = _better(schedule, curves, fastest, ([rough], limit))
     for round_ in _ROUNDS[:rounds]:
         if curves.energy(best) - relaxed.joules > round_.above * full:
-            optimum = _between(relaxed, mean, round_)
+            # An optimum's mixture with the mean.
+            price, time = round_.price, round_.time
+            optimum = replace(
+                relaxed,
+                starts=(1 - time) * relaxed.starts + time * mean.starts,
+                seconds=(1 - time) * relaxed.seconds + time * mean.seconds,
+                edge_watts=(1 - price) * relaxed.edge_watts + price * mean.edge_watts,
+                operation_watts=(1 - price) * relaxed.operation_watts
+                + price * mean.operation_watts,
+            )
             plans = _searched(schedule, curves, optimum, (deadline, round_.backwards))
             best = _better(schedule, curves, best, (plans, limit))
     return [own[place] for own, place in zip(choices.points, best, strict=True)]
@@ -539,18 +548,6 @@ def _mean(relaxed: Relaxed, nearby: Sequence[Relaxed], deadline: float) -> Relax
         seconds=np.mean([said.seconds for said in every], axis=0),
         edge_watts=np.mean([said.edge_watts for said in every], axis=0),
         operation_watts=np.mean([said.operation_watts for said in every], axis=0),
-    )
-
-
-def _between(relaxed: Relaxed, mean: Relaxed, weights: _Round) -> Relaxed:
-    """An optimum's mixture with the mean."""
-    price, time = weights.price, weights.time
-    return replace(
-        relaxed,
-        starts=(1 - time) * relaxed.starts + time * mean.starts,
-        seconds=(1 - time) * relaxed.seconds + time * mean.seconds,
-        edge_watts=(1 - price) * relaxed.edge_watts + price * mean.edge_watts,
-        operation_watts=(1 - price) * relaxed.operation_watts + price * mean.operation_watts,
     )
 
 

@@ -184,7 +184,14 @@ def calibrate(profile: Profile, *, strict: bool = True) -> Calibration:
     problem = _Problem(base, scale, list(curves.values()))
     solution = problem.solve()
     constants, responses = problem.unpack(solution.x)
-    errors = _standard_errors(solution.jac, problem.misfit(solution.x))
+    jacobian = solution.jac
+    misfit = problem.misfit(solution.x)
+    widening = max(1.0, float(np.mean(misfit**2)))
+    scaled = jacobian.copy()
+    # Priors are not widened: they are what is believed, not what was measured.
+    scaled[: len(misfit)] /= math.sqrt(widening)
+    covariance = np.linalg.pinv(scaled.T @ scaled)
+    errors = np.asarray(np.sqrt(np.maximum(np.diag(covariance)[:5], 0.0)))
     capped = [
         cap_clock_mhz(constants, response.activity_watts_per_mhz) < 1.02 * top
         for response in responses
@@ -273,15 +280,6 @@ def _distinct(profile: Profile) -> dict[Key, Curve]:
         if len(curve.points) >= 2 and curve not in found.values():
             found[key] = curve
     return found
-
-
-def _standard_errors(jacobian: Array, misfit: Array) -> Array:
-    widening = max(1.0, float(np.mean(misfit**2)))
-    scaled = jacobian.copy()
-    # Priors are not widened: they are what is believed, not what was measured.
-    scaled[: len(misfit)] /= math.sqrt(widening)
-    covariance = np.linalg.pinv(scaled.T @ scaled)
-    return np.asarray(np.sqrt(np.maximum(np.diag(covariance)[:5], 0.0)))
 
 
 def _refuse_unknown(known: Sequence[str], errors: Array, scale: _Scale) -> None:

@@ -202,7 +202,7 @@ def predictions(
     """
     found = {}
     for key, points in probes.items():
-        if _unclocked(points):
+        if all(point.clock_mhz == 0 for point in points):
             continue
         response = fit_response(points, calibration, key)
         prediction = (
@@ -288,10 +288,6 @@ def chosen_clock(curve: Curve, longest_seconds: float) -> int:
             f"longest_seconds = {longest_seconds:g} cannot be met: the shortest is {least:g} s"
         )
     return min(fast, key=lambda point: point.joules).clock_mhz
-
-
-def _unclocked(points: Sequence[Point]) -> bool:
-    return all(point.clock_mhz == 0 for point in points)
 
 
 def _through_probes(

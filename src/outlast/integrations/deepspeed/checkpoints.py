@@ -390,7 +390,9 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return self._partition(file.name, step)
         found = self._content(file.name, step)
         if "dp_world_size" in found:
-            self._adapt(found)
+            # Note how large the parameter groups are; let DeepSpeed take other numbers of ranks.
+            self._elements = elements_of(found)
+            adapt_ranks(found, dist.get_world_size())
         self._read = (file, found)
         return found
 
@@ -435,14 +437,15 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise CheckpointError(f"{self.directory / STORE} holds no checkpoint yet")
         return rebuilt(receiver.content)
 
-    def _adapt(self, states: dict[str, Any]) -> None:
-        """Note how large the parameter groups are; let DeepSpeed take other numbers of ranks."""
-        self._elements = elements_of(states)
-        adapt_ranks(states, dist.get_world_size())
-
     def _partition(self, name: str, step: int) -> Any:
         """A rank's part of the optimizer: its own, or made of those of other ranks."""
-        saved = self._partitions(step)
+        # Names of the partitions' files of a step, by rank.
+        version = next(version for version in self._versions()[::-1] if version.step == step)
+        names = load(self._store.storage, version).catalogue.values
+        matches = [match for name in names if (match := _PARTITION.fullmatch(name))]
+        refuse_parts(len({match[2] for match in matches}))
+        found = {int(match[1]): match[0] for match in matches}
+        saved = [found[rank] for rank in sorted(found)]
         ranks = dist.get_world_size()
         if len(saved) == ranks:
             return self._content(name, step)
@@ -455,19 +458,6 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         states = [file["optimizer_state_dict"] for file in files]
         own = repartitioned(states, self._elements, dist.get_rank(), ranks)
         return {**files[0], "optimizer_state_dict": own}
-
-    def _partitions(self, step: int) -> list[str]:
-        """Names of the partitions' files of a step, by rank.
-
-        Raises:
-            CheckpointError: When they are parts of parts of the model.
-        """
-        version = next(version for version in self._versions()[::-1] if version.step == step)
-        names = load(self._store.storage, version).catalogue.values
-        matches = [match for name in names if (match := _PARTITION.fullmatch(name))]
-        refuse_parts(len({match[2] for match in matches}))
-        found = {int(match[1]): match[0] for match in matches}
-        return [found[rank] for rank in sorted(found)]
 
     def _versions(self) -> list[Version]:
         return list_versions(self._store.storage)
@@ -494,7 +484,15 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                     replace_file(latest, whole.encode())
                 else:
                     latest.unlink()
-        self._drop_old_stubs()
+        # Remove DeepSpeed's names of versions that are kept no longer, and nothing else.
+        steps = {version.step for version in self._versions()}
+        for folder in self._stub_folders():
+            if _step_of(folder.name) not in steps:
+                with contextlib.suppress(OSError):
+                    for path in filter(_is_stub, folder.glob("*.pt")):
+                        path.unlink()
+                    # Where there is anything else in it, it stays.
+                    folder.rmdir()
 
     def _whole_tag(self) -> str:
         """The tag of the newest whole version; empty for none."""
@@ -515,17 +513,6 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             and _STEP.search(folder.name)
             and any(map(_is_stub, folder.glob("*.pt")))
         ]
-
-    def _drop_old_stubs(self) -> None:
-        """Remove DeepSpeed's names of versions that are kept no longer, and nothing else."""
-        steps = {version.step for version in self._versions()}
-        for folder in self._stub_folders():
-            if _step_of(folder.name) not in steps:
-                with contextlib.suppress(OSError):
-                    for path in filter(_is_stub, folder.glob("*.pt")):
-                        path.unlink()
-                    # Where there is anything else in it, it stays.
-                    folder.rmdir()
 
 
 class _File:

@@ -254,7 +254,13 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         if self.recorder is not None:
             self.recorder.step(step, self.guarding)
         if self.remembering is not None:
-            self._tell_of_memory(self.remembering)
+            remembering = self.remembering
+            events, remembering.events = remembering.events, []
+            for event in events:
+                if self.recorder is not None and self.recorder.recording is not None:
+                    self.recorder.recording.write(event)
+                if isinstance(event, Warned) and ranks_here().is_first:
+                    warnings.warn(event.message, stacklevel=2)
             self.remembering.step_done(step)
         if (
             self.stopping is not None
@@ -309,14 +315,6 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         """Give the memory back: what it holds is on disk, or the training is over."""
         if self.remembering is not None:
             self.remembering.close(forget=True)
-
-    def _tell_of_memory(self, remembering: Remembering) -> None:
-        events, remembering.events = remembering.events, []
-        for event in events:
-            if self.recorder is not None and self.recorder.recording is not None:
-                self.recorder.recording.write(event)
-            if isinstance(event, Warned) and ranks_here().is_first:
-                warnings.warn(event.message, stacklevel=2)
 
     def _train(self, own: Any, resume: str | bool | None, *arguments: Any, **options: Any) -> Any:
         """The trainer's own `train` within all that was added."""

@@ -190,21 +190,18 @@ class Place:
 
     def _batches(self, resumed: Sequence[dict[str, Any]] | None) -> Iterator[Any]:
         if resumed is not None:
-            self._go_on(resumed)
+            if len(resumed) == self._ranks:
+                state = resumed[self._rank]
+                self._position.load_state_dict(state)
+                self._iterator = self._position.resume(self._loader)
+            else:
+                state = resumed[0]
+                self._iterator = self._position.skip(self._loader, state["count"])
+            self._count = state["count"]
         assert self._iterator is not None
         for batch in self._iterator:
             self._count += 1
             yield batch
-
-    def _go_on(self, resumed: Sequence[dict[str, Any]]) -> None:
-        if len(resumed) == self._ranks:
-            state = resumed[self._rank]
-            self._position.load_state_dict(state)
-            self._iterator = self._position.resume(self._loader)
-        else:
-            state = resumed[0]
-            self._iterator = self._position.skip(self._loader, state["count"])
-        self._count = state["count"]
 
 
 class PlacedLoader:

@@ -509,7 +509,14 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return found
 
     def _restored(self, step: int) -> bool:
-        wanted = self._wanted()
+        # Entries of all states but those that are not to be loaded.
+        excluded = self.config.exclude_from_loading
+        if unknown := [name for name in excluded if name not in self.states]:
+            raise IntegrationError(
+                f'checkpoint.exclude_from_loading names "{unknown[0]}"; there are '
+                f"{', '.join(self.states)}"
+            )
+        wanted = self.entries.of(name for name in self.states if name not in excluded)
         if step != -1 and self._restarted(wanted, step):
             return True
         if step != 0 and self._restored_version(wanted, None if step == -1 else step):
@@ -594,16 +601,6 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     "checkpoint.folder"
                 )
             return self.entries.restore_model(store, 0)
-
-    def _wanted(self) -> dict[str, Any]:
-        """Entries of all states but those that are not to be loaded."""
-        excluded = self.config.exclude_from_loading
-        if unknown := [name for name in excluded if name not in self.states]:
-            raise IntegrationError(
-                f'checkpoint.exclude_from_loading names "{unknown[0]}"; there are '
-                f"{', '.join(self.states)}"
-            )
-        return self.entries.of(name for name in self.states if name not in excluded)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save after step `curr_step`, if that is due.

@@ -153,7 +153,16 @@ class Beside:
         with self._undo:
             why = getattr(self._trainer.checkpointer, "stopped", "")
             if kind is None:
-                self._complete()
+                # The loop has come to its end; what the guard's last checks find is told.
+                try:
+                    if self._guarding is not None:
+                        self._guarding.run.finish()
+                    self._trainer.checkpointer.maybe_wait_for_saving()
+                    self._tell()
+                except BaseException as late:
+                    self._recording.close("failed", f"{type(late).__name__}: {late}")
+                    raise
+                self._recording.close("completed")
             elif why:
                 self._tell()
                 self._recording.close("to_be_continued", why)
@@ -202,18 +211,6 @@ class Beside:
         if due:
             self._recording.record_steps()
             self._tell()
-
-    def _complete(self) -> None:
-        """The loop has come to its end; what the guard's last checks find is told."""
-        try:
-            if self._guarding is not None:
-                self._guarding.run.finish()
-            self._trainer.checkpointer.maybe_wait_for_saving()
-            self._tell()
-        except BaseException as late:
-            self._recording.close("failed", f"{type(late).__name__}: {late}")
-            raise
-        self._recording.close("completed")
 
     def _tell(self) -> None:
         """Write down what the guards of all ranks have found, and checked; all ranks together."""
@@ -447,7 +444,15 @@ def use_outlast(
             f"there are {', '.join(sorted(known))}"
         )
     if job is not None or overrides:
-        config = _with_job(config, job, overrides)
+        # The same recipe for an OutlastTrainer; what is not given stays as it is.
+        ours: OutlastTrainer.Config = config
+        if not isinstance(config, OutlastTrainer.Config):
+            ours = _of_our_trainer(config)
+        if job is not None:
+            ours.outlast_job = str(job)
+        if overrides:
+            ours.outlast_settings = [*overrides]
+        config = ours
     before = config.checkpoint
     given = {}
     for setting in dataclasses.fields(before):
@@ -461,20 +466,6 @@ def use_outlast(
             )
     config.checkpoint = OutlastCheckpointManager.Config(**given | settings)
     return config
-
-
-def _with_job(
-    config: Any, job: str | os.PathLike[str] | None, overrides: Sequence[str]
-) -> OutlastTrainer.Config:
-    """The same recipe for an `OutlastTrainer`; what is not given stays as it is."""
-    ours: OutlastTrainer.Config = config
-    if not isinstance(config, OutlastTrainer.Config):
-        ours = _of_our_trainer(config)
-    if job is not None:
-        ours.outlast_job = str(job)
-    if overrides:
-        ours.outlast_settings = [*overrides]
-    return ours
 
 
 def _of_our_trainer(config: Any) -> OutlastTrainer.Config:

@@ -383,7 +383,12 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
     Raises:
         PlanError: A file cannot be read, a setting is wrong, or no line says the time of a step.
     """
-    table = _settings(Path(settings))
+    path = Path(settings)
+    try:
+        table = tomllib.loads(_text(path))
+    except ValueError as error:
+        raise PlanError(f"{path} is not valid TOML: {error}") from None
+    check_keys(table, _TOP, {"name", "framework", "version", "cluster"}, str(path))
     text, where = _text(Path(log)), str(settings)
     failed = _ran_out(text, table.get("framework", ""))
     figures = _figures(text, table.get("framework", ""), failed, where)
@@ -474,15 +479,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(_text(path))
-    except ValueError as error:
-        raise PlanError(f"{path} is not valid TOML: {error}") from None
-    check_keys(table, _TOP, {"name", "framework", "version", "cluster"}, str(path))
-    return table
 
 
 def _model(table: Mapping[str, Any], settings: Path) -> Transformer:

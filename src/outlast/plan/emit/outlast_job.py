@@ -194,7 +194,11 @@ def _described(
         "run": {"name": settings.name, "seed": settings.seed},
         "model": {
             "attention": "sdpa" if run.fused_attention else "eager",
-            **_model(model, run, settings),
+            **(
+                {"config": CONFIG}
+                if settings.model_config
+                else {"settings": model_config(model, run, settings)}
+            ),
         },
         "data": {"sequence_length": run.sequence},
         "train": {
@@ -212,15 +216,6 @@ def _described(
     if settings.tokenizer:
         tables["data"]["tokenizer"] = settings.tokenizer
     return tables
-
-
-def _model(model: Transformer, run: Configuration, settings: EmitSettings) -> dict[str, Any]:
-    # A config of its own may say null, which TOML cannot.
-    return (
-        {"config": CONFIG}
-        if settings.model_config
-        else {"settings": model_config(model, run, settings)}
-    )
 
 
 def _pipeline(run: Configuration) -> dict[str, Any]:

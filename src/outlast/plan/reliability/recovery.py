@@ -264,7 +264,15 @@ class Reliability:
         if not self.tiers:
             raise PlanError("tiers = none: give at least one store of checkpoints")
         self._require_order()
-        self._require_durable()
+        for tier in self.tiers:
+            between = column(tier.every) * self.interval_seconds
+            late = (tier.latency_seconds > between * (1.0 + 1e-9)) & (between > 0.0)
+            if late.any():
+                seconds = np.broadcast_to(between, late.shape)[late][0]
+                raise PlanError(
+                    f"write_seconds of tier {tier.name!r}: a version is not durable before the "
+                    f"next save, {seconds:g} s later; save it less often"
+                )
         last = self.tiers[-1]
         for cause in self.causes:
             if last.survives_nodes < lost_nodes(cause):
@@ -308,17 +316,6 @@ class Reliability:
             before = np.where(every > 0.0, every, before)
         if (column(self.tiers[-1].every) < 1.0).any():
             raise PlanError(f"every = 0 of the last tier {self.tiers[-1].name!r}: give at least 1")
-
-    def _require_durable(self) -> None:
-        for tier in self.tiers:
-            between = column(tier.every) * self.interval_seconds
-            late = (tier.latency_seconds > between * (1.0 + 1e-9)) & (between > 0.0)
-            if late.any():
-                seconds = np.broadcast_to(between, late.shape)[late][0]
-                raise PlanError(
-                    f"write_seconds of tier {tier.name!r}: a version is not durable before the "
-                    f"next save, {seconds:g} s later; save it less often"
-                )
 
 
 def lost_nodes(cause: FailureCause) -> int:

@@ -252,7 +252,13 @@ class Repairs:
         here = self._ends[rows] > now[:, None]
         self._unclaimed[rows] *= here
         stock = self._spares - self._unclaimed[rows].sum(axis=1)
-        self._add(rows, now, ends, nodes)
+        slot = self._ends[rows].argmin(axis=1)
+        if (self._ends[rows, slot] > now).any():
+            slot = np.full(rows.size, self._ends.shape[1])
+            more = np.full_like(self._ends, -np.inf)
+            self._ends = np.concatenate([self._ends, more], axis=1)
+            self._unclaimed = np.concatenate([self._unclaimed, np.zeros_like(more)], axis=1)
+        self._ends[rows, slot], self._unclaimed[rows, slot] = ends, nodes
         missing = np.maximum(nodes - stock, 0.0)
         ready = now.copy()
         if not (missing > 0.0).any():
@@ -268,15 +274,6 @@ class Repairs:
         self._unclaimed[rows] = left
         found: Array = np.maximum(ready, latest)
         return found
-
-    def _add(self, rows: Indices, now: Array, ends: Array, nodes: Array) -> None:
-        slot = self._ends[rows].argmin(axis=1)
-        if (self._ends[rows, slot] > now).any():
-            slot = np.full(rows.size, self._ends.shape[1])
-            more = np.full_like(self._ends, -np.inf)
-            self._ends = np.concatenate([self._ends, more], axis=1)
-            self._unclaimed = np.concatenate([self._unclaimed, np.zeros_like(more)], axis=1)
-        self._ends[rows, slot], self._unclaimed[rows, slot] = ends, nodes
 
 
 LOSSES = (
@@ -403,25 +400,22 @@ class _Trials:
         )
         kind = np.argmin(until, axis=0)
         passed = np.maximum(until.min(axis=0), 0.0)
-        self._advance(rows, passed, speed)
+        back = np.minimum(self.pending[rows], passed)
+        running = passed - back
+        self.pending[rows] -= back
+        self.clock[rows] += running * speed
+        self.wall[rows] += passed
+        self.exposure[rows] += passed
+        self.lost["restart"][rows] += back
+        idle = running * (1.0 - speed)
+        self.lost["degraded running"][rows] += idle
+        self.by_cause[rows, self.blamed[rows]] += back + idle
         self._strike(rows[kind == 0])
         self._noticed(rows[kind == 1])
         self._rejoin(rows[kind == 2])
         done = rows[kind == 3]
         self.clock[done], self.finish[done] = self.target, self.wall[done]
         self.active[rows[kind >= 3]] = False
-
-    def _advance(self, rows: Indices, seconds: Array, speed: Array) -> None:
-        back = np.minimum(self.pending[rows], seconds)
-        running = seconds - back
-        self.pending[rows] -= back
-        self.clock[rows] += running * speed
-        self.wall[rows] += seconds
-        self.exposure[rows] += seconds
-        self.lost["restart"][rows] += back
-        idle = running * (1.0 - speed)
-        self.lost["degraded running"][rows] += idle
-        self.by_cause[rows, self.blamed[rows]] += back + idle
 
     def _pause(self, rows: Indices, seconds: Array | float, kind: str, cause: Indices) -> None:
         """Time in which all stand still and nothing fails."""
