@@ -17,7 +17,7 @@ import numpy as np
 from harness import Bar
 
 from outlast.coding.code import Decoder, GradientCode
-from outlast.coding.codes import graph_families
+from outlast.coding.codes import graph
 from outlast.coding.codes.bernoulli import BernoulliCode, bernoulli_one_step_error, one_step_error
 from outlast.coding.codes.design import SoftDesign
 from outlast.coding.codes.graph import Expander, GraphCode, worst_case_lower_bound
@@ -95,7 +95,7 @@ def small_graph() -> GraphCode:
 
 def ramanujan_graph() -> GraphCode:
     """6552 workers, 2184 chunks with 6 copies: the graph of Lubotzky, Phillips and Sarnak."""
-    return GraphCode.of(graph_families.ramanujan(5, 13))
+    return GraphCode.of(graph.ramanujan(5, 13))
 
 
 def curve_bars(quick: bool) -> Iterator[Bar]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn import functional
 
-from outlast.guard.dispatch import product_for
 from outlast.guard.inject.campaign import Rate
 from outlast.guard.inject.fault import flip, integers
+from outlast.guard.linear import product_for
 from outlast.guard.product import Gradients
 from outlast.guard.threshold import DEVIATIONS
 from outlast.guard.watch import RandomSigns

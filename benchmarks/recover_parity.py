@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outlast.errors import RecoverError
 from outlast.recover.parity import ParityGroup
 from outlast.recover.parity.code import STRIPE_BYTES
-from outlast.recover.parity.exchange import Update
+from outlast.recover.parity.group import Update
 
 DEADLINE_SECONDS = 3000
 BAR = 0.03

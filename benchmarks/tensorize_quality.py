@@ -367,8 +367,8 @@ def _one(training: Training, directory: Path) -> None:
     from outlast.data import BatchLoader, SampleOrder, SampleWindow
     from outlast.job import ScheduleSection
     from outlast.tensorize.decay import SpectralBound
+    from outlast.train.loop import learning_rate_factor
     from outlast.train.model import size_of
-    from outlast.train.schedule import learning_rate_factor
 
     torch.set_num_threads(1)
     torch.manual_seed(training.seed)

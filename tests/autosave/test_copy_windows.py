@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from outlast.autosave.windows import CopyWindows
+from outlast.autosave.keeper import CopyWindows
 from outlast.checkpoint import CheckpointStore, SaveResult
 
 Ranks = Callable[[int], Callable[..., list[Any]]]

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outlast.cli.cluster_simulate import simulate
+from outlast.cli.cluster import simulate
 from outlast.cluster.workload import lublin
 from outlast.errors import ClusterError
 

@@ -7,9 +7,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from outlast.autosave import rendezvous as rendezvous_module
-from outlast.autosave.rendezvous import Begun, rendezvous
-from outlast.autosave.run import RunOptions, _begun
+from outlast.autosave import run as rendezvous_module
+from outlast.autosave.run import Begun, RunOptions, _begun, rendezvous
 from outlast.autosave.run_folder import RunFolder
 from outlast.distributed.ranks import Ranks
 from outlast.errors import AutosaveError

@@ -8,9 +8,9 @@ import pytest
 
 from outlast.cluster.chain.files import ChainFiles, ChainPlan
 from outlast.cluster.chain.filler import filler_plan
+from outlast.cluster.chain.link import program_of
 from outlast.cluster.chain.next_job import is_last, other_jobs
 from outlast.cluster.chain.submission import batch_of, comment_of
-from outlast.cluster.chain.watching import program_of
 from outlast.cluster.simulate.engine import forecast_start
 from outlast.cluster.slurm.jobs import queue_from_text
 from outlast.cluster.slurm.partitions import partitions_from_text

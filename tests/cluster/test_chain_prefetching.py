@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from slurm_programs import put_command, slurm_commands
 
-from outlast.cluster.chain import watching
+from outlast.cluster.chain import link
 from outlast.cluster.chain.files import (
     ChainFiles,
     ChainPlan,
@@ -20,7 +20,7 @@ from outlast.cluster.chain.files import (
     of_kind,
     write_plan,
 )
-from outlast.cluster.chain.watching import Prefetching, prefetch_words, wants_prefetch
+from outlast.cluster.chain.link import Prefetching, prefetch_words, wants_prefetch
 from outlast.job import load_job, to_toml
 
 PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", sys.executable)
@@ -105,7 +105,7 @@ def deaf_program(files: ChainFiles, tmp_path: Path) -> ChainPlan:
 def test_copying_ends_before_the_last_save_and_none_begins_after_it(
     files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(link, "_PATIENCE_SECONDS", 0.2)
     late = Prefetching(files, PLAN, 1, "7")
     late.look(under_way=True, ending=True)
     assert late._process is None
@@ -126,7 +126,7 @@ def test_copying_ends_before_the_last_save_and_none_begins_after_it(
 def test_a_copy_that_does_not_end_with_its_link_is_killed(
     files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watching, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(link, "_PATIENCE_SECONDS", 0.2)
     copying = Prefetching(files, deaf_program(files, tmp_path), 1, "7")
     copying.look(under_way=True)
     deadline = time.monotonic() + 60.0

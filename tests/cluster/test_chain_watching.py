@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from slurm_programs import slurm_commands
 
-from outlast.cluster.chain import fence, watching
+from outlast.cluster.chain import fence, link
 from outlast.cluster.chain.fence import Fence
 from outlast.cluster.chain.files import ChainFiles, ChainPlan, RunLog
+from outlast.cluster.chain.link import Prefetching, Watch
 from outlast.cluster.chain.stopping import LinkClock, read_countdown
-from outlast.cluster.chain.watching import Prefetching, Watch
 
 
 @pytest.fixture(autouse=True)
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(link, "_LOOK_SECONDS", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     slurm_commands(tmp_path, monkeypatch)
 

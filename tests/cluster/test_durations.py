@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.durations import (
+    duration_text,
+    limit_seconds,
+    limit_text,
+    shown_seconds,
+)
 from outlast.errors import ClusterError
-from outlast.job.durations import duration_text, limit_seconds, limit_text, shown_seconds
 
 
 @pytest.mark.parametrize(

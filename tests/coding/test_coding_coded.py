@@ -30,8 +30,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.coding.protocol import all_reduce as coded_module
-from outlast.coding.protocol.all_reduce import CodedAllReduce, Decoding, DecodingRules, LossWeights
-from outlast.coding.protocol.consensus import Consensus, Decision, WorkerSet, synchronise
+from outlast.coding.protocol.all_reduce import (
+    CodedAllReduce,
+    Consensus,
+    Decision,
+    Decoding,
+    DecodingRules,
+    LossWeights,
+    WorkerSet,
+    synchronise,
+)
 from outlast.coding.protocol.key_value_store import KeyValueStore
 from outlast.coding.protocol.membership import Members
 from outlast.errors import CodingError, LeftBehindError, LostChunksError

@@ -6,15 +6,15 @@ from every_pattern import check_every_pattern, every_mask, holds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.codes import graph_families
+from outlast.coding.codes import graph
 from outlast.coding.codes.bernoulli import one_step_error
 from outlast.coding.codes.graph import Expander, worst_case_lower_bound
 from outlast.errors import CodingError
 
 SMALL = {
     "cubic": Expander(8, 3, seed=1),
-    "complete": Expander.of(graph_families.complete(5)),
-    "bipartite": Expander.of(graph_families.hypercube(3)),
+    "complete": Expander.of(graph.complete(5)),
+    "bipartite": Expander.of(graph.hypercube(3)),
     "cycle": Expander(7, 2),
 }
 
@@ -49,7 +49,7 @@ def test_the_fixed_decoder_keeps_the_bound_and_has_the_stated_mean(name):
 
 
 def test_the_bound_is_reached_by_complete_graphs():
-    code = Expander.of(graph_families.complete(5))  # |lambda| = 1 for all but the first eigenvalue
+    code = Expander.of(graph.complete(5))  # |lambda| = 1 for all but the first eigenvalue
     assert code.expansion == pytest.approx(1.0)
     worst = code.worst_error(2).value
     assert worst == pytest.approx((1 / 4) ** 2 * 5 * 2 / 3)
@@ -94,7 +94,7 @@ def test_nobody_there_leaves_everything_undone():
         (lambda: Expander(4, 5), "take 2 to 3"),
         (lambda: Expander(8, 3).worst_error(9), "stragglers = 9"),
         (
-            lambda: Expander.of(graph_families.circulant(8, [4])),
+            lambda: Expander.of(graph.circulant(8, [4])),
             "not regular and connected|not connected",
         ),
         (lambda: worst_case_lower_bound(0, 3), "copies = 0"),

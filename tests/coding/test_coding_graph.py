@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.coding.code import decode
-from outlast.coding.codes import graph_families
+from outlast.coding.codes import graph as graph_families
 from outlast.coding.codes.graph import GraphCode
 from outlast.errors import CodingError
 

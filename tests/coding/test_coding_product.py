@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
 from outlast.coding.codes.design import SymmetricDesign
-from outlast.coding.codes.graph import GraphCode
-from outlast.coding.codes.graph_families import complete
+from outlast.coding.codes.graph import GraphCode, complete
 from outlast.coding.codes.product import Kronecker, ProductCode
 from outlast.coding.codes.repetition import FractionalRepetition
 from outlast.errors import CodingError

@@ -17,7 +17,7 @@ from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.replay import replay_profile
 from outlast.energy.schedule.graph import Operation, Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
-from outlast.energy.sources.nvml import NvmlDevice
+from outlast.energy.sources.available import NvmlDevice
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

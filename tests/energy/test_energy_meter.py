@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.meter import EnergyMeter
+from outlast.energy.sources.available import nvml_sources
 from outlast.energy.sources.node import CallableSource
-from outlast.energy.sources.nvml import nvml_sources
 from outlast.energy.sources.protocol import UnreadableSource
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError

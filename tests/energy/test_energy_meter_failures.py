@@ -9,10 +9,8 @@ import pytest
 from energy_fake_nvml import Clock, FakeNvml, Gpu
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.amd import amd_sources
-from outlast.energy.sources.available import available_sources
+from outlast.energy.sources.available import amd_sources, available_sources, nvml_sources
 from outlast.energy.sources.node import CallableSource, FileSource
-from outlast.energy.sources.nvml import nvml_sources
 from outlast.energy.sources.protocol import UnreadableSource
 from outlast.energy.sources.rapl import rapl_sources
 from outlast.energy.sources.track import PowerIntegral

@@ -9,8 +9,13 @@ from energy_fake_nvml import Clock, FakeNvml, Gpu
 
 import outlast.energy
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.available import available_sources
-from outlast.energy.sources.nvml import NvmlDevice, nvml_sources, start_nvml, throttle_words
+from outlast.energy.sources.available import (
+    NvmlDevice,
+    available_sources,
+    nvml_sources,
+    start_nvml,
+    throttle_words,
+)
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable

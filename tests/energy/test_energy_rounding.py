@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outlast.energy.example import profile
 from outlast.energy.frontier.linear import Programme, lower_hull
 from outlast.energy.frontier.operations import Curves
-from outlast.energy.frontier.rounding import (
+from outlast.energy.frontier.planner import (
     Beam,
     Choices,
     Leaning,

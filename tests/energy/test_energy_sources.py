@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.amd import amd_sources
+from outlast.energy.sources.available import amd_sources
 from outlast.energy.sources.node import CallableSource, FileSource, ModelledSource
 from outlast.energy.sources.rapl import rapl_sources
 from outlast.energy.sources.track import PowerIntegral

@@ -6,7 +6,7 @@ import pytest
 from energy_fake_nvml import Clock
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.amd import _shown
+from outlast.energy.sources.available import _shown
 from outlast.energy.sources.node import FileSource
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.nvml import nvml_sources
+from outlast.energy.sources.available import nvml_sources
 from outlast.energy.sources.protocol import WithPower
 from outlast.energy.sources.track import PowerIntegral
 from outlast.energy.window import Energy

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outlast.guard import Guard, guard
-from outlast.guard.dispatch import has_triton, product_for
+from outlast.guard.linear import has_triton, product_for
 from outlast.guard.product import Gradients, Product, TorchProduct
 from outlast.guard.residual import ResidualTest
 from outlast.guard.watch import RandomSigns
@@ -113,7 +113,7 @@ def test_judgements_are_those_of_torch(dtype: torch.dtype) -> None:
 
 
 def test_compiled_checks_are_those_of_torch() -> None:
-    from outlast.guard.dispatch import CompiledProduct
+    from outlast.guard.linear import CompiledProduct
 
     layer = Layer(torch.bfloat16, (512, 256, 384))
     pairs = zip(layer.judge(CompiledProduct()), layer.judge(TorchProduct()), strict=True)

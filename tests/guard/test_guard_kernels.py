@@ -307,7 +307,7 @@ def test_sweeps_compile_for_a_device(name: str) -> None:
 
 
 def test_without_a_device_nothing_is_chosen_by_mistake() -> None:
-    from outlast.guard.dispatch import CompiledProduct, product_for
+    from outlast.guard.linear import CompiledProduct, product_for
 
     assert type(product_for(torch.empty(1, device="meta"))) is CompiledProduct
 
@@ -315,7 +315,7 @@ def test_without_a_device_nothing_is_chosen_by_mistake() -> None:
 def test_checks_that_cannot_be_compiled_are_made_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from outlast.guard.dispatch import or_eager
+    from outlast.guard.linear import or_eager
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler here")

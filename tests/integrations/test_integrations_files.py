@@ -16,7 +16,7 @@ import torch
 from outlast.checkpoint import storage_of
 from outlast.checkpoint.format.retention import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
-from outlast.integrations.files import CheckpointFiles
+from outlast.integrations.fabric import CheckpointFiles
 from outlast.integrations.pointer import read_pointer
 from outlast.job import CheckpointSection
 
@@ -246,7 +246,7 @@ from pathlib import Path
 
 import torch
 
-from outlast.integrations.files import CheckpointFiles
+from outlast.integrations.fabric import CheckpointFiles
 from outlast.job import CheckpointSection
 
 place = Path(sys.argv[1])

@@ -33,7 +33,7 @@ from outlast.records import (
 )
 from outlast.report import write_report
 from outlast.report.overview import load
-from outlast.report.summary import KeyFigure, Unavailable, key_figures
+from outlast.report.sections import KeyFigure, Unavailable, key_figures
 from outlast.report.tables import job_table
 
 

@@ -12,25 +12,23 @@ from hypothesis import strategies as st
 
 from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
-from outlast.plan import scaling_law
+from outlast.plan import loss
 from outlast.plan.loss import (
     ABSOLUTE,
+    CHINCHILLA,
     TERMS,
     UNEQUAL,
+    ScalingLaw,
     absolute_loss,
+    coding_error,
+    critical_batch_tokens,
     law_parameters,
     loss_difference,
     loss_differences,
-    rank_share,
-    runs,
-)
-from outlast.plan.scaling_law import (
-    CHINCHILLA,
-    ScalingLaw,
-    coding_error,
-    critical_batch_tokens,
     precision_share,
+    rank_share,
     repeated_tokens,
+    runs,
 )
 from outlast.plan.transformer import Transformer
 
@@ -155,14 +153,14 @@ def test_the_interval_is_what_the_ends_of_a_constant_give(monkeypatch, constant,
     ends = []
     for sign in (-1.0, 1.0):
         factor = math.exp(sign * 1.6448536 * deviation)
-        known = getattr(scaling_law, constant)
+        known = getattr(loss, constant)
         moved = (
             {part: replace(each, value=each.value * factor) for part, each in known.items()}
             if constant == "PRECISION"
             else replace(known, value=known.value * factor)
         )
         with monkeypatch.context() as patch:
-            patch.setattr(scaling_law, constant, moved)
+            patch.setattr(loss, constant, moved)
             ends.append(loss_differences(run, plain, exact).middle[0])
     assert (found.low[0], found.high[0]) == pytest.approx((min(ends), max(ends)), rel=1e-4)
     assert found.low[0] > 0.0

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from plan_random_runs import between
 
 from outlast.plan.cluster import FailureCause
-from outlast.plan.reliability.goodput import goodput
+from outlast.plan.reliability.goodput import JobFailure, goodput, recovery_time
 from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
-from outlast.plan.reliability.recovery_time import JobFailure, recovery_time
 from outlast.plan.reliability.scenario import Scenario
 from outlast.plan.reliability.simulate import simulate
 

@@ -30,7 +30,7 @@ from parity_members import (
 from outlast.errors import RecoverError
 from outlast.recover.parity import ParityGroup
 from outlast.recover.parity.code import as_bytes
-from outlast.recover.parity.exchange import Rebuild, Update
+from outlast.recover.parity.group import Rebuild, Update
 from outlast.recover.parity.store import ParityFile
 from outlast.recover.parity.transport import Transport
 

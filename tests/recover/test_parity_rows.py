@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.recover.parity.code import Bytes, Layout, combine, products, weight
-from outlast.recover.parity.exchange import (
+from outlast.recover.parity.group import (
     Change,
     Rebuild,
     RecoverableEpoch,

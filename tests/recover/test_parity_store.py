@@ -12,7 +12,7 @@ import pytest
 
 from outlast.errors import RecoverError
 from outlast.recover.parity.code import Layout
-from outlast.recover.parity.exchange import MemberReport, RecoverableEpoch, recoverable_epochs
+from outlast.recover.parity.group import MemberReport, RecoverableEpoch, recoverable_epochs
 from outlast.recover.parity.store import ParityFile, ParityMark
 
 LAYOUT = Layout(4, 1, 64)

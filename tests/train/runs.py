@@ -37,7 +37,7 @@ LOADED = (
     "outlast.plan.prediction",
     "outlast.report.sections",
     "outlast.train.launch",
-    "outlast.train.live_launch",
+    "outlast.train.live",
     "plotly.offline",
 )
 """What every run loads when it comes to it."""

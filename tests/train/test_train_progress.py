@@ -22,8 +22,8 @@ from outlast.records import (
     TrainingStarted,
     Warned,
 )
-from outlast.train import progress
-from outlast.train.progress import LineDisplay, Rate, TerminalDisplay, message_of, progress_sink
+from outlast.train import run
+from outlast.train.run import LineDisplay, Rate, TerminalDisplay, message_of, progress_sink
 
 STARTED = AttemptStarted(
     fingerprint="f",
@@ -105,7 +105,7 @@ def job():
 def clock(monkeypatch):
     """A clock that a test sets."""
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
 
@@ -141,7 +141,7 @@ def test_one_process_is_called_one(job, capsys):
 def test_a_terminal_shows_the_same_and_a_bar(job, monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160, color_system=None)
-    monkeypatch.setattr(progress, "Console", lambda: console)
+    monkeypatch.setattr(run, "Console", lambda: console)
     display = TerminalDisplay(job)
     for event in EVENTS:
         display.write(event)
@@ -157,7 +157,7 @@ def test_a_terminal_shows_the_same_and_a_bar(job, monkeypatch):
 def test_a_bar_names_a_save_after_the_last_step(job, monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160, color_system=None)
-    monkeypatch.setattr(progress, "Console", lambda: console)
+    monkeypatch.setattr(run, "Console", lambda: console)
     display = TerminalDisplay(job)
     display.write(TrainingStarted(0, 1.0, {}))
     display.write(steps_done(40))
@@ -170,7 +170,7 @@ def test_a_bar_names_a_save_after_the_last_step(job, monkeypatch):
 
 def test_a_terminal_display_that_never_became_ready_closes(job, monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(progress, "Console", lambda: console)
+    monkeypatch.setattr(run, "Console", lambda: console)
     display = TerminalDisplay(job)
     display.write(steps_done(1))
     display.close()

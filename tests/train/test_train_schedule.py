@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.job import ScheduleSection
-from outlast.train.schedule import learning_rate_factor
+from outlast.train.loop import learning_rate_factor
 
 
 def curve(steps, **settings):

@@ -202,7 +202,7 @@ def drill_processes(
     if job.launch.nproc == 1:
         settings = [*settings, "launch.nproc=2"]
         job = load_job(job_file, settings)
-    from outlast.train.live_launch import group_count
+    from outlast.train.live import group_count
 
     processes = group_count(job) if job.recover.mode == "live" else job.launch.nproc
     trials = _trials(job, asked, processes)

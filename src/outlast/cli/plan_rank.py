@@ -647,8 +647,8 @@ def queued(wall_time: str | None, queue_wait: str | None, found: Estimate) -> Ch
         ClusterError: A time that cannot be read, or a limit in which nothing trains.
     """
     from outlast.cluster.cost import LinkOverhead, QueueWait, chain
+    from outlast.durations import limit_seconds
     from outlast.errors import PlanError
-    from outlast.job.durations import limit_seconds
 
     if wall_time is None:
         if queue_wait is not None:

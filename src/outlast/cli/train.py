@@ -123,7 +123,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     from outlast.train.preflight import preflight
 
     if live:
-        from outlast.train.live_launch import group_count
+        from outlast.train.live import group_count
 
         processes = group_count(job)
     else:
@@ -136,7 +136,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
             return EXIT_DONE
     start = replace(start, prediction=prediction_for(job, processes))
     if live:
-        from outlast.train.live_launch import launch_live
+        from outlast.train.live import launch_live
 
         code = launch_live(start)
     elif processes > 1:

@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from outlast.cluster.slurm.commands import Patience, ask
 from outlast.cluster.slurm.jobs import history_from_json
+from outlast.durations import shown_seconds
 from outlast.errors import ClusterError
-from outlast.job.durations import shown_seconds
 
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -13,15 +13,23 @@ the CPU. A Python integer would be part of the graph; so equal blocks share one.
 
 *False positives.* What else than a fault can make a check fail is looked at after it has failed, so
 at leisure, and in float64.
+
+The fastest implementation of a product's checks for a device and a type.
+
+Compiled code on the CPU; on CUDA devices the kernels of `outlast.guard.checksum_kernels`, which sum
+next to cuBLAS and leave its numbers as they are. Elsewhere, and without Triton, Inductor fuses the
+torch operations of `TorchProduct`. Importing this module imports neither Triton nor Inductor.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import warnings
 import weakref
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +38,17 @@ from torch.library import custom_op
 from torch.nn import functional
 
 from outlast.errors import GuardError
-from outlast.guard.dispatch import product_for
 from outlast.guard.forward_patch import ForwardPatch
-from outlast.guard.product import Encoding, Gradients, NativeProduct, Projections, rounding_of
+from outlast.guard.product import (
+    NATIVE_TYPES,
+    Encoding,
+    Gradients,
+    NativeProduct,
+    Projections,
+    TorchProduct,
+    library,
+    rounding_of,
+)
 from outlast.guard.residual import (
     ResidualTest,
     bits,
@@ -44,10 +60,93 @@ from outlast.guard.residual import (
 from outlast.guard.threshold import product_bound, unit_roundoff
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from outlast.guard.findings import Outcome, Site
+    from outlast.guard.product import Product
     from outlast.guard.watch import Watch
+
+
+_OLDEST = (8, 0)
+
+
+"""Compute capability: the first with units for bf16."""
+
+
+_Arguments = ParamSpec("_Arguments")
+
+
+_Result = TypeVar("_Result")
+
+
+def product_for(x: Tensor) -> Product:
+    """Return the fastest checks for tensors like `x`."""
+    return _product(x.device, x.dtype)
+
+
+@functools.cache
+def _product(device: torch.device, dtype: torch.dtype) -> Product:
+    if device.type == "cpu":
+        compiled = library() if dtype in NATIVE_TYPES else None
+        if compiled is None or not compiled.knows(NATIVE_TYPES[dtype]):
+            return TorchProduct()
+        return NativeProduct(compiled)
+    if device.type == "cuda" and dtype.itemsize <= 4 and has_triton():
+        from outlast.guard.checksum_kernels import TYPES, TritonProduct
+
+        if dtype in TYPES and torch.cuda.get_device_capability(device) >= _OLDEST:
+            return TritonProduct()
+    return CompiledProduct()
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+class CompiledProduct(TorchProduct):
+    """`TorchProduct` with its passes compiled, or as it is where they cannot be."""
+
+    def forward(self, x: Tensor, y: Tensor, encoding: Encoding) -> tuple[Projections, ResidualTest]:
+        """See `Product`."""
+        return _compiled_forward(x, y, encoding)
+
+    def backward(
+        self, dy: Tensor, gradients: Gradients, encoding: Encoding, projections: Projections
+    ) -> tuple[ResidualTest | None, ResidualTest | None]:
+        """See `Product`."""
+        return _compiled_backward(dy, gradients, encoding, projections)
+
+
+def or_eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """`function` compiled at its first call; if that fails, once a warning, and as it is."""
+    chosen: Callable[_Arguments, _Result] | None = None
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        nonlocal chosen
+        if chosen is None:
+            chosen = torch.compile(function)
+        try:
+            return chosen(*args, **kwargs)
+        except Exception as error:  # whatever the compiler meets, training goes on
+            if chosen is function:
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(
+                f"the guard's checks are not compiled and cost more time: {reason}", stacklevel=3
+            )
+            chosen = function
+            return function(*args, **kwargs)
+
+    return call
+
+
+_compiled_forward = or_eager(TorchProduct().forward)
+
+
+_compiled_backward = or_eager(TorchProduct().backward)
 
 
 def beyond_rounding(
@@ -122,6 +221,8 @@ def compared(matrix: Tensor, signs: Tensor, kept: Tensor) -> ResidualTest:
 
 
 _kept: dict[tuple[int, torch.dtype], tuple[object, Tensor, Tensor]] = {}
+
+
 _probes: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
 
@@ -173,7 +274,11 @@ def forget() -> None:
 
 
 _PADDING = 32
+
+
 _layers: weakref.WeakValueDictionary[int, LinearChecks] = weakref.WeakValueDictionary()
+
+
 _made = 0
 
 
@@ -355,11 +460,17 @@ def _register() -> str:
 
 
 WHY_NOT = _register()
+
+
 """Why torch does not know the operations; empty where it does. torch refuses them when a library
 of this process, such as a second copy of Outlast, has defined operations of the same names."""
 
+
 _ROUNDINGS = 16
+
+
 """How often a block rounds an activation between its input and any layer in it, about."""
+
 
 LINEAR_OPERATIONS = (
     "linear.forward",
@@ -369,7 +480,10 @@ LINEAR_OPERATIONS = (
     "linear.recompute",
     "weight",
 )
+
+
 """What is checked of a layer; keys of `outlast.guard.policy.OPERATIONS`."""
+
 
 TENSOR_PARALLEL = "split over ranks by tensor parallelism"
 

@@ -13,7 +13,7 @@ so the last one also sees a saved activation that changed since. Every matrix is
 Two implementations with the same methods: `NativeProduct` for the CPU, in the passes of ``sweep.c``
 that the system's C compiler compiles once per machine, and `TorchProduct` in torch operations for
 everything else, which read every matrix several times and never wait for the device;
-`outlast.guard.dispatch` chooses.
+`outlast.guard.linear` chooses.
 
 CUDA's units and libraries add to the bounds of `outlast.guard.threshold`:
 

@@ -35,7 +35,7 @@ def every_of(text: str) -> Every:
     Raises:
         AutosaveError: When it means nothing.
     """
-    from outlast.job.durations import limit_seconds
+    from outlast.durations import limit_seconds
 
     plain = text.strip().lower()
     if plain == "auto":
@@ -59,7 +59,7 @@ def seconds_of(option: str, text: str) -> float:
     Raises:
         AutosaveError: When it is none, or not above zero.
     """
-    from outlast.job.durations import FORMS, limit_seconds
+    from outlast.durations import FORMS, limit_seconds
 
     seconds = 0.0
     with contextlib.suppress(ClusterError):

@@ -36,12 +36,12 @@ from outlast.runtime.recording import MemoryWatch, StepRecords
 from outlast.runtime.saves import RunSaves, Transfers, open_store
 from outlast.runtime.watching import SlownessWatch
 from outlast.train.engine import Engine, ReplicaEngine
-from outlast.train.engines import coded_engine, is_coded, pipeline_engine, replica_engine
 from outlast.train.evaluate import Evaluation
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
 from outlast.train.model import ModelSize, size_of
 from outlast.train.optimizer import build_optimizers
+from outlast.train.parallelize import coded_engine, is_coded, pipeline_engine, replica_engine
 from outlast.train.preflight import Plan
 from outlast.train.tensorizing import (
     SpikeWatch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +17,6 @@ from outlast.runtime.engine import EveryStep, Runtime, StepResult
 from outlast.runtime.recording import Outcome
 from outlast.train.gradients import clip, global_norm
 from outlast.train.optimizer import set_learning_rate
-from outlast.train.schedule import learning_rate_factor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,11 +26,38 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import CheckpointStore, ReplayLog
     from outlast.data import BatchLoader, MicroBatch
-    from outlast.job import Job
+    from outlast.job import Job, ScheduleSection
     from outlast.runtime.guarding import RunGuard
     from outlast.train.coding import CodingNotes
     from outlast.train.engine import Engine
     from outlast.train.evaluate import Evaluation
+
+
+def learning_rate_factor(step: int, steps: int, schedule: ScheduleSection) -> float:
+    """The share of the peak learning rate for one step.
+
+    Args:
+        step: Steps already done, 0 <= step < steps.
+        steps: Steps in the whole run.
+        schedule: Kind and constants. Cosine: Loshchilov & Hutter 2017, eq. 5, without restarts.
+            WSD (warm-up, stable, linear decay): Hu et al. 2024 (MiniCPM), section 4.
+
+    Returns:
+        A factor in (0, 1] (0 only where `final_fraction` is 0, after the last step).
+    """
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    final = schedule.final_fraction
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "cosine":
+        progress = (step - schedule.warmup_steps) / max(steps - schedule.warmup_steps, 1)
+        return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay_steps = round(schedule.decay_fraction * steps)
+    until_end = steps - step
+    if until_end >= decay_steps:
+        return 1.0
+    return final + (1.0 - final) * until_end / decay_steps
 
 
 class StateMovedError(Exception):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from outlast.autosave.trace.dispatch import Accesses, WeakStorage, Window
-    from outlast.autosave.trace.graph import GraphState
+    from outlast.autosave.trace.plan import GraphState
 
 
 Kind = Literal["must-save", "save-once", "derivable", "dead"]

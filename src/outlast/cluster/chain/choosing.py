@@ -30,8 +30,8 @@ from outlast.cluster.chain.margin import first_lead_seconds
 from outlast.cluster.chain.planning import LONGEST_UNLIMITED_SECONDS, costs_of, site_of
 from outlast.cluster.chain.submission import submit_link
 from outlast.cluster.slurm.partitions import chosen_partitions, partitions_now
+from outlast.durations import duration_text
 from outlast.errors import ClusterError
-from outlast.job.durations import duration_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,9 +22,9 @@ from outlast.cluster.slurm.partitions import (
     quality_now,
 )
 from outlast.cluster.staging.job import job_directives
+from outlast.durations import duration_text, limit_seconds
 from outlast.errors import ClusterError
 from outlast.job.cluster import CHOSEN
-from outlast.job.durations import duration_text, limit_seconds
 
 if TYPE_CHECKING:
     from outlast.job import Job

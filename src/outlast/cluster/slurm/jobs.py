@@ -1,13 +1,21 @@
-"""Jobs of Slurm: their states, the queue, and the history of ended jobs.
+"""Jobs of Slurm: states, queue, history of ended jobs, and the values that Slurm writes.
 
 The queue is read from squeue in fields that all its versions have; of other people's jobs only what
 a forecast needs is kept: no names, no users. The history of a job comes from squeue while it
 remembers, then from accounting, then from scontrol. Accounting may be absent, switched off, or some
 seconds late; none of that is an error here.
+
+Values as Slurm writes them in JSON, which differs between its versions.
+
+Up to 22.05 a number is a number, with 0 or 2**32 - 2 for "not set"; from 23.02 it is a table
+``{"set": true, "infinite": false, "number": 60}``. A state is a text, or from 23.11 a list of one
+state and its flags.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,11 +30,70 @@ from outlast.cluster.slurm.commands import (
     ask,
     installed,
 )
-from outlast.cluster.slurm.values import document, moment, number, whole, words
-from outlast.job.durations import shown_seconds
+from outlast.durations import shown_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+_NO_VALUE = 2**32 - 2
+
+
+_INFINITE = 2**32 - 1
+
+
+_NO_VALUE_64 = 2**64 - 2
+
+
+def number(value: Any) -> float | None:
+    """The number, infinity, or None where it is not set."""
+    if isinstance(value, dict):
+        if value.get("infinite"):
+            return math.inf
+        return number(value.get("number")) if value.get("set", True) else None
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return number(float(value))
+        except ValueError:
+            return None
+    if value in (_NO_VALUE, _NO_VALUE_64):
+        return None
+    return math.inf if value == _INFINITE else float(value)
+
+
+def whole(value: Any, default: int = 0) -> int:
+    """The number as an integer; `default` where it is not set or has no end."""
+    found = number(value)
+    return default if found is None or math.isinf(found) else int(found)
+
+
+def moment(value: Any) -> float | None:
+    """Seconds since the epoch; None for 0, which Slurm writes for "not known"."""
+    found = number(value)
+    return None if not found or math.isinf(found) else found
+
+
+def words(value: Any) -> list[str]:
+    """A text or a list of texts as a list of upper-case words."""
+    items = value if isinstance(value, list) else [value]
+    return [str(item).upper() for item in items if item not in (None, "")]
+
+
+def document(text: str) -> dict[str, Any] | None:
+    """The JSON object in `text`, or None where there is none.
+
+    Some versions print a warning line before it.
+    """
+    begin = text.find("{")
+    if begin < 0:
+        return None
+    try:
+        found = json.loads(text[begin:])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 PENDING = frozenset(
@@ -40,9 +107,13 @@ PENDING = frozenset(
         "SPECIAL_EXIT",
     ]
 )
+
+
 RUNNING = frozenset(
     ["RUNNING", "COMPLETING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"]
 )
+
+
 ENDED = frozenset(
     [
         "BOOT_FAIL",
@@ -59,6 +130,8 @@ ENDED = frozenset(
         "REVOKED",
     ]
 )
+
+
 _FLAGS = ("COMPLETING", "CONFIGURING", "STAGE_OUT", "RESIZING", "REQUEUED", "SIGNALING")
 
 
@@ -91,7 +164,11 @@ def has_ended(state: str) -> bool:
 
 # Names and comments may hold any printable character.
 _QUEUE_SEPARATOR = "\x1f"
+
+
 _QUEUE_FIELDS = ("%i", "%T", "%D", "%l", "%L", "%V", "%S", "%e", "%Q", "%P", "%r", "%k")
+
+
 TEXT_FORMAT = _QUEUE_SEPARATOR.join(_QUEUE_FIELDS)
 
 
@@ -134,6 +211,8 @@ class QueuedJob:
 
 
 _NODES = "`sinfo -R` says why nodes are down or drained, and `sinfo` which ones are free"
+
+
 _WAITS = (
     ("dependencyneversatisfied", "it waits for a job that did not end as it asked", "cancel it"),
     ("dependency", "it waits for the end of the job before it", ""),
@@ -162,7 +241,11 @@ _WAITS = (
     ("priority", "jobs of higher priority are before it", ""),
     ("resources", "it is next, when enough nodes are free", ""),
 )
+
+
 """Part of Slurm's reason, in lower case -> what it means, what can be done; the first counts."""
+
+
 _REMEDIES = {
     "time": "`outlast cluster stop`, then `outlast cluster resume RUN slurm.wall_time=...`",
     "nodes": "`outlast cluster stop`, then `outlast cluster resume RUN slurm.nodes=[...]`",
@@ -268,6 +351,8 @@ def _from_fields(fields: list[str]) -> QueuedJob:
 
 
 _HISTORY_SEPARATOR = "\x1f"
+
+
 _HISTORY_FIELDS = [
     "JobID",
     "State",

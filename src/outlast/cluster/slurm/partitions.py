@@ -20,8 +20,8 @@ from outlast.cluster.slurm.commands import (
     SlurmUnreachableError,
     ask,
 )
+from outlast.durations import duration_text, shown_seconds
 from outlast.errors import ClusterError
-from outlast.job.durations import duration_text, shown_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

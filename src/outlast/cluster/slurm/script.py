@@ -6,8 +6,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
+from outlast.durations import limit_text
 from outlast.errors import ClusterError
-from outlast.job.durations import limit_text
 
 BEGAN = "OUTLAST_LINK_BEGAN"
 """Environment variable with the moment when the script began, seconds since the epoch."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from outlast.energy.frontier.linear import Relaxed
-    from outlast.energy.frontier.rounding import Choices
+    from outlast.energy.frontier.planner import Choices
     from outlast.energy.profile import Key, Profile
     from outlast.energy.schedule.graph import Schedule
 

@@ -5,35 +5,602 @@ plan = planner.plan(schedule, deadline="+2%")
 plan.saving, plan.gap                      # of top clocks' energy; above what any plan can reach
 plan = planner.plan(schedule, "+5%", switches="per_stage")     # one clock per device
 frontier = planner.frontier(schedule)      # 20 plans; frontier.at(seconds) is a look-up
+
+From durations that may lie between measured ones to clocks that exist.
+
+Rounding every operation down meets the deadline but wastes time; giving the rest to operations one
+by one ends where no single change fits. So beam searches (see `Beam`) make many plans, forwards and
+backwards in time, at the optimum's prices and at the mean prices of deadlines nearby. The best of
+them fill their slack, and the best one is kept. Where it is near the bound, fewer are made.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outlast.energy.frontier.linear import DeadlineError, Programme, lower_hull
-from outlast.energy.frontier.operations import SwitchDelays, baseline, curves_of, merged
+from outlast.energy.frontier.operations import Curves, SwitchDelays, baseline, curves_of, merged
 from outlast.energy.frontier.plan import SWITCHES, ClockPlan, fingerprint
-from outlast.energy.frontier.rounding import Choices, rounded
 from outlast.energy.frontier.stragglers import Frontier
 from outlast.energy.frontier.switches import Grouped, GroupedProgramme
 from outlast.energy.profile import effective
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outlast.energy.frontier.linear import Relaxed
+    from outlast.energy.frontier.operations import Places
     from outlast.energy.frontier.plan import Switches
     from outlast.energy.profile import Point, Profile
     from outlast.energy.schedule.graph import Schedule
 
+
+Array: TypeAlias = NDArray[np.float64]
+
+
+Indices: TypeAlias = NDArray[np.intp]
+
+
+# Ends that are kept at most, over all plans: where hundreds wait at once, fewer plans are kept.
+_KEPT_ENDS = 40_000
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """Preference of a beam search. Results vary much with it, so several are tried.
+
+    Attributes:
+        pull: How strongly plans near the relaxed plan's times are preferred. Without it, plans
+            collect debts of time that must be paid later; too much of it forbids variety.
+        grain: Plans whose times differ less are one plan; as a share of a mean duration.
+        early: Weight of ends that are earlier than the relaxed plan's; later ones have 1.
+    """
+
+    pull: float
+    grain: float = 2e-3
+    early: float = 1.0
+
+
+@dataclass(frozen=True)
+class Width:
+    """Breadth of a beam search.
+
+    Attributes:
+        plans: Kept after each operation.
+        options: Points of an operation that are tried: those that lose least. The fastest one is
+            tried always, so that the deadline can be met. More options help no further: plans
+            then win by gaining time early that they lose later.
+    """
+
+    plans: int = 32
+    options: int = 8
+
+
+@dataclass(frozen=True, eq=False)
+class _States:
+    """Plans of the operations so far: one row each, `plans` rows for each search.
+
+    Attributes:
+        lost: (rows,) joules against the bound; infinite for rows that stand for no plan.
+        ends: (rows, slots) when operations end that others still wait for.
+        pulls: (rows, slots) penalty of each of these ends.
+        pulled: (rows,) their sum.
+        marks: (rows,) a number that differs where the ends do.
+    """
+
+    lost: Array
+    ends: Array
+    pulls: Array
+    pulled: Array
+    marks: Array
+
+
+@dataclass(frozen=True, eq=False)
+class _Searches:
+    """Searches that run side by side: one array operation serves them all.
+
+    Attributes:
+        plans: Rows of each search.
+        pull: (rows, 1) of the row's search.
+        early: (rows, 1) the same for ends that are early.
+        grain: (searches, 1) seconds.
+    """
+
+    plans: int
+    pull: Array
+    early: Array
+    grain: Array
+
+
+class Beam:
+    """Searches in one direction of time for one deadline.
+
+    Args:
+        schedule: The step.
+        curves: What operations may run at.
+        relaxed: The optimum of the linear programme; for a schedule with reversed edges, with
+            starts counted from the end.
+        deadline_seconds: Not shorter than the fastest plan takes.
+    """
+
+    def __init__(
+        self, schedule: Schedule, curves: Curves, relaxed: Relaxed, deadline_seconds: float
+    ) -> None:
+        count = len(schedule.operations)
+        self._curves = curves
+        self._deadline = deadline_seconds
+        self._edge_watts = relaxed.edge_watts.tolist()
+        self._watts = relaxed.operation_watts.tolist()
+        self._before: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        self._final_watts = list(self._watts)
+        for edge, (before, after) in enumerate(schedule.edges):
+            self._before[after].append((edge, before))
+            self._final_watts[before] -= self._edge_watts[edge]
+        self._after = schedule.successors
+        self._references = (relaxed.starts + relaxed.seconds).tolist()
+        fastest = [float(own[0]) for own in curves.seconds]
+        latest = schedule.latest_ends(fastest, deadline_seconds * (1 + 1e-12))
+        self._latest = latest
+        self._mean_seconds = sum(fastest) / max(count, 1)
+        self._order = _in_time(schedule, relaxed.starts.tolist())
+        self._slots, self._freed, self._slot_count = _slots(schedule, self._order)
+        self._hash = (np.random.default_rng(0).random(count) + 0.5).tolist()
+
+    def search(self, leanings: Sequence[Leaning], width: Width) -> list[Places]:
+        """For each leaning the plan found that loses least; all meet the deadline."""
+        count = len(leanings)
+        plans = max(min(width.plans, _KEPT_ENDS // (self._slot_count * count)), 1)
+        searches = _Searches(
+            plans,
+            np.repeat([leaning.pull for leaning in leanings], plans)[:, None],
+            np.repeat([leaning.pull * leaning.early for leaning in leanings], plans)[:, None],
+            np.array([[max(leaning.grain * self._mean_seconds, 1e-300)] for leaning in leanings]),
+        )
+        lost = np.full((count, plans), np.inf)
+        lost[:, 0] = 0.0
+        rows = count * plans
+        none = np.zeros((rows, self._slot_count))
+        states = _States(lost.ravel(), none, none, np.zeros(rows), np.zeros(rows))
+        known: dict[tuple[int, float], tuple[Indices, Array, Array]] = {}
+        history = []
+        for index in self._order:
+            kind = (id(self._curves.seconds[index]), round(self._watts[index], 9))
+            if kind not in known:
+                known[kind] = self._options(index, width.options)
+            places, seconds, losses = known[kind]
+            states, before, columns = self._step(index, seconds, losses, (states, searches))
+            history.append((before, places[columns]))
+        row = np.argmin(states.lost.reshape(count, plans), axis=1) + plans * np.arange(count)
+        found = np.zeros((count, len(self._order)), dtype=np.intp)
+        for index, (before, chosen) in zip(reversed(self._order), reversed(history), strict=True):
+            found[:, index], row = chosen[row], before[row]
+        return [[int(place) for place in tensor] for tensor in found]
+
+    def _options(self, index: int, count: int) -> tuple[Indices, Array, Array]:
+        """Places that lose least at the operation's price, their seconds and losses."""
+        seconds, joules = self._curves.seconds[index], self._curves.joules[index]
+        losses = joules + self._watts[index] * seconds
+        losses -= losses.min()
+        places = np.argsort(losses, kind="stable")[:count]
+        if 0 not in places:
+            places = np.append(places, 0)
+        return places, seconds[places], losses[places]
+
+    def _step(
+        self, index: int, seconds: Array, losses: Array, now: tuple[_States, _Searches]
+    ) -> tuple[_States, Indices, Indices]:
+        """Place an operation: the states that are kept, of which rows and options they are."""
+        states, searches = now
+        start, lost = self._start(index, states)
+        ends = start[:, None] + seconds
+        lost = lost[:, None] + losses
+        pulled, marks = states.pulled, states.marks
+        for other in self._freed[index]:
+            pulled = pulled - states.pulls[:, self._slots[other]]
+            marks = marks - self._hash[other] * states.ends[:, self._slots[other]]
+        alive = bool(self._after[index])
+        pulls = np.zeros_like(ends)
+        if alive:
+            pulls = ends - self._references[index]
+            weight = self._watts[index] / max(self._mean_seconds, 1e-300)
+            pulls = weight * np.where(pulls < 0, searches.early, searches.pull) * pulls**2
+            new_marks = marks[:, None] + self._hash[index] * ends
+        else:
+            lost = lost + max(self._final_watts[index], 0.0) * (self._deadline - ends)
+            new_marks = np.broadcast_to(marks[:, None], ends.shape)
+        lost[ends > self._latest[index]] = np.inf
+        scores = lost + pulled[:, None] + pulls
+        picked = _picked(scores, new_marks, searches)
+        rows, columns = np.divmod(picked, len(seconds))
+        # Fewer different plans than rows: the others stand for none.
+        missing = rows < 0
+        rows[missing], columns[missing], picked[missing] = 0, 0, 0
+        kept_lost = lost.ravel()[picked]
+        kept_lost[missing] = np.inf
+        kept = _States(
+            kept_lost,
+            states.ends[rows],
+            states.pulls[rows],
+            pulled[rows] + pulls.ravel()[picked],
+            new_marks.ravel()[picked],
+        )
+        if alive:
+            kept.ends[:, self._slots[index]] = ends.ravel()[picked]
+            kept.pulls[:, self._slots[index]] = pulls.ravel()[picked]
+        return kept, rows, columns
+
+    def _start(self, index: int, states: _States) -> tuple[Array, Array]:
+        """Earliest start of the operation, and the loss once those before it have waited."""
+        before = [
+            (self._edge_watts[e], states.ends[:, self._slots[i]]) for e, i in self._before[index]
+        ]
+        start, lost = np.zeros(len(states.lost)), states.lost
+        for _, ends in before:
+            start = np.maximum(start, ends)
+        for watts, ends in before:
+            if watts > 0:
+                lost = lost + watts * (start - ends)
+        return start, lost
+
+
+def mirrored(schedule: Schedule) -> Schedule:
+    """The same step with time running backwards."""
+    return replace(schedule, edges=tuple((after, before) for before, after in schedule.edges))
+
+
+def mirrored_optimum(relaxed: Relaxed, deadline_seconds: float) -> Relaxed:
+    """The optimum with time running backwards from the deadline."""
+    return replace(relaxed, starts=deadline_seconds - relaxed.starts - relaxed.seconds)
+
+
+def _picked(scores: Array, marks: Array, searches: _Searches) -> Indices:
+    """(rows,) indices of each search's best scores, one of each group of nearly equal plans.
+
+    Where fewer are left, -1.
+    """
+    count = len(searches.grain)
+    own = scores.reshape(count, -1)
+    size = own.shape[1]
+    some = min(size, 2 * searches.plans)
+    if some < size:
+        best = np.argpartition(own, some - 1, axis=1)[:, :some]
+        best += size * np.arange(count)[:, None]
+    else:
+        best = np.arange(own.size).reshape(own.shape)
+    # Indices into the whole array are several times faster than along an axis.
+    lines = some * np.arange(count)[:, None]
+    best = best.ravel()[np.argsort(scores.ravel()[best], axis=1, kind="stable") + lines]
+    # Equal marks stand side by side after a stable sort, the best score first.
+    near = np.round(marks.ravel()[best] / searches.grain)
+    by_mark = np.argsort(near, axis=1, kind="stable") + lines
+    near = near.ravel()[by_mark]
+    dropped = ~np.isfinite(scores.ravel()[best])
+    dropped.ravel()[by_mark[:, 1:][near[:, 1:] == near[:, :-1]]] = True
+    front = np.argsort(dropped, axis=1, kind="stable")[:, : searches.plans] + lines
+    picked = np.full((count, searches.plans), -1)
+    picked[:, : front.shape[1]] = np.where(dropped.ravel()[front], -1, best.ravel()[front])
+    return picked.ravel()
+
+
+def _in_time(schedule: Schedule, starts: list[float]) -> list[int]:
+    """A topological order by start, so that operations that compete for time are near."""
+    waiting = [len(before) for before in schedule.predecessors]
+    ready = [(starts[index], index) for index, number in enumerate(waiting) if not number]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, index = heapq.heappop(ready)
+        order.append(index)
+        for after in schedule.successors[index]:
+            waiting[after] -= 1
+            if not waiting[after]:
+                heapq.heappush(ready, (starts[after], after))
+    return order
+
+
+def _slots(schedule: Schedule, order: list[int]) -> tuple[list[int], list[list[int]], int]:
+    """Slot of each operation's end, slots that each operation frees, and the number of slots.
+
+    An end is kept until the last operation that waits for it is placed.
+    """
+    waiting = [len(after) for after in schedule.successors]
+    slots = [0] * len(order)
+    freed: list[list[int]] = [[] for _ in order]
+    free: list[int] = []
+    used = 0
+    for index in order:
+        for before in schedule.predecessors[index]:
+            waiting[before] -= 1
+            if not waiting[before]:
+                freed[index].append(before)
+                free.append(slots[before])
+        if schedule.successors[index]:
+            if not free:
+                free.append(used)
+                used += 1
+            slots[index] = free.pop()
+    return slots, freed, max(used, 1)
+
+
+class Slack:
+    """A feasible plan that gets slower, one operation at a time.
+
+    Args:
+        schedule: The step.
+        curves: What operations may run at.
+        places: The plan to begin with; it meets the deadline.
+        deadline_seconds: Of the step.
+    """
+
+    def __init__(
+        self, schedule: Schedule, curves: Curves, places: Sequence[int], deadline_seconds: float
+    ) -> None:
+        self._before, self._after = schedule.predecessors, schedule.successors
+        self._rank = [0] * len(places)
+        for rank, index in enumerate(schedule.order):
+            self._rank[index] = rank
+        self._seconds = [own.tolist() for own in curves.seconds]
+        self._joules = [own.tolist() for own in curves.joules]
+        self._durations = curves.durations(places)
+        self._starts = schedule.earliest_starts(self._durations)
+        self._ends = schedule.latest_ends(self._durations, deadline_seconds)
+        # Sums in another order may differ by a few units in the last place.
+        self._tolerance = 1e-12 * deadline_seconds
+        self.places: Places = list(places)
+
+    def fill(self, allowed: Sequence[Sequence[int]]) -> None:
+        """Slow operations down until none fits a slower place, most watts saved first.
+
+        Args:
+            allowed: (operations,) rising places that may be chosen.
+        """
+        heap = []
+        for index, own in enumerate(allowed):
+            step = self._best(index, own)
+            if step:
+                heap.append((-step[0], index))
+        heapq.heapify(heap)
+        while heap:
+            watts, index = heapq.heappop(heap)
+            step = self._best(index, allowed[index])
+            if not step:
+                continue
+            # Others have taken slack since: it waits for its turn again.
+            if -step[0] <= watts + 1e-12:
+                self._take(index, step[1])
+                step = self._best(index, allowed[index])
+            if step:
+                heapq.heappush(heap, (-step[0], index))
+
+    def _best(self, index: int, allowed: Sequence[int]) -> tuple[float, int] | None:
+        seconds, joules, here = self._seconds[index], self._joules[index], self.places[index]
+        room = self._ends[index] - self._starts[index] + self._tolerance
+        best = None
+        for place in allowed:
+            if place <= here:
+                continue
+            if seconds[place] > room:
+                break
+            watts = (joules[here] - joules[place]) / (seconds[place] - seconds[here])
+            if best is None or watts > best[0]:
+                best = (watts, place)
+        return best
+
+    def _take(self, index: int, place: int) -> None:
+        self.places[index] = place
+        self._durations[index] = self._seconds[index][place]
+        durations, starts, ends = self._durations, self._starts, self._ends
+        later = [(self._rank[other], other) for other in self._after[index]]
+        heapq.heapify(later)
+        while later:
+            _, other = heapq.heappop(later)
+            start = max(starts[item] + durations[item] for item in self._before[other])
+            if start > starts[other]:
+                starts[other] = start
+                for item in self._after[other]:
+                    heapq.heappush(later, (self._rank[item], item))
+        earlier = [(-self._rank[other], other) for other in self._before[index]]
+        heapq.heapify(earlier)
+        while earlier:
+            _, other = heapq.heappop(earlier)
+            end = min(ends[item] - durations[item] for item in self._after[other])
+            if end < ends[other]:
+                ends[other] = end
+                for item in self._before[other]:
+                    heapq.heappush(earlier, (-self._rank[item], item))
+
+
+# No setting is best everywhere: tight deadlines need less pull.
+_LEANINGS = tuple(
+    Leaning(pull, grain, early)
+    for early in (1.0, 0.2)
+    for grain in (2e-3, 1e-2)
+    for pull in (0.3, 1.0, 2.0, 5.0, 10.0)
+)
+
+
+# Plans that a search keeps, more of them in short steps; wider searches help less than more.
+_KEPT, _MOST_KEPT = 16, 48
+
+
+# Their number times operations.
+_PLACES = 6_000
+
+
+# Longer steps are searched with every other leaning only, to save time.
+_LONG = 1_000
+
+
+# Plans of the searches whose slack is filled, the best ones: others hardly become the best.
+_FILLED = 2
+
+
+@dataclass(frozen=True)
+class _Round:
+    """Searches that are made together.
+
+    Attributes:
+        backwards: In time.
+        price: Weight of the mean of deadlines nearby in the prices.
+        time: The same in the times that plans are pulled to.
+        above: Not made where the plan is nearer to the bound, as a share of the step's energy.
+    """
+
+    backwards: bool
+    price: float
+    time: float
+    above: float
+
+
+# The most useful ones first. Later ones pay where plans are still far from the bound.
+_ROUNDS = (
+    _Round(False, 0.0, 0.0, 0.0),
+    _Round(True, 1.0, 0.0, 4e-4),
+    _Round(False, 1.0, 0.0, 4e-4),
+    _Round(True, 0.0, 0.0, 4e-4),
+    _Round(False, 0.0, 1.0, 6e-4),
+    _Round(False, 0.5, 0.0, 6e-4),
+    _Round(True, 0.5, 0.0, 6e-4),
+    _Round(False, 0.5, 0.5, 6e-4),
+    _Round(True, 0.0, 1.0, 6e-4),
+)
+
+
+# Operations that rounds place for one deadline, and the fewest rounds.
+_PLACED = 5_000
+
+
+_FEWEST_ROUNDS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Clocks, times and energies that every operation may have.
+
+    Attributes:
+        points: (operations,) Pareto points, fastest first.
+        hulls: (operations,) those of them that are corners of the lower hull.
+        blocking_watts: Power of a waiting device.
+    """
+
+    points: Sequence[Sequence[Point]]
+    hulls: Sequence[Sequence[Point]]
+    blocking_watts: float
+
+    @cached_property
+    def curves(self) -> Curves:
+        """The same as arrays."""
+        return Curves.of(self.points, self.hulls, self.blocking_watts)
+
+
+def rounded(
+    schedule: Schedule,
+    choices: Choices,
+    relaxed: Relaxed,
+    deadline_seconds: float,
+    nearby: Sequence[Relaxed] = (),
+) -> list[Point]:
+    """Measured points of all operations with which the step meets the deadline.
+
+    Args:
+        schedule: The step.
+        choices: What its operations may run at.
+        relaxed: The linear programme's optimum for the deadline.
+        deadline_seconds: Met but for rounding errors of floating point (one part in a thousand
+            million), and not below the time of the fastest plan.
+        nearby: Optima of slightly shorter and longer deadlines. Prices jump from one deadline to
+            the next; their mean weighs more operations.
+    """
+    curves = choices.curves
+    fastest = [0] * len(choices.points)
+    # A deadline that is the fastest plan's own time must not fail by rounding.
+    deadline = max(deadline_seconds, schedule.makespan(curves.durations(fastest)))
+    limit = deadline * (1 + 1e-9)
+    mean = _mean(relaxed, nearby, deadline)
+    full = relaxed.joules + schedule.devices * choices.blocking_watts * deadline
+    rounds = max(_PLACED // max(len(fastest), 1), _FEWEST_ROUNDS)
+    rough = curves.below(relaxed.seconds.tolist())
+    best = _better(schedule, curves, fastest, ([rough], limit))
+    for round_ in _ROUNDS[:rounds]:
+        if curves.energy(best) - relaxed.joules > round_.above * full:
+            # An optimum's mixture with the mean.
+            price, time = round_.price, round_.time
+            optimum = replace(
+                relaxed,
+                starts=(1 - time) * relaxed.starts + time * mean.starts,
+                seconds=(1 - time) * relaxed.seconds + time * mean.seconds,
+                edge_watts=(1 - price) * relaxed.edge_watts + price * mean.edge_watts,
+                operation_watts=(1 - price) * relaxed.operation_watts
+                + price * mean.operation_watts,
+            )
+            plans = _searched(schedule, curves, optimum, (deadline, round_.backwards))
+            best = _better(schedule, curves, best, (plans, limit))
+    return [own[place] for own, place in zip(choices.points, best, strict=True)]
+
+
+def _mean(relaxed: Relaxed, nearby: Sequence[Relaxed], deadline: float) -> Relaxed:
+    """The mean of optima, as if all were for the deadline; its prices are a flow as well."""
+    every = [relaxed]
+    for item in nearby:
+        longer = deadline / float((item.starts + item.seconds).max())
+        every.append(replace(item, starts=item.starts * longer, seconds=item.seconds * longer))
+    return replace(
+        relaxed,
+        starts=np.mean([said.starts for said in every], axis=0),
+        seconds=np.mean([said.seconds for said in every], axis=0),
+        edge_watts=np.mean([said.edge_watts for said in every], axis=0),
+        operation_watts=np.mean([said.operation_watts for said in every], axis=0),
+    )
+
+
+def _better(
+    schedule: Schedule, curves: Curves, best: Places, rivals: tuple[list[Places], float]
+) -> Places:
+    """The plan that needs least, of the best so far and of rivals that keep to the limit."""
+    plans, limit = rivals
+    fitting = [p for p in plans if schedule.makespan(curves.durations(p)) <= limit]
+    return min((best, *fitting), key=curves.energy)
+
+
+def _searched(
+    schedule: Schedule, curves: Curves, optimum: Relaxed, aim: tuple[float, bool]
+) -> list[Places]:
+    """The best plans of the searches of one round, with filled slack."""
+    deadline, backwards = aim
+    if backwards:
+        optimum = mirrored_optimum(optimum, deadline)
+    beam = Beam(mirrored(schedule) if backwards else schedule, curves, optimum, deadline)
+    kept = min(max(_PLACES // len(schedule.operations), _KEPT), _MOST_KEPT)
+    leanings = _LEANINGS[::2] if len(schedule.operations) > _LONG else _LEANINGS
+    plans = sorted(beam.search(leanings, Width(plans=kept)), key=curves.energy)
+    return [_filled(schedule, curves, places, deadline) for places in plans[:_FILLED]]
+
+
+def _filled(schedule: Schedule, curves: Curves, places: Places, deadline: float) -> Places:
+    """A plan with filled slack."""
+    slack = Slack(schedule, curves, places, deadline)
+    slack.fill([range(len(own)) for own in curves.seconds])
+    return slack.places
+
+
 LONGEST = 1.1
+
+
 """A frontier ends at this multiple of the baseline's time, where not told otherwise."""
 
 
 # By what share the deadlines differ whose prices help to round a plan.
 _NEARBY = 0.005
+
 
 # Halvings of the interval of deadlines in which a plan with delayed changes of clock is looked for.
 _HALVINGS = 7

@@ -9,7 +9,7 @@ build of one of its operators has left, for which every later start would wait w
 
 from __future__ import annotations
 
-from outlast.integrations.deepspeed.builds import refuse_stale_locks
+from outlast.integrations.deepspeed.run import refuse_stale_locks
 from outlast.integrations.installed import require
 
 require("deepspeed", "0.19", "0.20")

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint import SaveResult
     from outlast.energy.sources.protocol import Source
     from outlast.energy.window import Reading
-    from outlast.integrations.files import CheckpointFiles
+    from outlast.integrations.fabric import CheckpointFiles
     from outlast.job import LoopJob
     from outlast.records import Event, Predicted, RunDirectory
 

@@ -12,7 +12,11 @@ import re
 from outlast.errors import ClusterError
 
 FORMS = "MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, or a number with s, min, h or d"
+
+
 """What `limit_seconds` reads, in words."""
+
+
 _UNLIMITED = frozenset({"unlimited", "infinite", "infinity", "-1"})
 
 
