@@ -25,7 +25,8 @@ from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded,
 from outlast.plan.constraints import FRAMEWORKS, framework_key
 from outlast.plan.context import CALIBRATED_AS
 from outlast.plan.huggingface import published
-from outlast.plan.model import HELD, best_of, published_best
+from outlast.plan.mechanisms import HELD
+from outlast.plan.model import best_of, published_best
 from outlast.plan.step_time import step_seconds
 
 FLAG = "not calibrated on this cluster"

@@ -16,8 +16,12 @@ from outlast.hardware import Unavailable
 from outlast.plan.api import Training, predict, published_constants
 from outlast.plan.calibration.step_model import StepModel
 from outlast.plan.cluster import Cluster
+from outlast.plan.configuration import Configuration
 from outlast.plan.estimate import Interval, Total
+from outlast.plan.mechanisms import HELD
+from outlast.plan.pareto.settings import Settings
 from outlast.plan.prediction import Estimate
+from outlast.plan.transformer import Transformer
 
 Job = tuple[Training, Cluster]
 ALL = settings(
@@ -178,3 +182,43 @@ def test_a_later_deadline_is_never_less_likely_kept(job: Job, factor: float) -> 
     chances = [estimate(*job, deadline_seconds=seconds * each).on_time for each in (0.5, 1.0, 2.0)]
     assert all(chance is not None and 0.0 <= chance <= 1.0 for chance in chances)
     assert chances == sorted(chances)  # type: ignore[type-var]
+
+
+def test_structured_layers_are_held_to_the_utilisation_of_their_own_operations() -> None:
+    """A faster memory does not lower what they save of a step that the dense model is held to."""
+    model = Transformer(
+        name="narrow",
+        layers=64,
+        hidden=8128,
+        heads=8,
+        kv_heads=8,
+        head_width=128,
+        intermediate=8,
+        gated=False,
+        vocabulary=768,
+    )
+    run = Configuration(sequence=8256, micro_batch=1, batch=8, precision="fp8")
+    settings = Settings(tensorize_form="low_rank", tensorize_rank=0.25, guard="light")
+    training = Training(model, run, 1e12, settings=settings, framework="any")
+    peaks = {"bf16": 5.6e15, "fp8": 1.88e12}
+    slow = Cluster(
+        name="slow",
+        device="own",
+        nodes=1,
+        devices_per_node=1,
+        fast_domain=1,
+        peak_flop_per_s=peaks,
+        matmul_flop_per_s={"bf16": 4.3e15, "fp8": 1.44e12},
+        memory_bytes=3e10,
+        memory_bytes_per_s=1e13,
+        fast_bytes_per_s=2e8,
+        fabric_bytes_per_s=2e8,
+        fabric_latency_seconds=1e-3,
+    )
+    fast = replace(slow, memory_bytes_per_s=2e13)
+    assert any(
+        term.name == HELD and term.value > 0.0
+        for term in estimate(replace(training, settings=Settings()), fast).step_seconds.terms
+    )
+    before, after = estimate(training, slow).step_seconds, estimate(training, fast).step_seconds
+    assert after.figure.middle < before.figure.middle

@@ -548,7 +548,9 @@ class Restorer:
         if fatal:
             raise unexpected or CheckpointError(problem)
         if problem:
-            return None, problem
+            # A version also reads the packs of those before it, which the problem may name.
+            folder = contents.version.folder
+            return None, problem if folder in problem else f"{location}/{folder}: {problem}"
         assert counters is not None
         install(wish.state, targets, saved)
         read, needed = counters.read_bytes, counters.needed_bytes

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from outlast.plan.transformer import Transformer
 
 
+HELD = "held to the best published MFU"
+TABLE = "best_utilisation.toml"
 WHOLE_PRODUCTS = ("sltrain",)
 """Forms that rebuild the dense weight, so that their products are as wide as the dense ones."""
 
@@ -77,7 +79,7 @@ def form_of(model: Transformer, settings: Settings) -> Form:
     return _form(model, settings.tensorize_form, settings.tensorize_rank)
 
 
-def operations_ratio(model: Transformer, settings: Settings, flops_per_token: float) -> float:
+def operations_ratio(model: Transformer, settings: Settings, flops_per_token: Any) -> Any:
     """Operations of a model with some settings over those of the dense one.
 
     Args:
@@ -331,13 +333,25 @@ class Step:
     parameters: Array
 
 
-def with_mechanisms(context: Context, block: Block, plain: tuple[Part, ...]) -> Step:
+def dense_flops(context: Context, layouts: Cases) -> Array:
+    """(cases,) FLOPs of a token, forward and backward, in a model without structured layers."""
+    model = context.model
+    attention = 12.0 * model.layers * model.query_width * (layouts.sequence - 1.0)
+    flops: Array = model.flops_per_token(1) + attention
+    return flops
+
+
+def with_mechanisms(
+    context: Context, block: Block, plain: tuple[Part, ...], least: Array | None = None
+) -> Step:
     """The terms of a plain step, and what each candidate's settings change.
 
     Args:
         context: What the candidates share.
         block: The candidates.
         plain: Terms of each layout's step, (layouts,) or (1,).
+        least: (layouts,) seconds that no dense step undercuts; structured layers lower them by
+            their share of its operations. None: no such limit.
     """
     layouts, count = block.layouts, len(block.layouts)
     settings, setting = block.settings, block.setting
@@ -352,6 +366,16 @@ def with_mechanisms(context: Context, block: Block, plain: tuple[Part, ...]) -> 
         ratios = time_ratios(context.model, layouts, constants, settings)
         structured = products[block.layout] * (ratios[block.layout, setting] - 1.0)
     base = _sum(spread, len(block))
+    if least is not None:
+        dense, limits = dense_flops(context, layouts), np.broadcast_to(least, (count,))
+        shares = [operations_ratio(context.model, setting, dense) for setting in settings]
+        lowered = np.stack([limits * share for share in shares], axis=-1)[block.layout, setting]
+        missing = np.maximum(lowered - (base + structured), 0.0)
+        if missing.any():
+            text = "max(model FLOPs / (devices * peak * best published MFU) - all other terms, 0)"
+            limit = {"seconds at the best published MFU": lowered}
+            spread, base = (*spread, Part(HELD, missing, text, limit, (), TABLE)), base + missing
+        whole = np.maximum(whole, limits)
 
     checks, coverage = _guard(layouts, settings)
     checks, coverage = checks[block.layout, setting], coverage[block.layout, setting]

@@ -12,7 +12,7 @@ carry a phrase that says so. Runs of the cluster at hand that reached more count
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -22,7 +22,6 @@ import numpy as np
 
 from outlast.energy.cost import JOULES_PER_KWH
 from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import Part
 from outlast.plan.calibration.conformal import interval_group
 from outlast.plan.constants import MemoryConstants, memory_constants
 from outlast.plan.energy import (
@@ -37,7 +36,16 @@ from outlast.plan.energy import (
 from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance
 from outlast.plan.feasibility import possible
 from outlast.plan.loss import quality
-from outlast.plan.mechanisms import Step, form_of, operations_ratio, room, with_mechanisms
+from outlast.plan.mechanisms import (
+    HELD,
+    TABLE,
+    Step,
+    dense_flops,
+    form_of,
+    operations_ratio,
+    room,
+    with_mechanisms,
+)
 from outlast.plan.memory import CLIFF_HEADROOM
 from outlast.plan.pareto.objectives import Objectives
 from outlast.plan.reliability.goodput import Finish, finish
@@ -50,9 +58,7 @@ if TYPE_CHECKING:
     from outlast.plan.pareto.space import Block
 
 
-HELD = "held to the best published MFU"
 """Name of the term."""
-TABLE = "best_utilisation.toml"
 
 _ALIKE: Mapping[str, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16"),
@@ -115,37 +121,27 @@ def best_of(chip: str, precision: str) -> tuple[float, str]:
     return best.share, f"{whose}: {100 * best.share:.1f} %, {best.run}"
 
 
-def held(context: Context, layouts: Cases, parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The terms of a step, with what holds it to the best published utilisation.
+def least_seconds(context: Context, layouts: Cases) -> Array | None:
+    """(cases,) seconds of a step at the best published utilisation; None: there is no such limit.
 
     Args:
         context: Model, cluster and calibration.
         layouts: (cases,).
-        parts: Of the plain step.
     """
     share = _limits(context, layouts)
     if share is None:
-        return tuple(parts)
-    total: Array = np.zeros(1)
-    for part in parts:
-        total = total + part.values
-    flops = context.model.flops_per_token(1) + 12.0 * (
-        context.model.layers * context.model.query_width * (layouts.sequence - 1.0)
-    )
-    least = flops * layouts.batch * layouts.sequence
-    least = least / (layouts.devices * layouts.peak_flop_per_s * share)
-    missing = np.maximum(least - total, 0.0)
-    if not missing.any():
-        return tuple(parts)
-    text = "max(model FLOPs / (devices * peak * best published MFU) - all other terms, 0)"
-    return (*parts, Part(HELD, missing, text, {"best published MFU": share}, (), TABLE))
+        return None
+    flops = dense_flops(context, layouts) * layouts.batch * layouts.sequence
+    seconds: Array = flops / (layouts.devices * layouts.peak_flop_per_s * share)
+    return seconds
 
 
 def why_held(context: Context, layouts: Cases) -> tuple[str, ...]:
     """A phrase where the first case is held."""
+    least = least_seconds(context, layouts)
     parts = context.step.parts(layouts, context.whose)
-    found = [part for part in held(context, layouts, parts) if part.name == HELD]
-    if not found or not np.ravel(found[0].values)[0] > 0.0:
+    total = sum(float(np.ravel(part.values)[0]) for part in parts)
+    if least is None or np.ravel(least)[0] <= total:
         return ()
     precision = "bf16" if np.ravel(layouts.half)[0] > 0.0 else "fp32"
     if np.ravel(layouts.quantized)[0] > 0.0:
@@ -231,8 +227,8 @@ def judge(context: Context, block: Block) -> Judged:
         rows: Array = np.broadcast_to(values, (count,))[block.layout]
         return rows
 
-    plain = held(context, layouts, context.step.parts(layouts, context.whose))
-    step = with_mechanisms(context, block, plain)
+    plain = context.step.parts(layouts, context.whose)
+    step = with_mechanisms(context, block, plain, least_seconds(context, layouts))
     widths = spread(context.step.half_widths(layouts, context.whose))
     memory = room(layouts, memory_of(context), block.layout, _shares(context, block))
     capacity = spread(layouts.memory_bytes)

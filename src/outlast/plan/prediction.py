@@ -13,9 +13,9 @@ from outlast.plan.constants import MEMORY_PRIORS, PRIORS
 from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
 from outlast.plan.feasibility import in_cliff, out_of_memory, why_impossible
-from outlast.plan.mechanisms import block_state_bytes, form_of, operations_ratio
+from outlast.plan.mechanisms import HELD, block_state_bytes, form_of, operations_ratio
 from outlast.plan.memory import LOG_DEVIATION, demand, stage_parts
-from outlast.plan.model import HELD, Judged, beyond, in_time, judge, memory_of
+from outlast.plan.model import Judged, beyond, in_time, judge, memory_of
 from outlast.plan.pareto.settings import Settings
 from outlast.plan.pareto.space import Block
 from outlast.plan.reliability.goodput import SMALLEST, finish, goodput
@@ -306,7 +306,7 @@ def _least_seconds(context: Context, run: Configuration, settings: Settings) -> 
     model = context.model
     whole = model.flops_per_token(run.sequence)
     scores = 6.0 * model.layers * model.query_width * run.sequence
-    flops = whole * operations_ratio(model, settings, whole) - scores
+    flops = whole * float(operations_ratio(model, settings, whole)) - scores
     return flops * run.tokens / (run.devices * context.cluster.peak_flop_per_s[run.precision])
 
 

@@ -222,8 +222,6 @@ class _Arriving(torch.autograd.Function):
         return given[0], torch.zeros_like(parameter)
 
 
-
-
 _GRACE_SECONDS = 1.0
 
 

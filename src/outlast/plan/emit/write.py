@@ -1,6 +1,7 @@
 """Write a plan out for a framework: Megatron-LM and its bridges, torchtitan, Slurm.
 
-Megatron-LM: its command-line arguments in a script, and the same for Megatron-Bridge and NeMo. Names of arguments: megatron/training/arguments.py and Megatron-Bridge's guide for users of
+Megatron-LM: its command-line arguments in a script, and the same for Megatron-Bridge and NeMo.
+Names of arguments: megatron/training/arguments.py and Megatron-Bridge's guide for users of
 Megatron-LM (docs.nvidia.com/nemo/megatron-bridge).
 
 A Slurm batch script: the run as a chain of starts, each of which saves before its limit.
