@@ -176,6 +176,7 @@ STYLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_a_generator_goes_on_where_it_was(script, style):
     data = "def batches(n):\n    for i in range(n):\n        x = i * i\n        yield x\n"

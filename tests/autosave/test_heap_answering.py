@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from rerun import check_every_step
 
 PROGRAM = """
@@ -40,6 +41,7 @@ print(done, weights.value)
 """
 
 
+@pytest.mark.slow
 def test_an_object_is_read_back_without_being_asked_for_what_it_lacks(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)

@@ -5,6 +5,7 @@ import copy
 import types
 
 import numpy as np
+import pytest
 import torch
 from heap_runs import resume
 from hypothesis import given
@@ -167,6 +168,7 @@ class Isomorphism:
         return list(value)
 
 
+@pytest.mark.slow
 @given(operations, operations, st.lists(numbers, min_size=3, max_size=8))
 def test_graphs_are_found_again(before, after, roots):
     nodes = []

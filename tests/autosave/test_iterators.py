@@ -196,6 +196,7 @@ def test_part_of_itertools_that_no_python_pickles_is_refused() -> None:
         written(itertools.pairwise(range(3)))
 
 
+@pytest.mark.slow
 def test_iterators_of_classes_and_default_arguments_go_on(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

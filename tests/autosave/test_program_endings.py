@@ -80,6 +80,7 @@ class Listening(DictKeeper):
         self.ends.append(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ENDS)
 def test_the_end_of_a_loop_is_told(what, tmp_path):
     text, ends = ENDS[what]

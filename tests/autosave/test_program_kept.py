@@ -149,6 +149,7 @@ SUMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SUMS)
 def test_what_a_call_is_added_to_is_read_before_it(what, tmp_path):
     script = tmp_path / "train.py"
@@ -290,6 +291,7 @@ READ_BEFORE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", READ_BEFORE)
 def test_what_is_read_before_a_call_is_not_read_again(what, tmp_path):
     script = tmp_path / "train.py"

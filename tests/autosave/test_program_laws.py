@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from program_texts import programs
 from rerun import DictKeeper, run, run_plain
@@ -12,6 +13,7 @@ from rerun import DictKeeper, run, run_plain
 from outlast.errors import AutosaveError
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_a_program_resumed_at_any_step_prints_what_it_prints_plainly(text):

@@ -43,6 +43,7 @@ class Training:
         return self
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda each: each, lambda each: islice(each, 6)])
 @pytest.mark.parametrize("until", [3, 5, 11])
 def test_another_process_goes_on_from_the_last_save(tmp_path, until, wrap):
@@ -57,6 +58,7 @@ def test_another_process_goes_on_from_the_last_save(tmp_path, until, wrap):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_in_a_program_that_is_run_with_a_session_it_is_the_step_loop(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -83,6 +85,7 @@ def test_what_saves_never_is_refused(tmp_path):
     store.close()
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_is_a_warning_and_the_loop_goes_on(tmp_path):
     model, seen = nn.Linear(2, 2), []
 

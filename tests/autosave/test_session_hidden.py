@@ -397,6 +397,7 @@ def switches():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_programs_end_as_if_never_stopped(script, style):
     text = STYLES[style].replace("weights.__class__.seen", "seen")
@@ -404,6 +405,7 @@ def test_programs_end_as_if_never_stopped(script, style):
     assert check_every_step(script(f"{count}{dedent(text)}")) > 2
 
 
+@pytest.mark.slow
 def test_modules_that_are_found_at_run_time_are_resumed(script):
     path = script(
         """
@@ -427,6 +429,7 @@ def test_modules_that_are_found_at_run_time_are_resumed(script):
     assert check_every_step(path) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [False, True])
 def test_paths_of_setup_are_the_new_ones_where_the_old_are_gone(script, tmp_path_factory, gone):
     place = tmp_path_factory.mktemp("scratch")
@@ -623,6 +626,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_resumed_is_refused_with_its_place(script, what):
     text, sentence = REFUSED[what]

@@ -52,6 +52,7 @@ def test_a_local_name_is_named_with_the_line_that_binds_it(tmp_path: Path) -> No
         run(path, DictKeeper(2))
 
 
+@pytest.mark.slow
 def test_an_attribute_is_named_with_the_line_that_sets_it(tmp_path: Path) -> None:
     path = script(tmp_path, last="watch.lock = threading.Lock()", after="print(watch)")
     line = line_of(path, "watch.lock =")
@@ -67,12 +68,14 @@ def saved_bytes(path: Path, step: int) -> int:
     return sum(each.numel() * each.element_size() for each in keeper.saved.tensors.values())
 
 
+@pytest.mark.slow
 def test_gradients_that_the_next_step_drops_are_not_saved(tmp_path: Path) -> None:
     path = script(tmp_path)
     weights = 4 * (64 * 64 + 64)
     assert saved_bytes(path, 4) < saved_bytes(path, 1) <= saved_bytes(path, 4) + weights
 
 
+@pytest.mark.slow
 def test_gradients_that_are_read_after_the_loop_are_saved(tmp_path: Path) -> None:
     path = script(tmp_path, after="print(model.weight.grad.sum())")
     assert saved_bytes(path, 4) == saved_bytes(path, 1)

@@ -274,11 +274,14 @@ STYLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
 def test_a_program_comes_back_to_each_step(script, style):
     assert check_every_step(script(STYLES[style])) > 3
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_frame_that_set_up_has_entered_gets_its_names_back_after_the_call(script):
     path = script(
         """
@@ -304,6 +307,7 @@ def test_a_frame_that_set_up_has_entered_gets_its_names_back_after_the_call(scri
         del itertools.runs
 
 
+@pytest.mark.slow
 def test_files_that_a_with_has_opened_go_on_where_they_were(script, tmp_path):
     path = script(
         """
@@ -342,6 +346,7 @@ def test_steps_are_counted_through_all_loops(script):
     assert keeper.asked == list(range(8))
 
 
+@pytest.mark.slow
 def test_modules_of_the_program_are_imported_rewritten_and_resumed(script):
     path = script(
         "import engine\nengine.run(weights, log)\nprint(log, engine.total)",
@@ -358,6 +363,7 @@ def test_modules_of_the_program_are_imported_rewritten_and_resumed(script):
     assert check_every_step(path) == 5
 
 
+@pytest.mark.slow
 def test_a_way_that_is_not_found_is_told(script):
     path = script(
         """
@@ -393,6 +399,7 @@ def test_errors_of_the_program_pass_with_their_own_lines(script):
     assert [each.lineno + 1 for each in frames] == [path.read_text().count("\n")]
 
 
+@pytest.mark.slow
 def test_what_goes_another_way_after_a_restore_stops_the_run(script):
     path = script(
         """
@@ -425,6 +432,7 @@ def test_what_goes_another_way_after_a_restore_stops_the_run(script):
         del itertools.hidden
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_nothing_leads_to_any_more_stops_no_run(script):
     # Set-up names the first optimizer, and so keeps it; a life that begins behind it has another.
     path = script("""
@@ -450,6 +458,7 @@ def test_an_optimizer_that_nothing_leads_to_any_more_stops_no_run(script):
     assert run(path, later, first.saved) == expected
 
 
+@pytest.mark.slow
 def test_random_numbers_that_another_source_has_drawn_stop_the_run(script):
     path = script(
         """

@@ -66,6 +66,7 @@ class Attribute(nn.Module):
         return x - self.in_place - self.assigned
 
 
+@pytest.mark.slow
 def test_plain_attributes_are_found_and_reported():
     model = Attribute()
     plan = find_state(training(model)[0], model)

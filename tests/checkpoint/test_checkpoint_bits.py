@@ -73,6 +73,7 @@ def module_of(**tensors: torch.Tensor) -> nn.Module:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_type_and_layout_comes_back(tmp_path: Path, dtype: torch.dtype, layout: str) -> None:
@@ -91,6 +92,7 @@ def test_every_type_and_layout_comes_back(tmp_path: Path, dtype: torch.dtype, la
     assert {name: bytes_of(tensor) for name, tensor in fresh.items()} == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),

@@ -217,6 +217,7 @@ def _decoded_again(name: str, stored: bytes, raw: Any) -> bool:
     return bool((Coder().decode(name, [stored], 8, raw.size) == raw).all())
 
 
+@pytest.mark.slow
 def test_a_process_that_was_forked_decodes_what_its_parent_decoded(ranks: Any) -> None:
     raw = np.random.default_rng(0).integers(0, 50_000, 1_000_000).view(np.uint8)
     name, stored = Coder().encode(raw, 8, None, delta=False)

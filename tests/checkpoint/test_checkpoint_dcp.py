@@ -506,6 +506,7 @@ def load_fsdp(place: Path, again: Path | None) -> dict[str, Any]:
     return bits({"model": model, "optimizer": optimizers})
 
 
+@pytest.mark.smoke
 @pytest.mark.distributed
 def test_fsdp_goes_from_four_ranks_to_two_to_one(ranks: Group, tmp_path: Path) -> None:
     expected = ranks(4)(save_fsdp, tmp_path / "four")

@@ -91,6 +91,7 @@ def read_box(reader: VersionReader, box: Box, itemsize: int) -> Any:
     return out
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), data=st.data(), compression=st.sampled_from(["auto", "zstd", "lz4", "none"]))
 def test_any_box_is_the_slice_of_the_whole(

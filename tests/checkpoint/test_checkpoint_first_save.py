@@ -59,6 +59,7 @@ def test_whatever_the_storage_says_training_goes_on(
         assert store.save(2, state_of(2)).error is None
 
 
+@pytest.mark.slow
 def test_a_storage_that_hangs_is_waited_for_in_vain_only_once_and_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

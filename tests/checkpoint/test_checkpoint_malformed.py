@@ -268,6 +268,7 @@ def only_file(place: Path, prefix: str) -> str:
     return path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prefix", "examples"), [("rank", 130), ("catalogue", 60), ("version", 40)]
 )
@@ -383,6 +384,7 @@ CORPUS: dict[str, tuple[str, Change, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CORPUS)
 def test_what_no_save_can_have_written_is_named_and_passed_over(
     saved: Path, tmp_path: Path, case: str
@@ -457,6 +459,7 @@ COMMANDS_ON = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMMANDS_ON)
 def test_commands_say_in_a_sentence_what_is_malformed(
     saved: Path,
@@ -513,6 +516,7 @@ def in_place_of(kind: str, path: Path) -> None:
             file.truncate(1 << 42)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "directory", "device", "loop", "terabytes"])
 @pytest.mark.parametrize("prefix", ["rank-00000-of-00001.json", "catalogue", "version", "pack"])
 def test_what_is_no_file_of_a_save_is_not_read(

@@ -71,6 +71,7 @@ def restore_with_damage_seen_by_one(directory: Path) -> tuple[int, list[str], bo
     return restored.step, restored.skipped, torch.equal(whole, expected)
 
 
+@pytest.mark.smoke
 def test_damage_seen_by_one_rank_makes_all_fall_back(ranks: Group, tmp_path: Path) -> None:
     ranks(2)(save_two, tmp_path)
     pack = tmp_path / "step-00000002-a1" / "rank-00001-of-00002.pack"

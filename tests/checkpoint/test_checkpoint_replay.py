@@ -263,6 +263,7 @@ class TextModel(nn.Module):
         return self.head(hidden)
 
 
+@pytest.mark.slow
 def test_a_log_is_at_most_a_ninth_of_the_state(tmp_path: Path) -> None:
     model = TextModel()
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}

@@ -262,6 +262,7 @@ def test_deltas_arrive_with_what_they_are_relative_to(
     assert restored.step == 9
 
 
+@pytest.mark.slow
 def test_the_bandwidth_cap_holds(tmp_path: Path) -> None:
     cap = 600e3
     disk = tmp_path / "disk"

@@ -98,6 +98,7 @@ def values_at(place: str) -> dict[int, set[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_of_two_processes_that_save_one_step_at_once_one_is_refused(place: str) -> None:
     rivals = [started(value) for value in (1, 2)]
     try:

@@ -314,6 +314,7 @@ def test_a_copy_that_was_interrupted_is_made_by_the_next_call() -> None:
     assert target.tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_handle_keeps_no_memory(tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
     with open_store(tmp_path) as store:

@@ -317,6 +317,7 @@ def test_wrong_input_is_one_sentence(ckpt, saved, tmp_path, arguments, sentence)
     assert sentence in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [*ARGUMENTS, "restore-to"])
 def test_no_command_needs_torch(run, tmp_path, command):
     script = (

@@ -231,6 +231,7 @@ def test_codes_that_rounding_would_spoil_are_refused(coding: Any) -> None:
         CyclicMDS(workers=24, stragglers=5, dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_the_commands_have_help_and_need_no_torch() -> None:
     script = (
         "import runpy, sys\n"

@@ -197,6 +197,7 @@ def test_help_loads_neither_torch_nor_transformers():
     assert not loaded & {"torch", "transformers", "numpy", "plotly", "pydantic"}
 
 
+@pytest.mark.slow
 def test_the_trainers_modules_load_torch_and_no_other_large_library():
     # Every process of every run pays for it. Models of Hugging Face load transformers when made.
     script = "import sys, outlast.train.launch, outlast.train.run; print(*sys.modules)"

@@ -53,6 +53,7 @@ def row_of(result, site):
     return row
 
 
+@pytest.mark.smoke
 @pytest.mark.distributed
 def test_transient_faults_are_put_right_and_told(tmp_path):
     faults = (

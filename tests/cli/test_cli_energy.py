@@ -200,6 +200,7 @@ def test_restore_tries_all_leases_and_fails_at_the_end(
     assert 'names the controller "unknown"' in err
 
 
+@pytest.mark.slow
 def test_the_frontier_of_an_example_has_a_picture_and_files_that_replay(
     energy: Any, tmp_path: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_the_frontier_of_an_example_has_a_picture_and_files_that_replay(
     assert "replayed" in out
 
 
+@pytest.mark.slow
 def test_more_freedom_saves_at_least_as_much(energy: Any) -> None:
     _, out, _ = energy("frontier", *SMALL)
     savings = [float(each) for each in re.findall(r"([\d.]+)% +[\d.]+%", out)]
@@ -233,6 +235,7 @@ def test_more_freedom_saves_at_least_as_much(energy: Any) -> None:
     assert free[-1] > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -255,6 +258,7 @@ def test_wrong_input_gets_one_sentence(
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_advice_plans_a_jobs_clocks_and_sets_nothing(energy: Any, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "outlast", "init", tmp_path / "job.toml"], check=True)
     code, out, _ = energy(

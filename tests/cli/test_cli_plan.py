@@ -104,6 +104,7 @@ def test_layouts_stay_in_a_narrow_table_of_large_numbers(
     assert "layout" in head.split()
 
 
+@pytest.mark.slow
 def test_source_may_come_behind_the_options(plan: Plan) -> None:
     first = plan.json("gpt2", "--cluster", "h100x8", *SMALL)
     second = plan.json("--cluster", "h100x8", *SMALL, "gpt2")
@@ -140,6 +141,7 @@ def test_rows_keep_their_numbers_and_can_be_explained(plan: Plan) -> None:
     assert explained["estimate"] == many[1]["estimate"]
 
 
+@pytest.mark.slow
 def test_a_row_far_down_is_found_without_predicting_all_above(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +169,7 @@ NUMBER = r"[0-9][0-9.,]*"
 TIME_AND_ENERGY = rf"{NUMBER} (us|ms|s|min|h|d) +{NUMBER} to {NUMBER} +{NUMBER} (J|kWh|MWh|GWh) "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("figure", "boundary", "unit_of"),
     [("finish_seconds", 5400.0, unit_of_seconds), ("run_joules", 7.2e9, unit_of_joules)],
@@ -211,6 +214,7 @@ def test_a_larger_batch_is_named_only_where_stopping_earlier_costs_more_loss(pla
     assert not any("twice the batch" in each["change"] for each in far)
 
 
+@pytest.mark.slow
 def test_a_budget_and_a_figure_to_rank_by(plan: Plan) -> None:
     asked = ("llama-3-8b", "--cluster", "h100x64", "--precision", "bf16", "--framework", "any")
     free = plan.json(*asked, "--micro-batch", 1)
@@ -275,6 +279,7 @@ def test_a_file_system_that_others_use_slows_saves_and_costs_goodput(plan: Plan)
     assert "--file-system-load = 1: give a share of the bandwidth from 0 to below 1" in said
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_turns_shares_its_file_system(plan: Plan, tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert plan.json(job, "--cluster", "h100x64", "--top", 1)["file_system"] is None
@@ -314,6 +319,7 @@ def test_a_job_is_told_what_to_change(plan: Plan, tmp_path: Path) -> None:
         assert each["configuration"]["precision"] == "bf16"
 
 
+@pytest.mark.slow
 def test_a_job_that_is_the_best_already_is_told_so(plan: Plan, tmp_path: Path) -> None:
     job = write_job(tmp_path)
     settings = plan.json(job, "--cluster", "h100x64")["settings"]
@@ -323,6 +329,7 @@ def test_a_job_that_is_the_best_already_is_told_so(plan: Plan, tmp_path: Path) -
     assert found["settings"] == []
 
 
+@pytest.mark.slow
 def test_an_impossible_job_is_ranked_and_told_why(plan: Plan, tmp_path: Path) -> None:
     job = write_job(tmp_path)
     asked = (job, "parallel.tensor=8", "parallel.shard=8", "--cluster", "h100x64")
@@ -429,6 +436,7 @@ def test_uneven_stages_are_flagged(plan: Plan) -> None:
     assert any("126" in each and "uneven" in each for each in found["warnings"])
 
 
+@pytest.mark.slow
 def test_mechanisms_are_searched(plan: Plan) -> None:
     found = plan.json(
         "gpt2", "--cluster", "h100x8", *SMALL, "--guard", "off", "--guard", "full",
@@ -439,6 +447,7 @@ def test_mechanisms_are_searched(plan: Plan) -> None:
     assert "low_rank" in {each["settings"]["tensorize_form"] for each in found["choices"]}
 
 
+@pytest.mark.slow
 def test_the_program_itself_ends_quickly(tmp_path: Path) -> None:
     """As a user starts it: one process, no torch."""
     found = subprocess.run(

@@ -170,6 +170,7 @@ def test_settings_say_all_but_where_checkpoints_shall_go(plan: Plan, tmp_path: P
     assert "tiers shared -> peer+shared" in found["advice"]
 
 
+@pytest.mark.slow
 def test_mechanisms_of_outlast_are_refused_for_others(plan: Plan, tmp_path: Path) -> None:
     job, out = more_of_a_job(tmp_path), tmp_path / "out"
     asked = ("emit", job, *HERE, "--target", "torchtitan", "--out", out)
@@ -238,6 +239,7 @@ def sizes_in(folder: Path, target: str) -> dict[str, int]:
     return {field: int(match.group(1)) for field, match in found.items() if match}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["deepspeed", "torchtitan", "megatron"])
 def test_the_search_keeps_to_the_target(plan: Plan, tmp_path: Path, target: str) -> None:
     source = write_config(tmp_path / "mine")
@@ -249,6 +251,7 @@ def test_the_search_keeps_to_the_target(plan: Plan, tmp_path: Path, target: str)
     assert written == {name: best["configuration"][name] for name in written}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "target"),
     [("torchtitan", "deepspeed"), ("any", "outlast"), ("nemo", "megatron")],

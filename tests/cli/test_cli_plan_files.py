@@ -163,6 +163,7 @@ def test_emit_writes_what_the_target_reads(
         assert "Predicted: fits yes" in text
 
 
+@pytest.mark.slow
 def test_emitted_job_of_a_job_is_a_job_and_is_the_best(plan: Plan, tmp_path: Path) -> None:
     job = write_job(tmp_path)
     best = plan.json(job, "--cluster", "h100x64")["choices"][0]["configuration"]
@@ -243,6 +244,7 @@ def test_lists(plan: Plan) -> None:
     assert {each["name"] for each in plan.json("targets")} >= {"outlast", "torchtitan", "sbatch"}
 
 
+@pytest.mark.slow
 def test_a_cluster_that_nobody_measured_is_flagged_wherever_a_user_looks(
     plan: Plan, tmp_path: Path
 ) -> None:
@@ -263,6 +265,7 @@ def test_a_cluster_that_nobody_measured_is_flagged_wherever_a_user_looks(
     assert flag in "".join(path.read_text() for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_names_of_published_frameworks_are_taken(plan: Plan) -> None:
     for name in ("mosaic", "Megatron-Bridge", "llm-foundry"):
         code, out, _ = plan("gpt2", "--cluster", "h100x8", "--framework", name, *SMALL)

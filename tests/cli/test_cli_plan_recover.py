@@ -63,6 +63,7 @@ def test_what_keeping_costs_is_explained(plan: Plan, files: tuple[Path, Path]) -
     assert document["settings"]["recovery"]["mode"] == "off"
 
 
+@pytest.mark.slow
 def test_a_job_says_how_it_recovers(plan: Plan, files: tuple[Path, Path]) -> None:
     source, cluster = files
     job = source.with_name("job.toml")

@@ -44,6 +44,7 @@ def test_a_vocabulary_that_is_not_divisible(plan: Plan) -> None:
     assert "pad it" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -107,6 +108,7 @@ def test_clusters_by_name(plan: Plan, cluster: str) -> None:
     assert cluster in plan.refused("llama-3-8b", "--cluster", cluster)
 
 
+@pytest.mark.slow
 def test_sources(plan: Plan, tmp_path: Path) -> None:
     assert "did you mean llama-3-8b" in plan.refused("llama-3-8", *HERE)
     assert "did you mean `outlast plan explain`" in plan.refused("explian", "llama-3-8b", *HERE)

@@ -197,6 +197,7 @@ def test_compare_refuses_what_is_no_run(plan: Plan, tmp_path: Path) -> None:
     plan.refused("compare", tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_calibrate_from_runs(plan: Plan, tmp_path: Path) -> None:
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER)
@@ -223,6 +224,7 @@ def test_calibrate_from_runs(plan: Plan, tmp_path: Path) -> None:
     assert len(plan.json(*asked, "--force")["used"]) == 5
 
 
+@pytest.mark.slow
 def test_calibrate_from_logs(plan: Plan, tmp_path: Path) -> None:
     for tensor, ms in ((1, 2900.0), (2, 3000.0), (4, 3300.0)):
         (tmp_path / f"tp{tensor}.log").write_text(LOG.replace("{ms}", str(ms)))
@@ -259,6 +261,7 @@ def memory_line(tensor: int) -> tuple[str, float]:
     return f" [Rank 0] (after 10 iterations) {said}\n", most * 2**20
 
 
+@pytest.mark.slow
 def test_calibrate_learns_memory_from_logs_and_plans_with_it(plan: Plan, tmp_path: Path) -> None:
     for tensor in (2, 4, 8):
         text = LOG.replace("{ms}", str(2900.0 + 100 * tensor)) + memory_line(tensor)[0]

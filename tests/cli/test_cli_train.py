@@ -85,6 +85,7 @@ def stopped(tmp_path):
     return job
 
 
+@pytest.mark.smoke
 def test_the_same_command_goes_on_and_shows_what_was_done(stopped, tmp_path):
     code, out, _ = train(stopped, tmp_path, "train.stop_after_steps=0")
     assert code == EXIT_DONE

@@ -65,6 +65,7 @@ def test_other_arguments_are_another_run_unless_they_share_a_folder(script, tmp_
     assert "resumed" not in ended.said
 
 
+@pytest.mark.smoke
 def test_damaged_newest_version_falls_back_to_the_one_before(script):
     expected = plain(script)
     assert expected.code == 0

@@ -206,6 +206,7 @@ def test_the_first_link_is_refused_where_slurm_says_nothing(
         choose_first(files, PLAN, 1)
 
 
+@pytest.mark.slow
 def test_a_link_with_a_shape_of_its_own_is_that_shape(
     files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_an_earlier_start_of_the_same_job_is_dead(tmp_path: Path) -> None:
     assert Fence(path, "7", lambda job: "RUNNING", wait_seconds=0.0).acquire() is not None
 
 
+@pytest.mark.slow
 def test_where_slurm_is_silent_the_heartbeat_decides(tmp_path: Path) -> None:
     path = tmp_path / "fence.json"
     put(path, elsewhere("1"))
@@ -170,6 +171,7 @@ def _contend(path: str, number: int, barrier: Any, results: Any) -> None:
         results.put((number, None))
 
 
+@pytest.mark.slow
 def test_of_many_that_find_a_dead_holder_one_gets_it(tmp_path: Path) -> None:
     path = tmp_path / "fence.json"
     put(path, elsewhere("1"))
@@ -277,6 +279,7 @@ def test_the_lock_of_a_dead_jobs_host_is_not_waited_for(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_lock_of_this_host_before_it_was_booted_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     lock(path, socket.gethostname())

@@ -189,6 +189,7 @@ def test_a_full_disk_ends_no_link(files: ChainFiles) -> None:
     assert [each["kind"] for each in entries(files)] == ["created", "submitted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("squeue", "outcome"),
     [

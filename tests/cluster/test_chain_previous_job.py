@@ -107,6 +107,7 @@ def test_a_cancelled_job_that_was_adopted_cancels_the_chain(
     assert verdict_on_previous(files, PLAN, "9") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fails", "outcome"), [(1, "cancelled"), (99, None)])
 def test_a_silent_slurm_cancels_no_chain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int, outcome: str | None

@@ -69,6 +69,7 @@ def test_a_copy_keeps_the_cap_of_the_job(tmp_path: Path) -> None:
     assert copy.seconds >= len(content) / 2e6 - 0.2
 
 
+@pytest.mark.slow
 def test_a_cap_with_which_a_copy_cannot_end_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(1 << 20))
     place = {"directory": str(tmp_path / "node"), "keep_free_gigabytes": 0.0, "required": True}
@@ -125,6 +126,7 @@ def test_without_waiting_a_damaged_copy_is_left_to_the_prefetch(tmp_path: Path) 
     assert stager(str(source)).path == copied.path
 
 
+@pytest.mark.slow
 def test_nobody_waits_for_a_copy_under_way_without_waiting(tmp_path: Path) -> None:
     source = tmp_path / "a.bin"
     source.write_bytes(bytes(3 << 20))

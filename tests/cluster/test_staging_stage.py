@@ -62,6 +62,7 @@ def _fetch(stage: Stage, source: str, go: Any, answers: Any) -> None:
     answers.put((copy.copied_bytes, copy.path.read_bytes() == Path(source).read_bytes()))
 
 
+@pytest.mark.slow
 def test_processes_that_ask_at_once_make_one_copy(stage: Stage, tmp_path: Path) -> None:
     source = tmp_path / "train.bin"
     content = make(source, 8)
@@ -126,6 +127,7 @@ def test_a_folder_is_copied_with_all_that_is_in_it(stage: Stage, tmp_path: Path)
     assert (copy.path / "deep" / "two").read_bytes() == (tmp_path / "set/deep/two").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_where_a_killed_one_was(stage: Stage) -> None:
     content = os.urandom(12 * MIB)
     with serving({"/train.bin": content}) as server:
@@ -144,6 +146,7 @@ def test_another_process_goes_on_where_a_killed_one_was(stage: Stage) -> None:
         assert server.given_bytes <= copy.copied_bytes + 4 * MIB
 
 
+@pytest.mark.slow
 def test_who_waits_takes_over_from_a_process_that_is_killed(stage: Stage) -> None:
     content = os.urandom(10 * MIB)
     with serving({"/train.bin": content}) as server:
@@ -164,6 +167,7 @@ def test_who_waits_takes_over_from_a_process_that_is_killed(stage: Stage) -> Non
     assert heard[-1] == len(content)
 
 
+@pytest.mark.slow
 def test_who_waits_too_long_says_how_far_it_was(stage: Stage, tmp_path: Path) -> None:
     content = bytes(8 * MIB)
     with serving({"/train.bin": content}) as server:

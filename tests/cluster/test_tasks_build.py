@@ -215,6 +215,7 @@ def test_use_of_bandwidth_adds_up():
             assert sum(layer[at] for layer in use.layers) <= use.bytes_per_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_averaging_many_steps_keeps_the_bytes():
     tasks = [Task(f"d {n}", "drain", size_bytes=1.0, via=("pfs",)) for n in range(1500)]
     edges = [Edge(f"d {n}", f"d {n + 1}") for n in range(0, 1499, 2)]

@@ -27,6 +27,7 @@ def rest(seconds):
     return lambda _: time.sleep(seconds)
 
 
+@pytest.mark.slow
 def test_what_happened_is_near_what_was_planned():
     graph = Graph(
         [
@@ -70,6 +71,7 @@ def test_transfers_share_the_bandwidth_that_there_is():
     assert report.problems == []
 
 
+@pytest.mark.slow
 def test_the_plans_first_transfer_goes_first():
     graph = Graph(
         [

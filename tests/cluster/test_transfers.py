@@ -121,6 +121,7 @@ def test_every_copy_is_paced_and_written_down(tmp_path):
         assert noting.taken[name, event.step] == event.bytes > 0
 
 
+@pytest.mark.slow
 def test_the_limits_of_tiers_are_kept(tmp_path):
     job = tiny_job(
         tmp_path,
@@ -212,6 +213,7 @@ def test_a_save_that_was_not_planned_has_the_place_of_the_nearest(tmp_path):
         plan.copy("tape", 2)
 
 
+@pytest.mark.slow
 def test_each_node_stages_its_share_of_the_plan(tmp_path):
     (tmp_path / "a.bin").write_bytes(bytes(500_000))
     place = (f'staging.directory="{tmp_path / "node"}"', "staging.keep_free_gigabytes=0.0")
@@ -223,6 +225,7 @@ def test_each_node_stages_its_share_of_the_plan(tmp_path):
     assert copy.seconds >= 0.8
 
 
+@pytest.mark.slow
 def test_a_run_follows_its_plan(tmp_path):
     job = planned(tmp_path, "followed")
     copied = train(job, of(job))

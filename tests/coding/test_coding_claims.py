@@ -223,6 +223,7 @@ def meet_or_complain(key_values, crowd, grace):
         return str(error)
 
 
+@pytest.mark.slow
 def test_workers_that_race_agree_on_who_goes_on(key_values):
     workers = 5
     for number in range(6):
@@ -250,6 +251,7 @@ def test_with_all_there_nobody_waits_for_the_end_of_the_grace_time(key_values):
     assert found == 4 * [((0, 1, 2, 3), kept)]
 
 
+@pytest.mark.slow
 def test_a_group_that_cannot_be_made_is_tried_again_with_those_who_come(key_values):
     # The last one reports itself and dies before the group is made.
     crowds = [Crowd(rank, 4, failures=1) for rank in range(4)]

@@ -254,6 +254,7 @@ def test_laps_show_states_only_when_asked():
     assert later.throttle_reasons == ()
 
 
+@pytest.mark.slow
 def test_an_open_meter_that_is_dropped_leaves_no_thread(tmp_path):
     (tmp_path / "joules").write_text("1")
     before = set(threading.enumerate())

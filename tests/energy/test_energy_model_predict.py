@@ -107,6 +107,7 @@ def test_intervals_widen_away_from_probes() -> None:
     assert widths[clocks.index(1095)] < widths[clocks.index(855)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["a100", "a40"])
 def test_three_probed_clocks_are_enough_to_plan_a_pipeline(device: str) -> None:
     measured, schedule = profile(device), one_f_one_b(8, 12)

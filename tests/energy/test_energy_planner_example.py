@@ -5,11 +5,14 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+
 from outlast.energy.frontier.plan import ClockPlan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "energy_frontier.py"
 
 
+@pytest.mark.slow
 def test_the_frontier_example_saves_energy(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)],

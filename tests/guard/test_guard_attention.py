@@ -275,6 +275,7 @@ def train(model: nn.Module, watch: Watch | None, steps: int, bf16: bool) -> list
     return numbers + [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "again", "dropout"),
     [(nn.LayerNorm, False, 0.0), (nn.RMSNorm, True, 0.0), (nn.LayerNorm, True, 0.1)],
@@ -449,6 +450,7 @@ def guarded_steps(model: nn.Module, bf16: bool, fault: Any) -> tuple[list[Tensor
     return weights, [each.outcome for each in handle.ledger.findings]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("bf16", [False, True])

@@ -53,6 +53,7 @@ def test_seconds_by_hand() -> None:
     assert check_seconds([], 4, 1e9) == 0.0
 
 
+@pytest.mark.slow
 @given(SHAPES, SHAPES, RATES, st.integers(1, 16))
 def test_more_work_takes_longer(
     first: LinearShape, second: LinearShape, rate: float, microbatches: int

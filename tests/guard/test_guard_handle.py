@@ -204,6 +204,7 @@ def test_kinds_without_a_check_are_named_once() -> None:
     assert [each.kind for each in handle.coverage() if not each.operations] == ["Conv1d"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_remove_gives_everything_back(level: str) -> None:
     # Guards of models that are gone have given their functions back.

@@ -171,6 +171,7 @@ def sum_in_double(dtype: str, shape: tuple[int, int, int]) -> dict[str, tuple[Te
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", SWEPT)
 def test_sums_are_those_of_fp64_within_the_bound(
@@ -184,6 +185,7 @@ def test_sums_are_those_of_fp64_within_the_bound(
         assert bool((off <= roundings * 2.0**-24 * absolute).all()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", SWEPT)
@@ -285,6 +287,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_sweeps_compile_for_a_device(name: str) -> None:
     triton = pytest.importorskip("triton")

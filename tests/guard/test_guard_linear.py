@@ -115,6 +115,7 @@ def spoil(numbers: Tensor) -> None:
     numbers.reshape(-1)[5].add_(7.0) if numbers.is_contiguous() else numbers[0, 5].add_(7.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["", "weight", "bias", "input"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", TYPES)

@@ -109,6 +109,7 @@ def drawn(kind: str, rows: int, classes: int) -> Tensor:
 LOGITS = ["random", "small", "huge", "equal", "dominant", "two values", "masked"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_healthy_logits_raise_no_alarm(kind: str, dtype: torch.dtype) -> None:
@@ -129,6 +130,7 @@ def test_healthy_logits_raise_no_alarm(kind: str, dtype: torch.dtype) -> None:
     assert dtype == torch.float16 or not watch.ledger.findings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [4, 64])
 @pytest.mark.parametrize("classes", [2, 10])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

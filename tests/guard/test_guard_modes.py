@@ -143,6 +143,7 @@ def test_a_compiled_step_makes_every_check_once(backend: str, autocast: bool) ->
     assert equal(weights, same)
 
 
+@pytest.mark.slow
 def test_inductor_keeps_every_check_and_finds_faults() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -173,6 +174,7 @@ def test_inductor_keeps_every_check_and_finds_faults() -> None:
     assert all(equal(each, expected) for each in made)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["linear.output", "linear.operand", "linear.dx", "linear.dw"])
 def test_a_fault_in_a_compiled_graph_is_put_right(at: str) -> None:
     losses, weights, _ = train(compile_blocks, True)

@@ -705,6 +705,7 @@ def test_a_parameter_of_another_model_is_named() -> None:
     assert len(handle.uncovered().parameters) == 2
 
 
+@pytest.mark.slow
 def test_without_an_optimizer_the_first_backward_pass_is_judged() -> None:
     """Also where nobody keeps the handle."""
     model = Tied()

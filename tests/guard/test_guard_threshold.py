@@ -176,6 +176,7 @@ def test_sums_one_after_the_other_in_fp32(terms: int, mean: float) -> None:
     assert_tight(found, 0.6, 1.35 if mean == 3.0 else 1.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("terms", [64, 65536])
 @pytest.mark.parametrize("mean", [0.0, 0.5])

@@ -310,6 +310,7 @@ def test_passes_after_the_verdict_may_differ_between_ranks(kind: str, ranks: Any
         assert said == ["stepped", "stepped", last, last]
 
 
+@pytest.mark.slow
 def test_checks_last_as_long_as_the_model_without_the_handle() -> None:
     model = Small()
     guard(model, policy="full")
@@ -320,6 +321,7 @@ def test_checks_last_as_long_as_the_model_without_the_handle() -> None:
     assert sites["loss", "loss.dlogits"].checks
 
 
+@pytest.mark.slow
 def test_a_model_that_nobody_needs_is_freed_with_its_checks() -> None:
     model = Small()
     freed = weakref.ref(model)

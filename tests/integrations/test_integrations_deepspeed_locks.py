@@ -27,6 +27,7 @@ def lock(tmp_path, monkeypatch):
     return tmp_path / "cpu_adam" / "lock"
 
 
+@pytest.mark.slow
 def test_a_live_build_is_waited_for_and_a_killed_one_is_refused(lock):
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(lock)],
@@ -47,6 +48,7 @@ def test_a_live_build_is_waited_for_and_a_killed_one_is_refused(lock):
     run.refuse_stale_locks()
 
 
+@pytest.mark.slow
 def test_the_adapter_is_not_imported_beside_a_stale_lock(lock):
     lock.touch()
     done = subprocess.run(

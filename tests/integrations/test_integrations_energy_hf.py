@@ -65,6 +65,7 @@ def trained(folder: Path, counter: Counter, sources: Any) -> tuple[Trainer, Ener
     return trainer, callback, collected
 
 
+@pytest.mark.slow
 def test_every_log_has_the_joules_of_its_steps(tmp_path: Path) -> None:
     counter = Counter(tmp_path / "joules")
     trainer, callback, collected = trained(tmp_path, counter, [counter.source])
@@ -78,6 +79,7 @@ def test_every_log_has_the_joules_of_its_steps(tmp_path: Path) -> None:
     assert [each.get("energy_joules") for each in collected.logs[:3]] == [6.0, 12.0, 18.0]
 
 
+@pytest.mark.slow
 def test_without_a_figure_the_logs_have_none_and_the_callback_says_why(tmp_path: Path) -> None:
     counter = Counter(tmp_path / "joules")
     gone = Counter(tmp_path / "gone")
@@ -101,6 +103,7 @@ class Stopping(TrainerCallback):  # type: ignore[misc]
             raise RuntimeError("the data is bad")
 
 
+@pytest.mark.slow
 def test_the_meter_of_a_training_that_raised_goes_with_the_next_one_or_the_callback(
     tmp_path: Path,
 ) -> None:

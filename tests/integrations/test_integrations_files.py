@@ -263,6 +263,7 @@ if "raise" in sys.argv:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ends", "raise"])
 def test_a_save_that_failed_is_told_by_the_exit_code_and_hides_no_exception(
     tmp_path: Path, how: str

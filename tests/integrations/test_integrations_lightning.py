@@ -236,6 +236,7 @@ def test_each_of_several_loaders_goes_on_where_it_was(tmp_path: Path) -> None:
     assert restored == [4, 8, 20]
 
 
+@pytest.mark.smoke
 @pytest.mark.supports("lightning", "guard")
 def test_numbers_that_stay_wrong_end_the_training_before_they_are_used(tmp_path: Path) -> None:
     other = undisturbed(tmp_path)

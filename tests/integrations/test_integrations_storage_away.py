@@ -45,6 +45,7 @@ def test_a_loop_saves_to_storage_that_comes_back(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [15, 20, 25, 30, 35, 36]
 
 
+@pytest.mark.slow
 def test_a_loop_saves_to_an_object_store_that_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

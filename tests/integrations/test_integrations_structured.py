@@ -42,6 +42,7 @@ def trained_at_once() -> torch.Tensor:
     return weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.supports("pytorch", "tensorize")
 def test_a_run_with_structured_layers_goes_on_where_it_was(tmp_path: Path) -> None:
     settings = [f"run.directory={tmp_path}", "energy.measure=false", "recover.mode=off"]

@@ -185,6 +185,7 @@ def test_trackio_has_all_curves_and_notes_in_one_run(
     assert {name: words[name] for name in NOTES} == NOTES
 
 
+@pytest.mark.slow
 def test_wandb_has_all_curves_and_notes_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def test_fingerprint_is_the_same_in_every_process() -> None:
     assert len(output.strip()) == 16
 
 
+@pytest.mark.slow
 @given(jobs(), jobs(), st.sampled_from(list(Job.model_fields)))
 @settings(
     deadline=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from job_strategies import ATOMS, TABLES, jobs
@@ -14,6 +15,7 @@ from outlast.job.section import toml_value
 SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
+@pytest.mark.slow
 @given(jobs(), st.booleans())
 @settings(deadline=None, max_examples=60, suppress_health_check=SLOW_DRAWS)
 def test_job_survives_being_written_and_read(job: Job, comments: bool) -> None:

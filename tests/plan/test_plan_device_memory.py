@@ -77,6 +77,7 @@ def stored(rows: list[Row]) -> Calibration:
     return replace(plain, constants={**plain.constants, **device_constants(fits)})
 
 
+@pytest.mark.slow
 def test_a_few_runs_correct_what_the_priors_say() -> None:
     learned = fit_device_memory(measured(*RUNS))["torchtitan"]
     assert np.median(np.abs(learned.before)) > 0.05
@@ -91,6 +92,7 @@ def test_one_run_leaves_the_spread_that_was_believed() -> None:
     assert learned.fit.log_deviation == pytest.approx(LOG_DEVIATION)
 
 
+@pytest.mark.slow
 def test_a_few_runs_that_agree_leave_some_of_the_spread_that_was_believed() -> None:
     learned = fit_device_memory(measured(*RUNS))["torchtitan"]
     close = float(np.sqrt((learned.unseen**2).mean()))
@@ -100,6 +102,7 @@ def test_a_few_runs_that_agree_leave_some_of_the_spread_that_was_believed() -> N
     assert more.fit.log_deviation < learned.fit.log_deviation
 
 
+@pytest.mark.slow
 def test_each_framework_learns_from_its_own_runs() -> None:
     others = [replace(each, framework="Megatron-LM") for each in measured(*RUNS[:2])]
     others = [replace(each, reserved_bytes=0.8 * (each.reserved_bytes or 0.0)) for each in others]
@@ -117,6 +120,7 @@ def test_rows_on_processors_and_flagged_ones_do_not_count() -> None:
     assert not fit_device_memory([row(RUNS[0])])
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_lowers_the_limit_or_raises_what_is_expected() -> None:
     failing = run_of(2, 3)
     numbers = cases([(LLAMA_8B, failing, H100)])
@@ -144,6 +148,7 @@ def test_the_most_that_tensors_hold_teaches_activations() -> None:
     assert learned.fit.values["logit_copies"] > 1.1
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_and_used(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     write_calibration(stored(measured(*RUNS)), file)
@@ -178,6 +183,7 @@ def test_memory_of_published_runs_is_known_and_can_be_refined() -> None:
     assert np.median(np.abs(refined.before)) > np.median(np.abs(refined.unseen))
 
 
+@pytest.mark.slow
 def test_published_memory_counts_beside_every_calibration_that_does_not_have_it() -> None:
     training = Training(model=LLAMA_8B, run=RUNS[1], tokens=1e9, framework="nanotron")
     own = device_memory_of(stored(measured(*RUNS)))

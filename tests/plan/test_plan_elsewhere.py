@@ -75,6 +75,7 @@ def drawn_site(random, number):
     return rows
 
 
+@pytest.mark.slow
 def test_intervals_hold_on_sites_that_no_fit_has_seen():
     random = np.random.default_rng(3)
     measured = [row for number in range(8) for row in drawn_site(random, number)]
@@ -133,6 +134,7 @@ def test_a_cluster_that_is_named_like_a_publication_is_not_calibrated(site):
     assert not predict(TRAINING, replace(H100, name=site)).calibrated
 
 
+@pytest.mark.slow
 def test_runs_of_a_cluster_calibrate_it_and_no_other(known):
     plain = predict(TRAINING, MINE)
     mine, yours = (predict(TRAINING, each, calibration=known) for each in (MINE, YOURS))
@@ -162,6 +164,7 @@ def test_a_framework_a_chip_and_a_kind_of_model_that_were_not_measured_here_are_
         assert flagged(found) == {True}
 
 
+@pytest.mark.slow
 def test_no_few_runs_make_other_clusters_better_known_than_the_published_ones_do(known):
     published_width = half(predict(TRAINING, YOURS))
     assert half(predict(TRAINING, YOURS, calibration=known)) > 0.8 * published_width
@@ -169,6 +172,7 @@ def test_no_few_runs_make_other_clusters_better_known_than_the_published_ones_do
     assert half(predict(TRAINING, YOURS, calibration=alone)) > 0.16
 
 
+@pytest.mark.slow
 def test_runs_of_one_cluster_do_not_narrow_the_intervals_of_others(known):
     # As if the first cluster's runs had repeated badly: a floor far above that of the second.
     rough = replace(known.step.widths, floor=4.0 * known.step.widths.floor)
@@ -256,6 +260,7 @@ def test_a_name_that_nobody_knows_is_refused_with_those_that_are():
         replace(TRAINING, framework="jax")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "best"),
     [("h100x64", {"bf16": 0.4616, "fp8": 0.4351}), ("a100x64", {"bf16": 0.6414, "fp16": 0.6414})],
@@ -286,6 +291,7 @@ def test_a_step_that_is_held_says_so_and_stays_the_sum_of_its_terms():
     assert found.step_seconds.figure.low < formulas
 
 
+@pytest.mark.slow
 def test_runs_measured_here_count_for_more_than_those_of_others():
     """A cluster that reached more than anybody published is not held to less."""
     rows = []

@@ -239,6 +239,7 @@ TITAN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.supports("torchtitan", "plan")
 @pytest.mark.parametrize("case", TITAN)
 def test_torchtitan_builds_the_configuration(case, tmp_path, monkeypatch):

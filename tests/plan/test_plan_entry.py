@@ -206,6 +206,7 @@ def known_compiled() -> Known:
     return known_from([*runs_like("outlast", 3.0, 1.3), *runs_like(COMPILED, 0.5, 0.8)])
 
 
+@pytest.mark.slow
 def test_a_job_that_is_compiled_has_what_compiled_runs_taught(known_compiled: Known):
     plain, fast = (
         predict(load_job(None, [*LONG, f"train.compile={each}"]), SITE, calibration=known_compiled)
@@ -227,6 +228,7 @@ def test_a_source_without_a_job_has_what_others_taught(known_compiled: Known):
     assert context_of(elsewhere, SITE, calibration=known_compiled).whose.framework == "torchtitan"
 
 
+@pytest.mark.slow
 def test_a_compiled_job_falls_back_to_other_runs_of_time_and_memory_apart():
     job = load_job(None, [*LONG, "train.compile=true"])
     training = training_of(job, SITE.devices)

@@ -109,6 +109,7 @@ def test_memory_loses_half_a_step_in_place_of_half_an_interval() -> None:
     assert lost_to("lost work", before) > 20 * expected
 
 
+@pytest.mark.slow
 @given(
     crashes=st.floats(1e-4, 0.5),
     nodes=st.floats(1e-4, 0.5),

@@ -183,6 +183,7 @@ def runs(draw: st.DrawFn) -> Configuration:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     rows=st.lists(st.tuples(models(), runs()), min_size=1, max_size=12),

@@ -175,6 +175,7 @@ def test_checks_take_as_long_whatever_the_rest_of_the_step_does():
         assert fast[name] == pytest.approx(late[name], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_over_mechanisms_agrees_with_predictions():
     mechanisms = Mechanisms(
         guard=("off", "full"), tensorize=(("dense", 0.0), ("low_rank", 0.25)), coding_copies=(1, 2)

@@ -78,6 +78,7 @@ PEAKS = (
 )
 
 
+@pytest.mark.slow
 @given(jobs(), st.sampled_from(PEAKS))
 @ALL
 def test_doubling_a_peak_never_slows_a_step(job: Job, name: str) -> None:
@@ -175,6 +176,7 @@ def test_more_tokens_take_longer_and_as_many_joules_more(job: Job, factor: float
     assert after.run_joules.middle == pytest.approx(times * before.run_joules.middle)
 
 
+@pytest.mark.slow
 @given(jobs(), st.floats(0.01, 100.0))
 @ALL
 def test_a_later_deadline_is_never_less_likely_kept(job: Job, factor: float) -> None:
@@ -197,9 +199,9 @@ def test_structured_layers_are_held_to_the_utilisation_of_their_own_operations()
         gated=False,
         vocabulary=768,
     )
-    run = Configuration(sequence=8256, micro_batch=1, batch=8, precision="fp8")
+    run = Configuration(sequence=2048, micro_batch=1, batch=8, precision="fp8")
     settings = Settings(tensorize_form="low_rank", tensorize_rank=0.25, guard="light")
-    training = Training(model, run, 1e12, settings=settings, framework="any")
+    training = Training(model=model, run=run, tokens=1e12, settings=settings, framework="any")
     peaks = {"bf16": 5.6e15, "fp8": 1.88e12}
     slow = Cluster(
         name="slow",

@@ -78,6 +78,7 @@ def test_what_was_not_calibrated_is_said(estimate):
     assert any("was calibrated" in each for each in estimate.step_seconds.figure.extrapolated)
 
 
+@pytest.mark.slow
 @given(factor=st.floats(1.1, 50.0))
 @settings(max_examples=10, deadline=None)
 def test_more_failures_never_raise_the_share_of_progress(factor):

@@ -78,6 +78,7 @@ def probed(tmp_path_factory):
     return probing.run(), machine
 
 
+@pytest.mark.slow
 def test_plan_probes_teach_a_machine_that_differs_from_the_priors(probed):
     probes, machine = probed
     assert 5 <= len(probes) <= 12

@@ -123,6 +123,7 @@ def test_more_failures_never_raise_it(run: Reliability, factor: float, which: in
     assert ettr(replace(run, causes=tuple(worse))) <= ettr(run) + 1e-6
 
 
+@pytest.mark.slow
 @given(runs(), numbers(0.0, 600.0))
 @settings(max_examples=40, deadline=None)
 def test_slower_recovery_never_raises_it(run: Reliability, more: float) -> None:
@@ -169,6 +170,7 @@ def test_one_tier_is_the_checkpoints_own_formula(interval: float) -> None:
     assert ettr(run) == pytest.approx(1.0 - waste, rel=1e-12)
 
 
+@pytest.mark.slow
 @given(st.lists(runs(), min_size=1, max_size=1), st.integers(0, 2**32 - 1))
 @settings(max_examples=20, deadline=None)
 def test_many_candidates_at_once_are_as_one_by_one(some: list[Reliability], seed: int) -> None:

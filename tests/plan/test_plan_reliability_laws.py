@@ -96,6 +96,7 @@ def test_two_groups_that_are_mostly_gone_fail_as_often_as_one() -> None:
     assert stops == pytest.approx(24.0, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.25, 1.0, 8.0])
 def test_the_simulated_run_finds_no_way_out_either(factor: float) -> None:
     run = more(REPLACING, "crash", factor)
@@ -248,6 +249,7 @@ def worse(run: Reliability, factor: float) -> Iterator[tuple[str, Reliability]]:
     yield "spares", replace(run, restart=replace(back, spares=fewer))
 
 
+@pytest.mark.slow
 @given(extreme(), st.floats(1.01, 8.0))
 @settings(max_examples=150)
 def test_nothing_that_gets_worse_raises_the_progress_of_an_extreme_run(

@@ -63,6 +63,7 @@ def test_the_closed_form_agrees_within_a_point(name: str) -> None:
     assert ettr(made) == pytest.approx(simulated.ettr, abs=0.01)
 
 
+@pytest.mark.slow
 def test_widths_of_failure_share_one_stock_of_spares() -> None:
     node = replace(NODE, per_node_day=0.15, repair_hours=4.0)
     pair = replace(RACK, per_node_day=0.08, nodes_hit=2, repair_hours=1.5)
@@ -90,6 +91,7 @@ def test_workers_of_one_node_are_as_one_worker() -> None:
         assert ettr(run(64, 512, 488, node, spares=spares)) > each
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([1, 2, 8]),
     st.integers(0, 40),

@@ -73,12 +73,14 @@ def numbers_of(rows):
     return cases([(row.model, row.run, row.cluster) for row in rows])
 
 
+@pytest.mark.slow
 def test_runs_that_were_held_out_are_predicted(rows):
     held = validate(rows, 5)
     assert np.median(np.abs(held.log_errors)) < 0.05
     assert (held.deviations > 0.0).all()
 
 
+@pytest.mark.slow
 def test_a_step_is_the_sum_of_its_parts_the_correction_included(rows, model):
     numbers = numbers_of(rows)
     for index in (0, 10, 50):
@@ -90,6 +92,7 @@ def test_a_step_is_the_sum_of_its_parts_the_correction_included(rows, model):
         assert all(part.formula for part in parts)
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_was_measured_and_are_wider_elsewhere(rows, model):
     numbers = numbers_of(rows)
     inside = []

@@ -150,6 +150,7 @@ def test_owner_that_cannot_be_examined_lives_by_its_heartbeat(
     assert_is_ours(tmp_path)
 
 
+@pytest.mark.slow
 def test_owner_whose_clock_is_behind_lives_by_a_heartbeat_that_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +282,7 @@ def test_a_process_whose_reader_is_gone_ends_all_the_same(tmp_path: Path) -> Non
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["taken", "gone", "silent", "suspended"])
 def test_a_process_without_its_lease_ends(tmp_path: Path, lost: str) -> None:
     fence = tmp_path / "fence.json"
@@ -305,6 +307,7 @@ def test_a_process_without_its_lease_ends(tmp_path: Path, lost: str) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_process_lives_while_its_lease_is_touched_or_cannot_be_read(tmp_path: Path) -> None:
     fence = tmp_path / "fence.json"
     give(fence, "mine")

@@ -3,10 +3,12 @@
 import socket
 from urllib.parse import urlparse
 
+import pytest
 import torch
 from live_runs import require_torchft
 
 
+@pytest.mark.slow
 def test_a_peer_that_takes_nothing_does_not_hold_up_who_serves_it() -> None:
     require_torchft()
     from outlast.recover.live.groups import Transfer

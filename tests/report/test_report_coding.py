@@ -107,6 +107,7 @@ def test_advice_is_given(new_run: Any) -> None:
     assert "Replica 3 was slow in 80 % of the steps: give it less work or replace it" in section
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [20_000])
 def test_long_runs_are_thinned_without_losing_a_peak(steps: int, new_run: Any) -> None:
     stragglers: list[list[int]] = [[] for _ in range(steps)]

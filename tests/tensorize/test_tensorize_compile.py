@@ -36,6 +36,7 @@ def gradients(layer: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> 
     return [y, x.grad, *(each.grad.clone() for each in layer.parameters())]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @all_forms
 def test_one_graph_serves_any_number_of_tokens(name: str) -> None:
     layer = FORMS[name](dtype=torch.float64)
@@ -78,6 +79,7 @@ def test_compiled_without_gradients(name: str) -> None:
         torch.testing.assert_close(compiled(x), layer(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tt", "btt", "cola", "sparse"])
 def test_transforms_within_compiled_code(name: str) -> None:
     layer = FORMS[name](dtype=torch.float64)
@@ -93,6 +95,7 @@ def test_transforms_within_compiled_code(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TTEmbedding, TTMEmbedding, LowRankEmbedding])
 def test_embeddings(kind: type[TTEmbedding]) -> None:
     layer = kind(30, 8, 2, padding_idx=4, dtype=torch.float64)
@@ -105,6 +108,7 @@ def test_embeddings(kind: type[TTEmbedding]) -> None:
             torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_operators_keep_the_rules_of_torch_library(name: str, tokens: int) -> None:
@@ -132,6 +136,7 @@ def test_the_operators_gradients_within_autocast_are_those_outside(name: str) ->
     assert all(torch.equal(*pair) for pair in zip(inside, outside, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["low_rank", "tt", "btt", "sparse"])
 def test_the_weight_in_compiled_code(name: str) -> None:
     layer = FORMS[name]()
@@ -159,6 +164,7 @@ def test_gradients_of_the_operator() -> None:
     assert torch.autograd.gradcheck(function, (x, *cores), fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_a_compiled_model_gives_what_the_compiler_generates_code_for() -> None:
     model = nn.Sequential(FORMS["btt"](), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 4))

@@ -452,6 +452,7 @@ def test_damaged_folders_are_refused(tmp_path):
         load_factored(out)
 
 
+@pytest.mark.slow
 def test_loading_needs_nothing_else_of_outlast(tmp_path):
     export_factored(structured(llama(), LINEAR["btt"]), tmp_path)
     code = (

@@ -103,6 +103,7 @@ def both(form: str, learns: tuple[bool, ...], dtype: torch.dtype) -> list[list[T
     return [derived(made(form).to(dtype), learns, fused) for fused in (True, False)]
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     "learns",
@@ -162,6 +163,7 @@ def through_operators(form: str) -> list[list[Tensor]]:
     return results
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("form", FORMS)
 def test_the_operators_take_fused_plans(interpreted: Run, form: str) -> None:
@@ -332,6 +334,7 @@ def test_a_bottleneck_pays_for_many_tokens_alone() -> None:
         READY.difference_update(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_kernels_price_grows_with_the_tokens(form: str, learns: bool) -> None:

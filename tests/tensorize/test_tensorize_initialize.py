@@ -76,6 +76,7 @@ def test_product_has_the_deviation_that_was_asked_for(
     assert weight.square().mean().sqrt().item() == pytest.approx(std, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), std=st.floats(1e-3, 10.0))

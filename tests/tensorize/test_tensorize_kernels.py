@@ -101,6 +101,7 @@ def bottleneck(
     return y, hidden, dx, gradient, activated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", BOTTLENECKS, ids=str)
 @pytest.mark.parametrize(
     ("activation", "bias"),

@@ -273,6 +273,7 @@ def test_a_grouped_mlp_keeps_less_than_its_parts() -> None:
     assert saved >= x.numel() * 4
 
 
+@pytest.mark.slow
 def test_grouped_blocks_compile_without_a_break() -> None:
     plain, grouped = low_rank_llama("cola"), low_rank_llama("cola")
     group_projections(grouped)

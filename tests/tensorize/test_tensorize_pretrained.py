@@ -340,6 +340,7 @@ def trainer(folder, form, **settings):
     return Trainer(model, arguments, train_dataset=Samples(), eval_dataset=Samples())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*load_factored")
 @pytest.mark.parametrize("form", ["low_rank", "tt", "cola"])
 def test_the_trainer_resumes_in_the_same_factors(form, tmp_path):
@@ -352,6 +353,7 @@ def test_the_trainer_resumes_in_the_same_factors(form, tmp_path):
         assert torch.equal(value, expected[key]), key
 
 
+@pytest.mark.slow
 def test_the_trainer_saves_what_loads_and_reloads_its_best(tmp_path):
     settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
     run = trainer(tmp_path, "low_rank", **settings)

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.distributed
 TOLERANCE = 2e-5
 
 
+@pytest.mark.smoke
 def test_stopped_on_four_resumed_on_two_then_three(tmp_path: Path) -> None:
     whole = tiny_job(tmp_path, "whole", "train.steps=9")
     assert train(whole, 1) == EXIT_DONE
@@ -163,6 +164,7 @@ def test_a_killed_launcher_leaves_a_run_that_goes_on_at_once(tmp_path: Path) -> 
     assert read_run(run_directory(job).path).of(StateRecovered)
 
 
+@pytest.mark.smoke
 def test_a_killed_worker_is_restarted_with_its_group(
     tmp_path: Path, undisturbed: Callable[[int], Job]
 ) -> None:

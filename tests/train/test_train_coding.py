@@ -188,6 +188,7 @@ def test_a_slow_replicas_work_is_taken_over_and_the_run_is_shorter(
     assert found.advice.startswith("replica 2 was slow in ")
 
 
+@pytest.mark.smoke
 def test_a_fixed_code_decodes_without_the_slow_replica(
     uncoded: list[float], tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_the_sentence_and_the_report_show_it(tmp_path: Path, counter: Counter) -
     assert "Energy by purpose" in report.read_text()
 
 
+@pytest.mark.slow
 def test_two_ranks_read_the_meter_of_their_host_once(tmp_path: Path, counter: Counter) -> None:
     job = tiny_job(tmp_path, "two", counter.setting, "energy.every_steps=3")
     totals = totals_of(metered(job, counter, 2))
@@ -131,6 +132,7 @@ def test_two_ranks_read_the_meter_of_their_host_once(tmp_path: Path, counter: Co
     assert totals.joules <= float(counter.path.read_text()) - counter.joules
 
 
+@pytest.mark.slow
 def test_steps_that_are_done_again_count_as_redone(tmp_path: Path, counter: Counter) -> None:
     settings = [counter.setting, "energy.every_steps=1", "checkpoint.every_steps=100"]
     job = tiny_job(tmp_path, "again", *settings, "train.stop_after_steps=4")
@@ -219,6 +221,7 @@ def _work_on_rapl(job: Job, root: Path) -> int:
             thread.join()
 
 
+@pytest.mark.slow
 def test_cpu_and_memory_are_read_from_rapl_once_for_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_two_processes_record_the_memory_of_both_and_one_prediction(tmp_path: Pa
     assert last.most("reserved") is None
 
 
+@pytest.mark.slow
 def test_memory_is_recorded_again_when_it_has_grown_by_more_than_a_hundredth() -> None:
     watch = MemoryWatch(ALONE, torch.device("cpu"))
     assert watch.grown()
@@ -157,6 +158,7 @@ def test_memory_is_recorded_again_when_it_has_grown_by_more_than_a_hundredth() -
     assert len(held)
 
 
+@pytest.mark.slow
 def test_the_peak_is_not_that_of_the_program_that_started_this_one() -> None:
     held = torch.ones(200_000_000)
     mine, source = resident_peak()

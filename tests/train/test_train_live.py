@@ -79,6 +79,7 @@ def _assert_like_reference(folder: Path, job: Job) -> None:
     assert losses(job) == pytest.approx(losses(reference), rel=1e-4)
 
 
+@pytest.mark.smoke
 @pytest.mark.distributed
 def test_groups_train_as_one_process_does(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "live", *LIVE)

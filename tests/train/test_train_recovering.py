@@ -196,6 +196,7 @@ def resize(run: Path, folder: Path, processes: int) -> tuple[int | None, str]:
     return finish(start(folder, "resize", str(run), "--processes", str(processes)))
 
 
+@pytest.mark.smoke
 def test_a_run_shrinks_and_grows_without_losing_a_step(tmp_path: Path) -> None:
     # At small steps the noise of sums in another order does not grow.
     slow = ("optimizer.learning_rate=0.0001", "train.batch_size=96")

@@ -81,6 +81,7 @@ def test_a_run_that_has_saved_before_says_from_where_it_goes_on(
         work_alone(Start(job))
 
 
+@pytest.mark.slow
 def test_an_object_store_that_refuses_connections_is_saved_to_when_it_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
