@@ -41,7 +41,7 @@ from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
 from outlast.train.model import ModelSize, size_of
 from outlast.train.optimizer import build_optimizers
-from outlast.train.parallelize import coded_engine, is_coded, pipeline_engine, replica_engine
+from outlast.train.parallelize import coded_engine, is_coded, replica_engine
 from outlast.train.preflight import Plan
 from outlast.train.tensorizing import (
     SpikeWatch,
@@ -179,6 +179,8 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     waits = CommunicationWait(setup.mark)
     if layout.pipeline > 1:
         assert mesh is not None
+        from outlast.train.pipeline import pipeline_engine
+
         engine: Engine = pipeline_engine(setup, model, mesh)
     else:
         engine = replica_engine(setup, model, mesh, waits, saved=saved)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from outlast.runtime.communication import CommunicationWait
     from outlast.train.dropout import DropoutStream
-    from outlast.train.parallelize import StageModule
+    from outlast.train.pipeline import StageModule
 
 IGNORED_TARGET = -100
 """Target of positions that do not count, as in torch's cross_entropy."""
