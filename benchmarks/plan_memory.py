@@ -14,10 +14,7 @@ import numpy as np
 from harness import Bar, at_least, at_most
 
 from outlast.plan.batch import Array, cases
-from outlast.plan.calibration.conformal import folds
-from outlast.plan.calibration.memory_fit import MemoryRuns, fit_memory, runs_of
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.table_rows import read_rows
+from outlast.plan.conformal import folds
 from outlast.plan.constants import memory_constants
 from outlast.plan.memory import (
     first_stage_allocated,
@@ -27,6 +24,9 @@ from outlast.plan.memory import (
     memory_parts,
     pressing_shares,
 )
+from outlast.plan.memory_fit import MemoryRuns, fit_memory, runs_of
+from outlast.plan.rows import Row
+from outlast.plan.table_rows import read_rows
 
 GIB = 2**30
 NEAR = (40.0, 120.0)

@@ -19,13 +19,13 @@ from harness import Bar
 
 from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import Support
-from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.conformal import OTHERS, conformal, folds, interval_groups
-from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed
-from outlast.plan.calibration.probes import MISSED, Budget, choose_probes, directions
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import (
+from outlast.plan.calibration import Support
+from outlast.plan.clean import clean
+from outlast.plan.conformal import OTHERS, conformal, folds, interval_groups
+from outlast.plan.probes import MISSED, Budget, choose_probes, directions
+from outlast.plan.rows import Row
+from outlast.plan.step_fit import NOISE, Belonging, Fit, believed
+from outlast.plan.step_model import (
     UNSEEN,
     StepModel,
     belonging,
@@ -37,8 +37,8 @@ from outlast.plan.calibration.step_model import (
     utilisation,
     validate,
 )
-from outlast.plan.calibration.table_rows import read_rows
 from outlast.plan.step_time import step_seconds
+from outlast.plan.table_rows import read_rows
 
 FEWEST = 0.1
 """Share of the peak below which the sweep's runs are broken: they are fitted and not scored."""
@@ -120,7 +120,7 @@ def _shipped_errors(rows: Sequence[Row], count: int) -> np.ndarray:
 
 
 def _general(model: StepModel) -> StepModel:
-    """Without what it knows of clusters; as `outlast.plan.calibration.step_model.shared`."""
+    """Without what it knows of clusters; as `outlast.plan.step_model.shared`."""
     quantiles = {OTHERS: model.widths.quantiles.get(OTHERS, 1.0)}
     return shared(replace(model, widths=replace(model.widths, quantiles=quantiles)))
 
@@ -164,7 +164,7 @@ def _site_errors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log of measured over predicted, and half-widths: both from the other sites alone.
 
-    As `outlast.plan.calibration.step_model` makes them; the floor of the scale is that of all
+    As `outlast.plan.step_model` makes them; the floor of the scale is that of all
     rows, which hardly depends on one site.
     """
     errors, widths = np.full(len(rows), np.nan), np.full(len(rows), np.nan)

@@ -14,20 +14,20 @@ from plan_commands import Plan
 from outlast.job import load_job, to_toml
 from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import (
+from outlast.plan.calibration import (
     Provenance,
     read_calibration,
     write_calibration,
 )
-from outlast.plan.calibration.memory_fit import RESIDENT_PRIORS, Resident, resident_constants
-from outlast.plan.calibration.run_rows import read_run_row
-from outlast.plan.calibration.step_model import calibration_of
 from outlast.plan.cluster_file import cluster_of, read_cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import memory_constants
 from outlast.plan.huggingface import published
 from outlast.plan.memory import demand
+from outlast.plan.memory_fit import RESIDENT_PRIORS, Resident, resident_constants
+from outlast.plan.run_rows import read_run_row
 from outlast.plan.shard_sizes import stage
+from outlast.plan.step_model import calibration_of
 from outlast.records import (
     AttemptStarted,
     MemoryMeasured,

@@ -9,9 +9,9 @@ import numpy as np
 from plan_runs import NODE, SHORT
 
 from outlast.plan.cluster import Cluster, Prices
-from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.pareto.settings import Mechanisms
-from outlast.plan.pareto.space import Block
+from outlast.plan.objectives import Objectives
+from outlast.plan.settings import Mechanisms
+from outlast.plan.space import Block
 
 SMALL = replace(SHORT, batch=16)
 
@@ -32,7 +32,7 @@ def judged(power: float = 2.2, watts: float = 400.0) -> Callable[[Block], Object
     """A run of fixed work: more speed at higher clocks and more power, less memory when divided."""
 
     def evaluate(block: Block) -> Objectives:
-        many = block.cases
+        many = block.layouts.taken(block.layout)
         clock = block.by_setting([each.clock_mhz or 2000.0 for each in block.settings]) / 2000.0
         guarded = block.by_setting([each.guard != "off" for each in block.settings])
         waste = (many.pipeline - 1) / many.micro_batches / many.stages_per_rank

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibration_file import (
+from outlast.plan.calibration import (
     Calibration,
     Constant,
     Provenance,
@@ -18,7 +18,7 @@ from outlast.plan.calibration.calibration_file import (
     to_text,
     write_calibration,
 )
-from outlast.plan.calibration.conformal import OTHERS
+from outlast.plan.conformal import OTHERS
 
 
 def calibration(seed=0, residual=True):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.clean import clean, link_classes
-from outlast.plan.calibration.rows import Row
+from outlast.plan.clean import clean, link_classes
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
+from outlast.plan.rows import Row
 from outlast.plan.transformer import Transformer
 
 CLUSTER = Cluster(

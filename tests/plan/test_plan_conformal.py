@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibration_file import Support, support_of
-from outlast.plan.calibration.conformal import OTHERS, conformal
+from outlast.plan.calibration import Support, support_of
+from outlast.plan.conformal import OTHERS, conformal
 
 GROUPS = {"a": (60, 0.03), "b": (40, 0.12), "c": (12, 0.06), "d": (5, 0.2), "e": (100, 0.05)}
 

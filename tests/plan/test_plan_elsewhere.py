@@ -9,24 +9,24 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 from outlast.errors import PlanError
 from outlast.plan.api import Training, predict, published_constants, search
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import Provenance, from_text, to_text
-from outlast.plan.calibration.fit import Belonging
-from outlast.plan.calibration.memory_fit import Known
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import (
-    belonging,
-    calibration_of,
-    shared,
-    step_model,
-    step_model_of,
-)
+from outlast.plan.calibration import Provenance, from_text, to_text
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded, unbounded_deviation
 from outlast.plan.constraints import FRAMEWORKS, framework_key
 from outlast.plan.context import CALIBRATED_AS
 from outlast.plan.huggingface import published
 from outlast.plan.mechanisms import HELD
+from outlast.plan.memory_fit import Known
 from outlast.plan.model import best_of, published_best
+from outlast.plan.rows import Row
+from outlast.plan.step_fit import Belonging
+from outlast.plan.step_model import (
+    belonging,
+    calibration_of,
+    shared,
+    step_model,
+    step_model_of,
+)
 from outlast.plan.step_time import step_seconds
 
 FLAG = "not calibrated on this cluster"
@@ -333,7 +333,7 @@ def test_the_best_published_run_is_one_of_the_same_precision_or_says_that_it_is_
 
 
 def test_structured_layers_do_not_count_operations_that_they_spare():
-    from outlast.plan.pareto.settings import Settings
+    from outlast.plan.settings import Settings
 
     dense = predict(TRAINING, "h100x64")
     thin = replace(TRAINING, settings=Settings(tensorize_form="low_rank", tensorize_rank=0.1))

@@ -8,8 +8,8 @@ from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
 from outlast.plan.batch import cases
-from outlast.plan.calibration.fit import Belonging, believed, fit, fit_residual
 from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded
+from outlast.plan.step_fit import Belonging, believed, fit, fit_residual
 from outlast.plan.step_time import step_seconds
 
 HERE = Belonging("h100", "site", "trainer")

@@ -20,16 +20,15 @@ from outlast.plan.cluster import Cluster, FailureCause, Storage
 from outlast.plan.configuration import Configuration
 from outlast.plan.estimate import Interval
 from outlast.plan.fault_tolerance import in_memory_checkpoints
+from outlast.plan.goodput import goodput
 from outlast.plan.job import mapped, run_of
 from outlast.plan.mechanisms import with_mechanisms
 from outlast.plan.model import judge
-from outlast.plan.pareto.settings import Mechanisms, Recovery, Settings
-from outlast.plan.pareto.space import Block
 from outlast.plan.prediction import Estimate
-from outlast.plan.reliability.goodput import goodput
-from outlast.plan.reliability.recovery import Reliability
-from outlast.plan.reliability.scenario import Scenario
-from outlast.plan.reliability.simulate import simulate
+from outlast.plan.reliability import Reliability, Scenario
+from outlast.plan.settings import Mechanisms, Recovery, Settings
+from outlast.plan.simulate import simulate
+from outlast.plan.space import Block
 from outlast.recover.cost import RECONNECT_SECONDS, SILENCE_SHARE, lost_seconds
 
 SOFTWARE = FailureCause(name="software", per_node_day=0.05)

@@ -16,8 +16,8 @@ from outlast.plan.batch import cases
 from outlast.plan.cluster import Storage
 from outlast.plan.mechanisms import form_of, operations_ratio
 from outlast.plan.model import judge
-from outlast.plan.pareto.settings import Mechanisms, Settings
-from outlast.plan.pareto.space import Block
+from outlast.plan.settings import Mechanisms, Settings
+from outlast.plan.space import Block
 
 SITE = replace(H100, storage=Storage(shared_bytes_per_s=8e9))
 RUN = configuration(data=32, batch=256, tensor=2, recompute="full")

@@ -9,7 +9,6 @@ import pytest
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Cases, cases
-from outlast.plan.calibration.memory_fit import MemoryRuns, fit_memory
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import MEMORY_PRIORS, MemoryConstants, memory_constants
@@ -19,6 +18,7 @@ from outlast.plan.memory import (
     pressing_shares,
     reserved_bytes,
 )
+from outlast.plan.memory_fit import MemoryRuns, fit_memory
 from outlast.plan.transformer import Transformer
 
 MODEL = Transformer(

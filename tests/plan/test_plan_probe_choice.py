@@ -12,8 +12,8 @@ from plan_probe_machine import MACHINE, Simulated
 from outlast.errors import PlanError
 from outlast.job import job_from_text, load_job, to_toml
 from outlast.plan.batch import cases
-from outlast.plan.calibration.fit import Belonging, fit
-from outlast.plan.calibration.probes import (
+from outlast.plan.job import run_of
+from outlast.plan.probes import (
     Probing,
     _ended,
     family,
@@ -22,8 +22,8 @@ from outlast.plan.calibration.probes import (
     run_probe,
     steps_for,
 )
-from outlast.plan.calibration.step_model import belonging
-from outlast.plan.job import run_of
+from outlast.plan.step_fit import Belonging, fit
+from outlast.plan.step_model import belonging
 from outlast.plan.step_time import step_seconds
 
 SETTINGS = family(load_job(None), 2, most=80)

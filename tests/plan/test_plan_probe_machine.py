@@ -13,14 +13,14 @@ from outlast.cli.plan_calibrate import Here, places, write
 from outlast.errors import PlanError
 from outlast.job import load_job
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import read_calibration
-from outlast.plan.calibration.here import divided, loopback_bytes_per_s, machine_text
-from outlast.plan.calibration.memory_fit import RESIDENT_PRIORS, Resident, fit_resident, resident_of
-from outlast.plan.calibration.probes import family, numbers_of
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import step_model_of, uncalibrated
+from outlast.plan.calibration import read_calibration
 from outlast.plan.cluster_file import read_cluster
 from outlast.plan.constants import constants
+from outlast.plan.here import divided, loopback_bytes_per_s, machine_text
+from outlast.plan.memory_fit import RESIDENT_PRIORS, Resident, fit_resident, resident_of
+from outlast.plan.probes import family, numbers_of
+from outlast.plan.rows import Row
+from outlast.plan.step_model import step_model_of, uncalibrated
 from outlast.plan.step_time import orthogonal_seconds, step_parts, step_seconds
 
 SETTINGS = family(load_job(None), 2, most=40)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.probes import Budget, choose_probes, information
+from outlast.plan.probes import Budget, choose_probes, information
 
 
 def problem(seed, count=11, constants=5):

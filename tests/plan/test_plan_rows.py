@@ -5,9 +5,9 @@ import csv
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.conformal import folds, interval_groups
-from outlast.plan.calibration.rows import flagged, forced
-from outlast.plan.calibration.table_rows import read_rows
+from outlast.plan.conformal import folds, interval_groups
+from outlast.plan.rows import flagged, forced
+from outlast.plan.table_rows import read_rows
 
 GPT = {
     "row_id": "a1",

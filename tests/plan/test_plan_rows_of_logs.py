@@ -3,7 +3,7 @@
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.run_rows import FRAMEWORKS, read_lines, read_log_row
+from outlast.plan.run_rows import FRAMEWORKS, read_lines, read_log_row
 
 SETTINGS = """
 cluster = "h100x64"

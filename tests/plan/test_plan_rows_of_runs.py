@@ -5,9 +5,9 @@ import pytest
 
 from outlast.errors import PlanError
 from outlast.job import load_job, to_toml
-from outlast.plan.calibration.memory_fit import COMPILED, OUTLAST
-from outlast.plan.calibration.run_rows import read_run_row, read_runs, steady_median
 from outlast.plan.cluster import Cluster
+from outlast.plan.memory_fit import COMPILED, OUTLAST
+from outlast.plan.run_rows import read_run_row, read_runs, steady_median
 from outlast.records import (
     AttemptStarted,
     MemoryMeasured,

@@ -9,10 +9,11 @@ from plan_runs import H100, LLAMA_8B, configuration
 from outlast.errors import PlanError
 from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import Provenance, from_text, to_text
-from outlast.plan.calibration.fit import Belonging
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import (
+from outlast.plan.calibration import Provenance, from_text, to_text
+from outlast.plan.constants import NAMES, PRIORS, constants
+from outlast.plan.rows import Row
+from outlast.plan.step_fit import Belonging
+from outlast.plan.step_model import (
     belonging,
     calibration_of,
     shared,
@@ -22,7 +23,6 @@ from outlast.plan.calibration.step_model import (
     utilisation,
     validate,
 )
-from outlast.plan.constants import NAMES, PRIORS, constants
 from outlast.plan.step_time import step_seconds
 
 SMALL = replace(LLAMA_8B, layers=16, hidden=2048, head_width=64, intermediate=8192)

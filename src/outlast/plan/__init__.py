@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from outlast.plan.configuration import Configuration
     from outlast.plan.estimate import Interval, Term, Total
     from outlast.plan.huggingface import published, transformer_of
-    from outlast.plan.pareto.settings import Mechanisms, Recovery, Settings
     from outlast.plan.prediction import Estimate
+    from outlast.plan.settings import Mechanisms, Recovery, Settings
     from outlast.plan.transformer import Transformer
 
 _HOMES = {

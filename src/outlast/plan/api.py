@@ -12,16 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibration_file import from_text, read_calibration
-from outlast.plan.calibration.memory_fit import (
-    COMPILED,
-    OUTLAST,
-    Known,
-    MemoryFit,
-    device_memory_of,
-    known_of,
-)
-from outlast.plan.calibration.step_model import StepModel, step_model_of
+from outlast.plan.calibration import from_text, read_calibration
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import checked, cluster_of
 from outlast.plan.configuration import Configuration
@@ -29,20 +20,29 @@ from outlast.plan.constraints import framework_key, problems
 from outlast.plan.context import Context, calibrated_as
 from outlast.plan.feasibility import refuse_impossible
 from outlast.plan.job import mapped, run_of
+from outlast.plan.memory_fit import (
+    COMPILED,
+    OUTLAST,
+    Known,
+    MemoryFit,
+    device_memory_of,
+    known_of,
+)
 from outlast.plan.model import evaluator
-from outlast.plan.pareto.search import Front
-from outlast.plan.pareto.search import search as search_space
-from outlast.plan.pareto.settings import Mechanisms, Settings
-from outlast.plan.pareto.space import Axes, space
+from outlast.plan.pareto import Front
+from outlast.plan.pareto import search as search_space
 from outlast.plan.prediction import Estimate
 from outlast.plan.prediction import predict as predict_run
+from outlast.plan.settings import Mechanisms, Settings
+from outlast.plan.space import Axes, space
+from outlast.plan.step_model import StepModel, step_model_of
 from outlast.plan.transformer import Transformer
 
 if TYPE_CHECKING:
     from outlast.job import Job
 
 
-PUBLISHED = "published.toml"
+PUBLISHED = "published_time.toml"
 PUBLISHED_MEMORY = "published_memory.toml"
 Calibrated: TypeAlias = Known | StepModel | str | Path | None
 """What was calibrated, or the path of a file that says it; None for constants that were fitted to
@@ -164,7 +164,7 @@ def predict(
 def search(
     job: Job | Training,
     cluster: Cluster | str | Path,
-    budget: str | Iterable[str] | Mapping[str, float | str] = (),
+    budget: str | Iterable[str] = (),
     *,
     calibration: Calibrated = None,
     axes: Axes | None = None,
@@ -200,8 +200,7 @@ def search(
         framework=training.framework,
     )
     refuse_impossible(machines, candidates.whole)
-    limits = [budget] if isinstance(budget, str) else budget
-    return search_space(candidates, evaluator(context), limits, start=start)
+    return search_space(candidates, evaluator(context), budget, start=start)
 
 
 def context_of(
@@ -234,14 +233,14 @@ def context_of(
 
 def published_constants() -> StepModel:
     """Constants that were fitted to published runs (see docs/plan.md)."""
-    text = (files("outlast.plan.calibration") / PUBLISHED).read_text(encoding="utf-8")
+    text = (files("outlast.plan.facts") / PUBLISHED).read_text(encoding="utf-8")
     return step_model_of(from_text(text))
 
 
 @cache
 def published_memory() -> Mapping[str, MemoryFit]:
     """Memory constants of frameworks that were fitted to published runs."""
-    text = (files("outlast.plan.calibration") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
+    text = (files("outlast.plan.facts") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
     return MappingProxyType(device_memory_of(from_text(text)))
 
 

@@ -147,13 +147,7 @@ def case(model: Transformer, run: Configuration, cluster: Cluster) -> dict[str, 
     Raises:
         PlanError: The cluster says nothing of the precision.
     """
-    for name in ("peak_flop_per_s", "matmul_flop_per_s"):
-        known = getattr(cluster, name)
-        if run.precision not in known:
-            raise PlanError(
-                f"precision = {run.precision!r}: {name} of {cluster.name} is known for "
-                f"{', '.join(known) or 'nothing'} only; give it in the cluster file"
-            )
+    refuse_unknown_precision(cluster, run.precision)
     products = cluster.matmul_flop_per_s
     return {
         "layers": model.layers,
@@ -210,6 +204,21 @@ def case(model: Transformer, run: Configuration, cluster: Cluster) -> dict[str, 
         "fp32_flop_per_s": products.get("fp32", min(products.values())),
         "newton_flop_per_s": products.get("bf16", min(products.values())),
     }
+
+
+def refuse_unknown_precision(cluster: Cluster, precision: str) -> None:
+    """Refuse a precision whose rates nobody knows.
+
+    Raises:
+        PlanError: The cluster says nothing of it.
+    """
+    for name in ("peak_flop_per_s", "matmul_flop_per_s"):
+        known = getattr(cluster, name)
+        if precision not in known:
+            raise PlanError(
+                f"precision = {precision!r}: {name} of {cluster.name} is known for "
+                f"{', '.join(known) or 'nothing'} only; give it in the cluster file"
+            )
 
 
 def cases(runs: Sequence[tuple[Transformer, Configuration, Cluster]]) -> Cases:

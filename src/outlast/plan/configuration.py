@@ -103,3 +103,31 @@ class Configuration:
     def tokens(self) -> int:
         """Of one optimizer step."""
         return self.batch * self.sequence
+
+
+_SHARDED = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "FSDP"}
+
+
+def layout_words(run: Configuration) -> str:
+    """A layout in the field's abbreviations, e.g. ``8,192 GPU · TP 8 · PP 16x4 · DP 64 FSDP``."""
+    parts = [f"{run.devices:,} GPU"]
+    if run.tensor > 1:
+        parts.append(f"TP {run.tensor}" + ("" if run.sequence_parallel else " without SP"))
+    if run.pipeline > 1:
+        chunks = f"x{run.stages_per_rank}" if run.stages_per_rank > 1 else ""
+        schedule = {"zero_bubble": " zero-bubble", "gpipe": " GPipe"}.get(run.schedule, "")
+        balance = " by cost" if run.balance == "cost" else ""
+        parts.append(f"PP {run.pipeline}{chunks}{schedule}{balance}")
+    if run.context > 1:
+        parts.append(f"CP {run.context}")
+    if run.expert > 1:
+        parts.append(f"EP {run.expert}")
+    if run.data > 1:
+        grouped = 0 < run.sharding_ranks < run.data
+        group = f" in groups of {run.sharding_ranks}" if grouped else ""
+        parts.append(f"DP {run.data:,} {_SHARDED[run.sharding]}{group}")
+    parts.append(f"micro-batch {run.micro_batch}")
+    if run.recompute != "none":
+        parts.append(f"recompute {run.recompute}")
+    parts.append(run.precision)
+    return " · ".join(parts)

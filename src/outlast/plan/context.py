@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.fit import Belonging
 from outlast.plan.constraints import CALIBRATED_AS, KEYS
-from outlast.plan.reliability.recovery import Restart
+from outlast.plan.reliability import Restart
+from outlast.plan.step_fit import Belonging
 
 if TYPE_CHECKING:
     from outlast.coding.delays import DelayModel
     from outlast.energy.model.equations import DeviceConstants
-    from outlast.plan.calibration.memory_fit import MemoryFit
-    from outlast.plan.calibration.step_model import StepModel
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
+    from outlast.plan.memory_fit import MemoryFit
+    from outlast.plan.step_model import StepModel
     from outlast.plan.transformer import Transformer
 
 

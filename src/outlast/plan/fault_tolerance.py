@@ -18,8 +18,8 @@ import numpy as np
 
 from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
 from outlast.errors import PlanError
-from outlast.plan.reliability.goodput import Goodput, goodput
-from outlast.plan.reliability.recovery import (
+from outlast.plan.goodput import Goodput, goodput
+from outlast.plan.reliability import (
     DAY_SECONDS,
     Guard,
     Pace,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.plan.context import Context
     from outlast.plan.mechanisms import Step
-    from outlast.plan.pareto.settings import Settings
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.settings import Settings
+    from outlast.plan.space import Block
 
 
 SLACK_SHARE = 0.5

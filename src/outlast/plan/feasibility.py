@@ -8,13 +8,13 @@ import numpy as np
 
 from outlast.errors import PlanError
 from outlast.plan.fault_tolerance import smallest_groups
-from outlast.plan.pareto.settings import NO_RECOVERY
+from outlast.plan.settings import NO_RECOVERY
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
-    from outlast.plan.pareto.settings import Settings
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.settings import Settings
+    from outlast.plan.space import Block
 
 
 def missing_tier(cluster: Cluster, settings: Settings) -> str:

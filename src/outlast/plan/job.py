@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from outlast.errors import PlanError
 from outlast.plan.configuration import Configuration
 from outlast.plan.huggingface import transformer_of
-from outlast.plan.pareto.settings import NO_RECOVERY, TIERS, Recovery, Settings
+from outlast.plan.settings import NO_RECOVERY, TIERS, Recovery, Settings
 from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:

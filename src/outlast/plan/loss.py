@@ -35,7 +35,7 @@ from outlast.hardware.figure import Unavailable
 from outlast.plan.batch import texts
 from outlast.plan.estimate import Interval, Source, Term, Total
 from outlast.plan.mechanisms import form_of
-from outlast.plan.reliability.recovery import DAY_SECONDS
+from outlast.plan.reliability import DAY_SECONDS
 from outlast.tensorize.quality import effective_parameters
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from outlast.plan.configuration import Precision
     from outlast.plan.context import Context
     from outlast.plan.mechanisms import Step
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.space import Block
     from outlast.plan.transformer import Transformer
     from outlast.tensorize.quality import Training
 

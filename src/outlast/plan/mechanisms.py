@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from outlast.plan.batch import Array, Cases
     from outlast.plan.constants import Constants, MemoryConstants
     from outlast.plan.context import Context
-    from outlast.plan.pareto.settings import Settings
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.settings import Settings
+    from outlast.plan.space import Block
     from outlast.plan.transformer import Transformer
 
 

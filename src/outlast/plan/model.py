@@ -11,18 +11,16 @@ carry a phrase that says so. Runs of the cluster at hand that reached more count
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.energy.cost import JOULES_PER_KWH
 from outlast.hardware.figure import Unavailable
-from outlast.plan.calibration.conformal import interval_group
+from outlast.plan.conformal import interval_group
 from outlast.plan.constants import MemoryConstants, memory_constants
 from outlast.plan.energy import (
     NORMAL_90,
@@ -33,12 +31,13 @@ from outlast.plan.energy import (
     measured_watts,
     step_energy,
 )
+from outlast.plan.facts import facts
 from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance
 from outlast.plan.feasibility import possible
+from outlast.plan.goodput import Finish, finish
 from outlast.plan.loss import quality
 from outlast.plan.mechanisms import (
     HELD,
-    TABLE,
     Step,
     dense_flops,
     form_of,
@@ -47,15 +46,14 @@ from outlast.plan.mechanisms import (
     with_mechanisms,
 )
 from outlast.plan.memory import CLIFF_HEADROOM
-from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.reliability.goodput import Finish, finish
-from outlast.plan.reliability.recovery import HOUR_SECONDS
+from outlast.plan.objectives import Objectives
+from outlast.plan.reliability import HOUR_SECONDS
 
 if TYPE_CHECKING:
     from outlast.plan.batch import Array, Cases
     from outlast.plan.context import Context
     from outlast.plan.loss import Differences
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.space import Block
 
 
 """Name of the term."""
@@ -93,8 +91,7 @@ class Best:
 @cache
 def published_best() -> tuple[Best, ...]:
     """The table of best published utilisations."""
-    text = (files("outlast.plan") / TABLE).read_text(encoding="utf-8")
-    return tuple(Best(**entry) for entry in tomllib.loads(text)["best"])
+    return tuple(Best(**entry) for entry in facts("best_utilisation")["best"])
 
 
 def best_of(chip: str, precision: str) -> tuple[float, str]:
@@ -310,6 +307,7 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
             / HOUR_SECONDS,
             miss_probability=missed,
             loss_difference=judged.quality.middle,
+            device_hours=judged.finish.expected_seconds / HOUR_SECONDS * judged.devices,
             money=judged.bill.money,
             grams_co2=judged.bill.carbon_grams,
             flags=lambda row: beyond(context, block.layouts.taken(block.layout[[row]])),
@@ -317,6 +315,7 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
                 "hours": half,
                 "kwh": joules,
                 "lost_hours": half,
+                "device_hours": half,
                 "money": money,
                 "grams_co2": joules,
                 "loss_difference": nats,

@@ -13,20 +13,20 @@ from outlast.plan.constants import MEMORY_PRIORS, PRIORS
 from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
 from outlast.plan.feasibility import in_cliff, out_of_memory, why_impossible
+from outlast.plan.goodput import SMALLEST, finish, goodput
 from outlast.plan.mechanisms import HELD, block_state_bytes, form_of, operations_ratio
 from outlast.plan.memory import LOG_DEVIATION, demand, stage_parts
 from outlast.plan.model import Judged, beyond, in_time, judge, memory_of
-from outlast.plan.pareto.settings import Settings
-from outlast.plan.pareto.space import Block
-from outlast.plan.reliability.goodput import SMALLEST, finish, goodput
+from outlast.plan.settings import Settings
 from outlast.plan.shard_sizes import stages_of
+from outlast.plan.space import Block
 from outlast.records import Predicted
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
     from outlast.plan.context import Context
-    from outlast.plan.reliability.goodput import Goodput
+    from outlast.plan.goodput import Goodput
 
 
 def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:

@@ -21,8 +21,20 @@ from numpy.typing import NDArray
 
 from outlast.plan.batch import Array
 from outlast.plan.cluster import FailureCause
-from outlast.plan.reliability.recovery import DAY_SECONDS, HOUR_SECONDS, Reliability, lost_nodes
-from outlast.plan.reliability.scenario import Lemons, Scenario
+from outlast.plan.reliability import (
+    DAY_SECONDS,
+    HOUR_SECONDS,
+    Lemons,
+    Number,
+    Reliability,
+    Scenario,
+    lost_nodes,
+)
+
+
+def _one(setting: Number) -> float:
+    """The single number of a setting."""
+    return float(np.max(setting))
 
 
 class Schedule:
@@ -33,14 +45,14 @@ class Schedule:
     """
 
     def __init__(self, run: Reliability) -> None:
-        tiers = [tier for tier in run.tiers if float(np.max(tier.every)) > 0.0]
+        tiers = [tier for tier in run.tiers if _one(tier.every) > 0.0]
         self.tiers = tiers
-        self.interval = float(np.max(run.interval_seconds))
-        self.every = np.array([float(np.max(tier.every)) for tier in tiers])
-        self.latency = np.array([float(tier.latency_seconds[0]) for tier in tiers])
+        self.interval = _one(run.interval_seconds)
+        self.every = np.array([_one(tier.every) for tier in tiers])
+        self.latency = np.array([_one(tier.latency_seconds) for tier in tiers])
         self.survives = np.array([tier.survives_nodes for tier in tiers])
-        self.restore = np.array([float(np.max(tier.restore_seconds)) for tier in tiers])
-        self._overhead = np.array([float(tier.overhead_seconds[0]) for tier in tiers])
+        self.restore = np.array([_one(tier.restore_seconds) for tier in tiers])
+        self._overhead = np.array([_one(tier.overhead_seconds) for tier in tiers])
         self._kept = np.array([float(tier.kept) for tier in tiers])
         self._rounds = int(self.every[-1])
         rounds = np.arange(self._rounds + 1.0)
@@ -48,22 +60,18 @@ class Schedule:
 
     def saved(self, rounds: Array) -> Array:
         """Clock time that all saves up to a round have taken."""
-        whole = np.floor(np.asarray(rounds, dtype=np.float64)[..., None] / self.every)
-        found: Array = whole @ self._overhead
-        return found
+        return np.asarray(np.floor(rounds[..., None] / self.every) @ self._overhead)
 
     def kept(self, clock: Array) -> Array:
         """Of a clock's time, what keeping states in the nodes' memory has taken."""
         rounds, _ = self.position(clock)
         whole = np.floor(rounds[..., None] / self.every)
-        found: Array = whole @ (self._overhead * self._kept)
-        return found
+        return np.asarray(whole @ (self._overhead * self._kept))
 
     def clock(self, rounds: Array) -> Array:
         """Time at which the saves of a round are over."""
         cycles, rest = np.divmod(rounds, self._rounds)
-        found: Array = cycles * self._table[-1] + self._table[rest.astype(np.int64)]
-        return found
+        return np.asarray(cycles * self._table[-1] + self._table[rest.astype(np.int64)])
 
     def clock_of_work(self, running_seconds: float) -> float:
         """Time at which so much running is done."""
@@ -76,15 +84,14 @@ class Schedule:
         inside = np.searchsorted(self._table, rest, side="right") - 1
         inside = np.minimum(inside, self._rounds - 1)
         rounds: Array = cycles * self._rounds + inside
-        begun: Array = np.minimum(rest - self._table[inside], self.interval)
+        begun = np.minimum(rest - self._table[inside], self.interval)
         return rounds, rounds * self.interval + begun
 
     def durable(self, rounds: Array, work: Array) -> Array:
         """Of each tier, the newest version that can be restored: (rows, tiers)."""
         newest = np.floor(rounds[:, None] / self.every) * self.every
         late = work[:, None] < newest * self.interval + self.latency
-        found: Array = np.maximum(newest - np.where(late, self.every, 0.0), 0.0)
-        return found
+        return np.asarray(np.maximum(newest - np.where(late, self.every, 0.0), 0.0))
 
 
 Indices = NDArray[np.int64]
@@ -117,7 +124,7 @@ class FailureSampler:
 
     def __init__(self, scenario: Scenario, generator: np.random.Generator) -> None:
         self._run, self._trials = scenario.reliability, scenario.trials
-        self._nodes = int(float(np.max(self._run.nodes)))
+        self._nodes = int(_one(self._run.nodes))
         self._generator = generator
         self._sources: list[_Memoryless | _Renewed] = []
         per_second = 1e-12
@@ -130,7 +137,7 @@ class FailureSampler:
             else:
                 shape = (scenario.trials, blocks)
                 self._sources.append(_Renewed(cause, each, shape, scenario.lemons, generator))
-        alarms = float(np.max(self._run.guard.false_alarms_per_day)) / DAY_SECONDS
+        alarms = _one(self._run.guard.false_alarms_per_day) / DAY_SECONDS
         self._sources.append(_Memoryless(alarms, 1))
         expected = (per_second + alarms) * scenario.trials
         self._length = min(EVENTS_PER_CHUNK / expected, scenario.limit_days * DAY_SECONDS)
@@ -216,13 +223,9 @@ class _Renewed:
             again = self._next[trial, block] < end
             trial, block = trial[again], block[again]
         if not found:
-            empty = np.zeros(0, dtype=np.int64)
-            return empty, np.zeros(0), empty
-        return (
-            np.concatenate([strikes[0] for strikes in found]),
-            np.concatenate([strikes[1] for strikes in found]),
-            np.concatenate([strikes[2] for strikes in found]),
-        )
+            found.append((trial, np.zeros(0), block))
+        trials_of, seconds, blocks = zip(*found, strict=True)
+        return np.concatenate(trials_of), np.concatenate(seconds), np.concatenate(blocks)
 
 
 class Repairs:
@@ -272,8 +275,7 @@ class Repairs:
         left = np.empty_like(free)
         np.put_along_axis(left, order, free - claimed, 1)
         self._unclaimed[rows] = left
-        found: Array = np.maximum(ready, latest)
-        return found
+        return np.asarray(np.maximum(ready, latest))
 
 
 LOSSES = (
@@ -347,7 +349,7 @@ class _Trials:
         self.repair = np.array([*(cause.repair_hours * HOUR_SECONDS for cause in run.causes), 0.0])
         self.hit = np.array([*(cause.nodes_hit for cause in run.causes), 1])
         self.silent = np.array([*(cause.silent for cause in run.causes), False])
-        self.groups = int(float(np.max(run.replicas.groups)))
+        self.groups = int(_one(run.replicas.groups))
         self.factor = float(
             (1.0 + np.max(run.guard.overhead))
             * (1.0 + np.max(run.pace.coding_overhead))
@@ -364,7 +366,7 @@ class _Trials:
         self.versions = np.zeros((count, len(self.schedule.tiers)))
         self.tainted, self.notice, self.finish = np.full((3, count), np.inf)
         self.returns = np.full((count, self.groups), -np.inf)
-        self.repairs = Repairs(count, float(np.max(run.restart.spares)))
+        self.repairs = Repairs(count, _one(run.restart.spares))
         self.lost = {name: np.zeros(count) for name in LOSSES}
         self.by_cause = np.zeros((count, len(self.names)))
         self.active = np.ones(count, dtype=bool)
@@ -387,7 +389,7 @@ class _Trials:
         returns = self.returns[rows]
         down = returns > self.wall[rows, None]
         up = self.groups - down.sum(axis=1)
-        enough = up >= float(np.max(self.run.replicas.minimum))
+        enough = up >= _one(self.run.replicas.minimum)
         speed = np.where(enough, up / self.groups, 0.0)
         until = np.stack(
             [
@@ -434,7 +436,7 @@ class _Trials:
         self.pointer[rows] += 1
         alarm = cause == len(self.names) - 1
         computing = self.pending[rows] == 0.0
-        seconds = float(np.max(self.run.guard.alarm_seconds))
+        seconds = _one(self.run.guard.alarm_seconds)
         self._pause(rows[alarm & computing], seconds, "guard", cause[alarm & computing])
         # Nodes of groups that are gone make no errors.
         there = (self.returns[rows] <= self.wall[rows, None]).mean(axis=1)
@@ -454,19 +456,17 @@ class _Trials:
         found = chance[0] < np.max(guard.coverage)
         late = ~found & (chance[1] < np.max(guard.noticed))
         self.unseen[rows[~found & ~late]] += 1.0
-        caught, seconds = rows[found], float(np.max(guard.latency_seconds))
+        caught, seconds = rows[found], _one(guard.latency_seconds)
         if guard.rolls_back:
             self._pause(caught, seconds, "lost work", cause[found])
             self._roll_back(caught, cause[found], np.zeros(caught.size))
         else:
-            seconds += float(np.max(guard.correction_seconds))
+            seconds += _one(guard.correction_seconds)
             self._pause(caught, seconds, "guard", cause[found])
         clean = np.isinf(self.tainted[rows]) & late
         tainted = rows[clean]
         self.tainted[tainted] = self.schedule.position(self.clock[tainted])[1]
-        self.notice[tainted] = (
-            self.wall[tainted] + float(np.max(guard.noticed_hours)) * HOUR_SECONDS
-        )
+        self.notice[tainted] = self.wall[tainted] + _one(guard.noticed_hours) * HOUR_SECONDS
         self.blamed[tainted] = cause[clean]
 
     def _noticed(self, rows: Indices) -> None:
@@ -477,7 +477,7 @@ class _Trials:
         clean = np.floor(self.tainted[rows] / self.schedule.interval / apart) * apart
         self.versions[rows] = np.minimum(self.versions[rows], clean[:, None])
         self._restore(rows, clean, np.nonzero(self.silent)[0][0] + np.zeros_like(rows))
-        restart = float(np.max(self.run.restart.restart_seconds))
+        restart = _one(self.run.restart.restart_seconds)
         self._go_back(rows, restart + self.schedule.restore[-1])
         self.tainted[rows] = self.notice[rows] = np.inf
 
@@ -516,7 +516,7 @@ class _Trials:
         self.versions[rows] = np.where(left, np.minimum(versions, newest[:, None]), newest[:, None])
         self._restore(rows, newest, cause)
         back = self.run.restart
-        seconds = float(np.max(back.restart_seconds)) + choice
+        seconds = _one(back.restart_seconds) + choice
         self._go_back(rows, seconds + np.where(nodes > 0, np.max(back.replace_seconds), 0.0))
         erased = newest * plan.interval <= self.tainted[rows]
         self.tainted[rows[erased]] = self.notice[rows[erased]] = np.inf
@@ -537,7 +537,7 @@ class _Trials:
 
     def _shrink(self, rows: Indices, cause: Indices, first: Indices) -> None:
         """Replica groups of the nodes hit go; the others go on, if there are any."""
-        nodes = float(np.max(self.run.nodes))
+        nodes = _one(self.run.nodes)
         group = np.arange(self.groups)
         low = np.minimum(np.floor(first * self.groups / nodes), self.groups - 1.0)
         width = np.ceil(self.hit[cause] * self.groups / nodes - 1e-9)
@@ -556,7 +556,7 @@ class _Trials:
             return
         self.failures[rows] += 1.0
         replicas, back = self.run.replicas, self.run.restart
-        seen, own = self.detection[cause], float(np.max(replicas.detection_seconds))
+        seen, own = self.detection[cause], _one(replicas.detection_seconds)
         self._pause(rows, np.minimum(seen, own) if own else seen, "detection", cause)
         ready = self._nodes_ready(rows, cause)
         ready += float(np.max(back.restart_seconds) + np.max(replicas.recovery_seconds))
@@ -571,7 +571,7 @@ class _Trials:
             return
         back = np.abs(self.returns[rows] - self.wall[rows, None]) < 1e-3
         self.returns[rows] = np.where(back, -np.inf, self.returns[rows])
-        seconds = float(np.max(self.run.replicas.rejoin_seconds))
+        seconds = _one(self.run.replicas.rejoin_seconds)
         self._pause(rows, seconds, "regrouping", self.blamed[rows])
 
     def _result(self) -> Simulated:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 
 from outlast.errors import PlanError
@@ -143,28 +143,39 @@ class Mechanisms:
         Raises:
             PlanError: A mechanism has no choice, or one that `Settings` refuses.
         """
-        for field in self.__slots__:
-            if not getattr(self, field):
-                raise PlanError(f"{field} has no choice to search: give at least one")
-        found = (
-            Settings(
-                checkpoint_seconds=seconds,
-                tiers=tiers,
-                guard=guard,
-                coding_copies=copies,
-                tensorize_form=form,
-                tensorize_rank=rank,
-                clock_mhz=clock,
-                recovery=recovery,
-            )
-            for seconds, tiers, guard, copies, (form, rank), clock, recovery in product(
-                self.checkpoint_seconds,
-                self.tiers,
-                self.guard,
-                self.coding_copies,
-                self.tensorize,
-                self.clock_mhz,
-                self.recovery,
-            )
-        )
+        choices = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, values in choices.items():
+            if not values:
+                raise PlanError(f"{name} has no choice to search: give at least one")
+        found = []
+        for values in product(*choices.values()):
+            chosen = dict(zip(choices, values, strict=True))
+            form, rank = chosen.pop("tensorize")
+            found.append(Settings(**chosen, tensorize_form=form, tensorize_rank=rank))
         return tuple(dict.fromkeys(found))
+
+
+def settings_words(settings: Settings) -> str:
+    """The mechanisms that are in use."""
+    every = (
+        f"every {settings.checkpoint_seconds / 60:.3g} min"
+        if settings.checkpoint_seconds
+        else "at the best interval"
+    )
+    parts = [f"checkpoint {every} to {' + '.join(settings.tiers)}"]
+    recovery = settings.recovery
+    if recovery.mode == "live":
+        parts.append("live groups")
+    elif recovery.mode == "restart":
+        steps = "step" if recovery.every_steps == 1 else f"{recovery.every_steps} steps"
+        parity = "" if recovery.parity is None else f", parity {recovery.parity}"
+        parts.append(f"memory every {steps}{parity}")
+    if settings.guard != "off":
+        parts.append(f"guard {settings.guard}")
+    if settings.coding_copies > 1:
+        parts.append(f"{settings.coding_copies} copies of gradients")
+    if settings.tensorize_form != "dense":
+        parts.append(f"{settings.tensorize_form} at {100 * settings.tensorize_rank:.3g} % rank")
+    if settings.clock_mhz:
+        parts.append(f"{settings.clock_mhz:,.0f} MHz")
+    return " · ".join(parts)

@@ -1,22 +1,17 @@
-"""Settings of fault tolerance: tiers, spares, replicas, guard, pace; waits for spares.
+"""Fault tolerance of a run: tiers, spares, replicas, guard, pace; scenarios to simulate, from TOML.
 
 Every number may be an array, one value per candidate: all arrays of one `Reliability` broadcast to
-one shape (candidates,). The simulator reads the same settings with one number each.
-
-Nodes in repair are busy servers. A run that needs all its nodes goes on while at most `spares`
-nodes are in repair and stands still, with no more failures, while there are more. For nodes that
-fail alone this is Erlang's loss system with spares + 1 servers, whose blocking probability holds
-for any distribution of repair times (Erlang 1917; insensitivity: Sevastyanov 1957). Where several
-nodes fail at once, the numbers in repair while the run goes on are those of the loss knapsack
-(recursion: Kaufman 1981, Roberts 1981), and each wait is approximated by exponential repairs.
-Replica groups go on without the missing nodes: then nodes in repair are Poisson.
+one shape (candidates,). A `Scenario`, which the simulator plays, has one number each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -51,6 +46,13 @@ def require(
         least = f"above {low:g}" if above else f"of at least {low:g}"
         most = f" and at most {high:g}" if np.isfinite(high) else ""
         raise PlanError(f"{name} = {values[wrong][0]:g}: give a finite number {least}{most}")
+
+
+def _require_fields(part: Any, **ranges: tuple[float, float]) -> None:
+    """Refuses fields of a dataclass out of their ranges, which begin at 0 where none is named."""
+    for field in fields(part):
+        if not isinstance(value := getattr(part, field.name), bool):
+            require(field.name, value, *ranges.get(field.name, (0.0, np.inf)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +120,7 @@ class Restart:
     spares: Number = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            require(field.name, getattr(self, field.name), 0.0)
+        _require_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,21 +150,12 @@ class Replicas:
     detection_seconds: Number = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            least = 1.0 if field.name in ("groups", "minimum") else 0.0
-            require(field.name, getattr(self, field.name), least)
+        _require_fields(self, groups=(1.0, np.inf), minimum=(1.0, np.inf))
         if (column(self.minimum) > column(self.groups)).any():
             raise PlanError(
                 f"minimum = {self.minimum} replica groups of {self.groups}: give at most as many "
                 "as there are"
             )
-
-    def noticed_seconds(self, cause: FailureCause) -> Array:
-        """From a failure of this cause until the other groups act."""
-        own = column(self.detection_seconds)
-        return np.where(
-            own > 0.0, np.minimum(own, cause.detection_seconds), cause.detection_seconds
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,10 +185,7 @@ class Guard:
     noticed_hours: Number = 48.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name != "rolls_back":
-                high = 1.0 if field.name in ("coverage", "noticed") else np.inf
-                require(field.name, getattr(self, field.name), 0.0, high)
+        _require_fields(self, coverage=(0.0, 1.0), noticed=(0.0, 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,9 +204,7 @@ class Pace:
     coding_overhead: Number = 0.0
 
     def __post_init__(self) -> None:
-        require("straggler_factor", self.straggler_factor, 1.0)
-        require("coding_ratio", self.coding_ratio, 0.0)
-        require("coding_overhead", self.coding_overhead, 0.0)
+        _require_fields(self, straggler_factor=(1.0, np.inf))
 
     @property
     def straggling(self) -> Array:
@@ -256,7 +243,15 @@ class Reliability:
     days_from_new: float = np.inf
 
     def __post_init__(self) -> None:
-        self._require_one_shape()
+        sizes: dict[int, str] = {}
+        for name, size in self.sizes():
+            sizes.setdefault(size, name)
+        if len(sizes) > 1:
+            (size, name), (other, second) = sorted(sizes.items())[:2]
+            raise PlanError(
+                f"{name} and {second} have {size} and {other} values: give one value for each "
+                "candidate, or one for all"
+            )
         require("nodes", self.nodes, 1.0)
         if not self.days_from_new > 0.0:
             raise PlanError(f"days_from_new = {self.days_from_new}: give more than 0")
@@ -282,20 +277,14 @@ class Reliability:
                     "nodes; add a tier on shared storage"
                 )
 
-    def _require_one_shape(self) -> None:
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Name and number of values of each setting that has other than one."""
         parts: tuple[Any, ...] = (self, self.restart, self.replicas, self.guard, self.pace)
-        sizes: dict[int, str] = {}
         for part in (*parts, *self.tiers):
-            for name in part.__slots__:
-                value = getattr(part, name)
+            for field in fields(part):
+                value = getattr(part, field.name)
                 if isinstance(value, np.ndarray) and value.size != 1:
-                    sizes.setdefault(value.size, name)
-        if len(sizes) > 1:
-            (size, name), (other, second) = sorted(sizes.items())[:2]
-            raise PlanError(
-                f"{name} and {second} have {size} and {other} values: give one value for each "
-                "candidate, or one for all"
-            )
+                    yield field.name, value.size
 
     def _require_order(self) -> None:
         """Tiers are nested: each later one survives more and is saved at some of the same times."""
@@ -323,156 +312,178 @@ def lost_nodes(cause: FailureCause) -> int:
     return cause.nodes_hit if cause.repair_hours > 0.0 and not cause.silent else 0
 
 
-SMALLEST_LOAD = 1e-12
-MOST_SPARES = 4096
-"""With correlated failures, whose recursion takes a pass for each spare."""
+Part = TypeVar("Part", FailureCause, Tier, Restart, Replicas, Guard, Pace, "Lemons")
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Nodes that fail and are repaired together.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lemons:
+    """Nodes that fail more often than others.
 
     Attributes:
-        nodes: How many.
-        per_second: Failures per second, (candidates,) or (1,).
-        repair_seconds: Mean.
+        share: Of all nodes.
+        factor: How many times as often they fail.
+        removed_after: Failures after which such a node is taken out for good; 0 for never.
     """
 
-    nodes: int
-    per_second: Array
-    repair_seconds: float
+    share: float = 0.0
+    factor: float = 1.0
+    removed_after: int = 0
+
+    def __post_init__(self) -> None:
+        require("share of lemons", self.share, 0.0, 1.0)
+        require("factor of lemons", self.factor, 1.0)
+        require("removed_after of lemons", self.removed_after, 0.0)
 
     @property
-    def load(self) -> Array:
-        """Mean batches in repair, were there enough spares."""
-        return self.per_second * self.repair_seconds
+    def mean_factor(self) -> float:
+        """By how much they raise the failures of all nodes together."""
+        return 1.0 + self.share * (self.factor - 1.0)
 
 
-def waited(batches: Sequence[Batch], spares: Array) -> Array:
-    """Seconds without enough nodes per second with enough.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A run to simulate.
 
-    Args:
-        batches: All that can fail, per second in which the run has its nodes.
-        spares: (candidates,) or (1,).
+    Attributes:
+        reliability: One run: all numbers are single ones.
+        productive_days: Time that the run takes when nothing befalls it and nothing is saved.
+        limit_days: Wall time after which the simulation gives up.
+        lemons: Nodes that fail more often.
+        trials: Runs to simulate.
+        seed: Of the random numbers.
+    """
+
+    reliability: Reliability
+    productive_days: float
+    limit_days: float = 3650.0
+    lemons: Lemons = Lemons()
+    trials: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require("productive_days", self.productive_days, 0.0, above=True)
+        require("limit_days", self.limit_days, 0.0, above=True)
+        require("trials", self.trials, 1.0, 100_000.0)
+        require("seed", self.seed, 0.0)
+        run = self.reliability
+        require("nodes of a simulated run", run.nodes, 1.0, 1_000_000.0)
+        for name, size in run.sizes():
+            raise PlanError(f"{name} has {size} values: a scenario takes one")
+        counts = {
+            "nodes": run.nodes,
+            "spares": run.restart.spares,
+            "groups": run.replicas.groups,
+            "minimum": run.replicas.minimum,
+        }
+        for name, count in counts.items():
+            if not float(np.max(count)).is_integer():
+                raise PlanError(
+                    f"{name} = {float(np.max(count)):g} of a simulated run: give a whole number"
+                )
+
+
+RUN_KEYS = ("nodes", "interval_seconds", "productive_days", "limit_days", "trials", "seed")
+YES_NO = ("silent", "rolls_back", "kept")
+COUNTS = ("trials", "seed", "nodes_hit", "removed_after")
+SECTIONS: Mapping[str, type[Any]] = {
+    "lemons": Lemons,
+    "restart": Restart,
+    "replicas": Replicas,
+    "guard": Guard,
+    "pace": Pace,
+}
+LISTS: Mapping[str, type[Any]] = {"failure": FailureCause, "tier": Tier}
+
+
+def load_scenario(path: Path) -> Scenario:
+    """The scenario of a TOML file; see `scenario_from_text`.
 
     Raises:
-        PlanError: Correlated failures with more spares than can be counted one by one.
+        PlanError: The file cannot be read, or what `scenario_from_text` raises.
     """
-    if not batches:
-        return np.zeros(1)
-    if all(batch.nodes == 1 for batch in batches):
-        load = sum((batch.load for batch in batches), np.zeros(1))
-        blocked = _blocked_share(spares + 1.0, load)
-        return blocked / np.maximum(1.0 - blocked, 1e-12)
-    if float(spares.max()) > MOST_SPARES:
-        raise PlanError(
-            f"spares = {spares.max():g} with failures of several nodes at once: give at most "
-            f"{MOST_SPARES}"
-        )
-    return _knapsack(batches, np.floor(spares))
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"scenario {path} cannot be read: {error}") from error
+    return scenario_from_text(text, source=str(path))
 
 
-def _blocked_share(servers: Array, load: Array) -> Array:
-    """Erlang's loss formula: share of time in which all servers are busy."""
-    from scipy.special import gammaincc, gammaln
+def scenario_from_text(text: str, *, source: str = "the scenario") -> Scenario:
+    """The scenario of a TOML text.
 
-    offered = np.maximum(load, SMALLEST_LOAD)
-    logarithm = servers * np.log(offered) - offered - gammaln(servers + 1.0)
-    # B = (x^N e^-x / N!) / Q(N + 1, x), which equals the usual sum.
-    upper = gammaincc(servers + 1.0, offered)
-    blocked = np.exp(np.minimum(logarithm - np.log(np.maximum(upper, 1e-300)), 0.0))
-    # Far beyond capacity the integral underflows; there B is 1 - N / x.
-    heavy = upper < 1e-250
-    blocked = np.where(heavy, 1.0 - servers / np.maximum(offered, servers), blocked)
-    return np.where(load > 0.0, blocked, 0.0)
+    Tables: [run] with nodes, interval_seconds and productive_days; any number of [[failure]] and at
+    least one [[tier]]; and, where wanted, [restart], [replicas], [guard], [pace] and [lemons] with
+    the fields of the classes of those names.
 
-
-def _knapsack(batches: Sequence[Batch], spares: Array) -> Array:
-    """As `waited`, for batches of several sizes."""
-    most, widest = int(spares.max()), max(batch.nodes for batch in batches)
-    # k q(k) = sum of a_i h_i q(k - h_i); the oldest entries are no longer needed.
-    recent: list[Array] = []
-    running, waiting = np.zeros(1), np.zeros(1)
-    for busy in range(most + 1):
-        before = [
-            recent[-batch.nodes] if batch.nodes <= len(recent) else np.zeros(1) for batch in batches
-        ]
-        weight = np.ones(1)
-        if busy:
-            pairs = zip(batches, before, strict=True)
-            weight = sum((b.load * b.nodes * q for b, q in pairs), np.zeros(1)) / busy
-        inside = np.where(busy <= spares, weight, 0.0)
-        running = running + inside
-        if (busy + widest > spares).any():
-            others = _Others.of(batches, before, weight)
-            for batch in batches:
-                over = busy + batch.nodes - spares
-                if (over > 0.0).any():
-                    wait = _wait(batch, float(busy), over, others)
-                    waiting = waiting + np.where(over > 0.0, inside * batch.per_second * wait, 0.0)
-        recent = [*recent, weight][-widest:]
-        # Only ratios count: keeps large loads from overflowing.
-        large = np.where(running > 1e100, 1e-100, 1.0)
-        if (large < 1.0).any():
-            running, waiting = running * large, waiting * large
-            recent = [array * large for array in recent]
-    return waiting / running
-
-
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """Batches in repair when so many nodes are: their mean number and their returns per second.
-
-    Of cause j there are `a_j q(k - h_j) / q(k)` on average.
+    Raises:
+        PlanError: Names the table, the key, its value and what would be right.
     """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{source} is no TOML: {error}") from error
+    _known(table, ("run", *SECTIONS, *LISTS), source)
+    tables = {name: table.get(name, {}) for name in ("run", *SECTIONS)}
+    for name, found in tables.items():
+        if not isinstance(found, dict):
+            raise PlanError(f"{name} = {found!r} of {source}: write it as a table [{name}]")
+    run = tables.pop("run")
+    _known(run, RUN_KEYS, f"[run] of {source}")
+    for key in ("nodes", "interval_seconds", "productive_days"):
+        if key not in run:
+            raise PlanError(f"[run] of {source} lacks {key}")
+    for key, value in run.items():
+        _number(key, value, f"[run] of {source}")
+    many = {}
+    for name, kind in LISTS.items():
+        entries = table.get(name, [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise PlanError(f"{name} of {source}: write each one as a table [[{name}]]")
+        many[name] = tuple(_part(kind, entry, f"[[{name}]] of {source}") for entry in entries)
+    single = {
+        name: _part(SECTIONS[name], values, f"[{name}] of {source}")
+        for name, values in tables.items()
+    }
+    lemons = single.pop("lemons")
+    own = {key: value for key, value in run.items() if key not in ("nodes", "interval_seconds")}
+    reliability = Reliability(
+        nodes=run["nodes"],
+        interval_seconds=run["interval_seconds"],
+        causes=many["failure"],
+        tiers=many["tier"],
+        **single,
+    )
+    return Scenario(reliability=reliability, lemons=lemons, **own)
 
-    number: Array
-    per_second: Array
 
-    @classmethod
-    def of(cls, batches: Sequence[Batch], before: Sequence[Array], weight: Array) -> _Others:
-        safe = np.maximum(weight, 1e-300)
-        number = per_second = np.zeros(1)
-        for batch, item in zip(batches, before, strict=True):
-            returns = batch.per_second * item / safe
-            number = number + returns * batch.repair_seconds
-            per_second = per_second + returns
-        return cls(number, per_second)
-
-
-def _wait(batch: Batch, busy: float, over: Array, others: _Others) -> Array:
-    """Mean seconds until `over` nodes are back after a batch failed with `busy` in repair.
-
-    The batch itself comes back, or enough of the others, whichever is first.
-    """
-    number = np.maximum(others.number, SMALLEST_LOAD)
-    needed = np.ceil(over * number / max(busy, 1.0) - 1e-9)
-    # The sum of 1 / n from all others down to those left, as logarithms of half-way points.
-    last = np.maximum(number - needed, 0.0)
-    one = 1.0 / np.maximum(others.per_second, 1e-300)
-    more = number * one * np.log((number + 0.5) / (last + 0.5))
-    seconds = np.where(needed <= 1.0, one, more)
-    possible = (over <= busy) & (seconds > 0.0)
-    sooner = np.where(possible, 1.0 / np.where(possible, seconds, 1.0), 0.0)
-    return 1.0 / (1.0 / batch.repair_seconds + sooner)
+def _part(kind: type[Part], values: Mapping[str, Any], where: str) -> Part:
+    """`values` as the dataclass `kind`."""
+    names = [field.name for field in fields(kind)]
+    _known(values, names, where)
+    for key, value in values.items():
+        wanted = str if key == "name" else bool if key in YES_NO else float
+        if wanted is float:
+            _number(key, value, where)
+        elif not isinstance(value, wanted):
+            what = "a text" if wanted is str else "true or false"
+            raise PlanError(f"{key} = {value!r} in {where}: give {what}")
+    if "name" in names and "name" not in values:
+        raise PlanError(f"{where} lacks a name")
+    if "per_node_day" in names and "per_node_day" not in values:
+        raise PlanError(f"{where} lacks per_node_day, the failures of one node in one day")
+    return kind(**values)
 
 
-def missing_nodes(spares: Array, load: Array, peakedness: Array) -> Array:
-    """Mean nodes in repair beyond the spares, where the run goes on without them.
+def _number(key: str, value: object, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise PlanError(f"{key} = {value!r} in {where}: give a number")
+    if key in COUNTS and not isinstance(value, int):
+        raise PlanError(f"{key} = {value!r} in {where}: give a whole number")
 
-    E max(0, X - S) for Poisson X: `load P(X >= S) - S P(X >= S + 1)`, in units of the peakedness
-    where several nodes fail at once (Hayward; Fredericks 1980, Bell System Technical Journal
-    59(6)).
 
-    Args:
-        spares: (candidates,) or (1,), as all.
-        load: Mean nodes in repair.
-        peakedness: Variance of that number over its mean; 1 for nodes that fail alone.
-    """
-    from scipy.special import gammainc
-
-    offered = np.maximum(load / peakedness, SMALLEST_LOAD)
-    stock = spares / peakedness
-    at_least = np.where(stock > 0.0, gammainc(np.maximum(stock, 1e-9), offered), 1.0)
-    beyond = offered * at_least - stock * gammainc(stock + 1.0, offered)
-    return np.where(load > 0.0, np.maximum(beyond, 0.0) * peakedness, 0.0)
+def _known(values: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, list(names), 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+            raise PlanError(f"{key} in {where} is unknown: {hint}")

@@ -34,21 +34,21 @@ from numpy.typing import NDArray
 
 from outlast.errors import OutlastError, PlanError
 from outlast.plan.batch import Array, Cases, cases
-from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed, fit
-from outlast.plan.calibration.here import divided
-from outlast.plan.calibration.run_rows import FRAMEWORK, read_run_row
-from outlast.plan.calibration.step_model import belonging
 from outlast.plan.constants import memory_constants
+from outlast.plan.here import divided
 from outlast.plan.huggingface import SYNONYMS
 from outlast.plan.job import run_of
 from outlast.plan.memory import fits
+from outlast.plan.run_rows import FRAMEWORK, read_run_row
+from outlast.plan.step_fit import NOISE, Belonging, Fit, believed, fit
+from outlast.plan.step_model import belonging
 from outlast.plan.step_time import step_seconds
 
 if TYPE_CHECKING:
     from outlast.job import Job
-    from outlast.plan.calibration.rows import Row
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
+    from outlast.plan.rows import Row
     from outlast.plan.transformer import Transformer
 
 

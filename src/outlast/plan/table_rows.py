@@ -12,12 +12,12 @@ from typing import Any
 
 from outlast.errors import PlanError
 from outlast.hardware import Device, Figure, device
-from outlast.plan.calibration.rows import Refused, Row
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Balance, Configuration, Precision, Recompute, Sharding
 from outlast.plan.estimate import Source
 from outlast.plan.facts import facts
 from outlast.plan.huggingface import published
+from outlast.plan.rows import Refused, Row
 from outlast.plan.transformer import Transformer
 
 

@@ -7,14 +7,14 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.batch import RECOMPUTE, SHARDING, WEIGHT_BYTES, Cases, case
+from outlast.plan.batch import SHARDING, Array, Cases, case, refuse_unknown_precision
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import (
     Balance,
@@ -26,8 +26,8 @@ from outlast.plan.configuration import (
 )
 from outlast.plan.constraints import legal
 from outlast.plan.emit.targets import TARGETS, can_express, divides_sequences, problem, unwritten
-from outlast.plan.pareto.front import Integers, Mask
-from outlast.plan.pareto.settings import Mechanisms, Settings
+from outlast.plan.nondominated import Integers, Mask
+from outlast.plan.settings import Mechanisms, Settings
 from outlast.plan.transformer import Transformer
 
 
@@ -69,13 +69,14 @@ class Axes:
     sequence_parallel: tuple[bool, ...] = ()
 
 
-_WORDS = {
-    "schedule": Schedule,
-    "balance": Balance,
-    "sharding": Sharding,
-    "recompute": Recompute,
-    "precision": Precision,
+WORDS: dict[str, tuple[str, ...]] = {
+    "schedule": get_args(Schedule),
+    "balance": get_args(Balance),
+    "sharding": get_args(Sharding),
+    "recompute": get_args(Recompute),
+    "precision": get_args(Precision),
 }
+"""Fields of a configuration that are words, which a table holds by their number."""
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -92,60 +93,44 @@ def usual(
     Raises:
         PlanError: A choice is not known, is not of the cluster, or none is given.
     """
-    if not axes.sequence_parallel:
-        divided = framework not in TARGETS or divides_sequences(framework)
-        axes = replace(axes, sequence_parallel=(divided,))
-    filled = replace(
-        axes,
-        **{
-            name: choices
-            for name, choices in _usual(model, base, cluster, axes.devices).items()
-            if not getattr(axes, name)
-        },
-    )
-    _check(filled, cluster)
-    grouped = [t for t in filled.tensor if _divides_heads(t, model)]
-    return replace(
-        filled,
-        tensor=tuple(grouped),
-        context=tuple(c for c in filled.context if c == 1 or base.sequence % (2 * c) == 0),
-        pipeline=tuple(p for p in filled.pipeline if p <= model.layers),
-        expert=tuple(e for e in filled.expert if e == 1 or model.experts % e == 0),
-    )
-
-
-def _divides_heads(tensor: int, model: Transformer) -> bool:
-    # Key heads are divided among the ranks, or each is held by an equal number of ranks.
-    grouped = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-    return model.heads % tensor == 0 and grouped
-
-
-def _usual(
-    model: Transformer, base: Configuration, cluster: Cluster, devices: tuple[int, ...]
-) -> dict[str, Any]:
-    counts = devices or (cluster.devices,)
+    counts, node = axes.devices or (cluster.devices,), cluster.devices_per_node
     stages = sorted({p for count in counts if count > 0 for p in divisors(count)})
-    node = cluster.devices_per_node
-    known = [
+    precisions = [
         word
         for word in ("bf16", "fp8")
         if word in cluster.peak_flop_per_s and word in cluster.matmul_flop_per_s
     ]
-    return {
+    choices: dict[str, Sequence[Any]] = {
         "devices": counts,
-        "tensor": tuple(t for t in divisors(model.heads) if t <= cluster.fast_domain),
+        "tensor": [t for t in divisors(model.heads) if t <= cluster.fast_domain],
         "context": (1, 2, 4, 8, 16),
-        "pipeline": tuple(p for p in stages if p <= model.layers),
-        "stages_per_rank": tuple(range(1, 9)),
+        "pipeline": [p for p in stages if p <= model.layers],
+        "stages_per_rank": range(1, 9),
         "schedule": ("1f1b", "interleaved", "zero_bubble"),
         "balance": get_args(Balance),
         "expert": divisors(model.experts) if model.experts else (1,),
         "sharding": get_args(Sharding),
-        "sharding_ranks": tuple(sorted({0, node, 8 * node, 64 * node} - {1})),
-        "micro_batch": tuple(m for m in (1, 2, 4, 8, 16) if m <= base.batch),
+        "sharding_ranks": sorted({0, node, 8 * node, 64 * node} - {1}),
+        "micro_batch": [m for m in (1, 2, 4, 8, 16) if m <= base.batch],
         "recompute": get_args(Recompute),
-        "precision": tuple(known) or (base.precision,),
+        "precision": precisions or (base.precision,),
+        "sequence_parallel": (framework not in TARGETS or divides_sequences(framework),),
     }
+    filled = Axes(**{name: tuple(getattr(axes, name) or usual) for name, usual in choices.items()})
+    _check(filled, cluster)
+
+    def divides_heads(tensor: int) -> bool:
+        # Key heads are divided among the ranks, or each is held by an equal number of ranks.
+        grouped = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+        return model.heads % tensor == 0 and grouped
+
+    return replace(
+        filled,
+        tensor=tuple(t for t in filled.tensor if divides_heads(t)),
+        context=tuple(c for c in filled.context if c == 1 or base.sequence % (2 * c) == 0),
+        pipeline=tuple(p for p in filled.pipeline if p <= model.layers),
+        expert=tuple(e for e in filled.expert if e == 1 or model.experts % e == 0),
+    )
 
 
 def _check(axes: Axes, cluster: Cluster) -> None:
@@ -155,8 +140,8 @@ def _check(axes: Axes, cluster: Cluster) -> None:
             raise PlanError(
                 f"{field.name} = {choices}: give at least one choice, and each of them once"
             )
-        if field.name in _WORDS:
-            words = get_args(_WORDS[field.name])
+        if field.name in WORDS:
+            words = WORDS[field.name]
             wrong = [choice for choice in choices if choice not in words]
             if wrong:
                 raise PlanError(f"{field.name} = {wrong[0]!r} is none of {', '.join(words)}")
@@ -169,28 +154,13 @@ def _check(axes: Axes, cluster: Cluster) -> None:
             f"devices = {max(axes.devices):,} is more than the {cluster.devices:,} of "
             f"{cluster.name}: give fewer, or a larger cluster"
         )
-    for name in ("peak_flop_per_s", "matmul_flop_per_s"):
-        known = getattr(cluster, name)
-        for word in axes.precision:
-            if word not in known:
-                raise PlanError(
-                    f"precision = {word!r}: {name} of {cluster.name} is known for "
-                    f"{', '.join(known) or 'nothing'} only; give it in the cluster file"
-                )
+    for word in axes.precision:
+        refuse_unknown_precision(cluster, word)
 
 
 Table: TypeAlias = dict[str, Integers]
 LIMIT = 4_000_000
 """Most candidates of one space: more would take gigabytes."""
-
-WORDS: dict[str, tuple[str, ...]] = {
-    "schedule": get_args(Schedule),
-    "balance": get_args(Balance),
-    "sharding": get_args(Sharding),
-    "recompute": get_args(Recompute),
-    "precision": get_args(Precision),
-}
-"""Columns of a table that stand for words, and the words by number."""
 
 
 def layouts_of(model: Transformer, base: Configuration, axes: Axes) -> Table:
@@ -206,23 +176,23 @@ def layouts_of(model: Transformer, base: Configuration, axes: Axes) -> Table:
     """
     table: Table = {"devices": np.array(axes.devices, dtype=np.int64)}
     table = _crossed(table, "tensor", axes.tensor)
-    table = kept(table, table["devices"] % table["tensor"] == 0)
+    table = _kept(table, table["devices"] % table["tensor"] == 0)
     table = _crossed(table, "pipeline", axes.pipeline)
-    table = kept(table, table["devices"] % (table["tensor"] * table["pipeline"]) == 0)
+    table = _kept(table, table["devices"] % (table["tensor"] * table["pipeline"]) == 0)
     table = _crossed(table, "context", axes.context)
     shards = table["tensor"] * table["pipeline"] * table["context"]
-    table = kept(table, table["devices"] % shards == 0)
+    table = _kept(table, table["devices"] % shards == 0)
     table["data"] = table["devices"] // (table["tensor"] * table["pipeline"] * table["context"])
-    table = kept(table, base.batch % table["data"] == 0)
+    table = _kept(table, base.batch % table["data"] == 0)
     table = _crossed(table, "micro_batch", axes.micro_batch)
-    table = kept(table, base.batch % (table["data"] * table["micro_batch"]) == 0)
+    table = _kept(table, base.batch % (table["data"] * table["micro_batch"]) == 0)
     table = _scheduled(model, base, axes, table)
     table = _sharded(model, axes, table)
     table = _crossed(table, "sequence_parallel", axes.sequence_parallel)
     one = max(axes.sequence_parallel)
-    table = kept(table, (table["tensor"] > 1) | (table["sequence_parallel"] == one))
-    table = _crossed(table, "recompute", _numbers("recompute", axes.recompute))
-    table = _crossed(table, "precision", _numbers("precision", axes.precision))
+    table = _kept(table, (table["tensor"] > 1) | (table["sequence_parallel"] == one))
+    table = _crossed(table, "recompute", axes.recompute)
+    table = _crossed(table, "precision", axes.precision)
     del table["devices"]
     return table
 
@@ -232,47 +202,43 @@ def _scheduled(model: Transformer, base: Configuration, axes: Axes, table: Table
     names = WORDS["schedule"]
     one, interleaved = names.index("1f1b"), names.index("interleaved")
     piped = table["pipeline"] > 1
-    schedules = _numbers("schedule", axes.schedule)
     alone = {name: column[~piped] for name, column in table.items()}
     alone |= {name: np.zeros_like(alone["data"]) for name in ("schedule", "balance")}
     alone["schedule"] += one
     alone["stages_per_rank"] = np.ones_like(alone["data"])
-    table = _crossed(kept(table, piped), "schedule", schedules)
+    table = _crossed(_kept(table, piped), "schedule", axes.schedule)
     table = _crossed(table, "stages_per_rank", axes.stages_per_rank)
     several = table["stages_per_rank"] > 1
     stages = table["pipeline"] * table["stages_per_rank"]
     micro_batches = base.batch // (table["data"] * table["micro_batch"])
     # Interleaving deals micro-batches out in groups of as many as there are stages.
     goes = (model.layers % stages == 0) & (micro_batches % table["pipeline"] == 0)
-    table = kept(table, (several == (table["schedule"] == interleaved)) & (~several | goes))
-    table = _crossed(table, "balance", _numbers("balance", axes.balance))
+    table = _kept(table, (several == (table["schedule"] == interleaved)) & (~several | goes))
+    table = _crossed(table, "balance", axes.balance)
     # Equal chunks leave nothing to balance.
-    table = kept(table, (table["balance"] == 0) | (table["stages_per_rank"] == 1))
+    table = _kept(table, (table["balance"] == 0) | (table["stages_per_rank"] == 1))
     return {name: np.concatenate([alone[name], table[name]]) for name in alone}
 
 
 def _sharded(model: Transformer, axes: Axes, table: Table) -> Table:
     """With expert ranks and with what the data-parallel ranks divide among themselves."""
     table = _crossed(table, "expert", axes.expert if model.experts else (1,))
-    table = kept(table, table["data"] % table["expert"] == 0)
-    sharding = _numbers("sharding", axes.sharding)
-    table = _crossed(table, "sharding", sharding)
+    table = _kept(table, table["data"] % table["expert"] == 0)
+    table = _crossed(table, "sharding", axes.sharding)
     # A single replica has nobody to share with: one of the choices stands for all.
-    table = kept(table, (table["data"] > 1) | (table["sharding"] == min(sharding)))
+    one = min(SHARDING[name] for name in axes.sharding)
+    table = _kept(table, (table["data"] > 1) | (table["sharding"] == one))
     table = _crossed(table, "sharding_ranks", axes.sharding_ranks)
     ranks = np.maximum(table["sharding_ranks"], 1)
     hybrid = (table["sharding"] == SHARDING["parameters"]) & (table["data"] % ranks == 0)
     hybrid &= table["data"] > ranks
-    return kept(table, (table["sharding_ranks"] == 0) | hybrid)
+    return _kept(table, (table["sharding_ranks"] == 0) | hybrid)
 
 
-def _numbers(name: str, words: Sequence[str]) -> tuple[int, ...]:
-    return tuple(WORDS[name].index(word) for word in words)
-
-
-def _crossed(table: Table, name: str, options: Sequence[int]) -> Table:
+def _crossed(table: Table, name: str, options: Sequence[Any]) -> Table:
     """Each row with each option."""
-    chosen = np.array(tuple(options), dtype=np.int64)
+    numbers = [WORDS[name].index(option) for option in options] if name in WORDS else options
+    chosen = np.array(numbers, dtype=np.int64)
     count = len(next(iter(table.values())))
     if count * len(chosen) > LIMIT:
         raise PlanError(
@@ -280,12 +246,11 @@ def _crossed(table: Table, name: str, options: Sequence[int]) -> Table:
             f"fewer choices of {name}, or fewer device counts"
         )
     crossed = {key: np.repeat(column, len(chosen)) for key, column in table.items()}
-    crossed[name] = np.tile(chosen, count)
-    return crossed
+    return {**crossed, name: np.tile(chosen, count)}
 
 
-def kept(table: Table, mask: Mask) -> Table:
-    """The rows where `mask` holds."""
+def _kept(table: Table, mask: Mask) -> Table:
+    """The rows where a mask holds."""
     return {name: column[mask] for name, column in table.items()}
 
 
@@ -325,85 +290,59 @@ def runnable(
         PlanError: Some layouts can run, but none of them can be written for the framework.
     """
     layouts = as_cases(model, base, cluster, table)
-    shape = table["data"].shape
-    stays = np.broadcast_to(legal(layouts, devices=cluster.devices, framework=framework), shape)
-    table, layouts = kept(table, stays), layouts.taken(stays)
+    stays = legal(layouts, devices=cluster.devices, framework=framework)
+    table, layouts = _kept(table, stays), layouts.taken(stays)
     for name in dict.fromkeys((framework, target)):
-        if name in TARGETS and len(table["data"]):
-            able = _written(name, model, base, cluster, table=table, layouts=layouts)
-            table, layouts = kept(table, able), layouts.taken(able)
+        if name not in TARGETS or not len(table["data"]):
+            continue
+        if unsaid := unwritten(name, model):
+            raise PlanError(unsaid)
+        fp16 = table["precision"] == WORDS["precision"].index("fp16")
+        able = can_express(name, layouts, fp16=fp16)
+        if not able.any():
+            first = problem(name, model, configuration_of(base, table, 0))
+            raise PlanError(
+                f"none of {len(able):,} layouts of {model.name} can be written for {name}: for "
+                f"example, {first}"
+            )
+        # Launchers start equally many processes on every node.
+        node = cluster.devices_per_node
+        able = able & ((layouts.devices <= node) | (layouts.devices % node == 0.0))
+        table, layouts = _kept(table, able), layouts.taken(able)
     return table, layouts
-
-
-def _written(
-    target: str,
-    model: Transformer,
-    base: Configuration,
-    cluster: Cluster,
-    *,
-    table: Table,
-    layouts: Cases,
-) -> Mask:
-    """(layouts,) which of them `emit` can write for a target."""
-    fp16 = _is(table, "precision", "fp16") > 0.0
-    able = np.broadcast_to(can_express(target, layouts, fp16=fp16), table["data"].shape)
-    if unsaid := unwritten(target, model):
-        raise PlanError(unsaid)
-    if not able.any():
-        first = problem(target, model, configuration_of(base, table, 0))
-        raise PlanError(
-            f"none of {len(able):,} layouts of {model.name} can be written for {target}: for "
-            f"example, {first}"
-        )
-    # Launchers start equally many processes on every node.
-    devices, node = np.broadcast_to(layouts.devices, able.shape), cluster.devices_per_node
-    return np.asarray(able & ((devices <= node) | (devices % node == 0.0)))
 
 
 def as_cases(model: Transformer, base: Configuration, cluster: Cluster, table: Table) -> Cases:
     """Build from arrays what `outlast.plan.batch.cases` gives for the same layouts."""
-    used = {WORDS["precision"][number] for number in np.unique(table["precision"])}
-    one = case(model, replace(base, precision=cast("Precision", min(used))), cluster)
-    found = {name: np.array([float(value)]) for name, value in one.items()}
+    used = {name: np.unique(table[name]) for name in WORDS}
+    first = replace(base, **{name: WORDS[name][numbers[0]] for name, numbers in used.items()})
+    found = {name: np.array([float(value)]) for name, value in case(model, first, cluster).items()}
+    for name, numbers in used.items():
+        # What depends on a word is what it changes in a case.
+        rows = [
+            case(model, replace(first, **{name: WORDS[name][number]}), cluster)
+            for number in numbers
+        ]
+        places = np.searchsorted(numbers, table[name])
+        for field in found:
+            values = np.array([float(row[field]) for row in rows])
+            if np.ptp(values):
+                found[field] = values[places]
     column = {name: values.astype(float) for name, values in table.items()}
     direct = ("data", "tensor", "sequence_parallel", "context", "pipeline", "stages_per_rank")
-    for name in (*direct, "expert", "micro_batch"):
-        found[name] = column[name]
-    found["zero_bubble"] = _is(table, "schedule", "zero_bubble")
-    found["gpipe"] = _is(table, "schedule", "gpipe")
-    found["by_cost"] = _is(table, "balance", "cost")
-    found["sharding"] = _looked_up(table, "sharding", SHARDING)
-    found["recompute"] = _looked_up(table, "recompute", RECOMPUTE)
+    found |= {name: column[name] for name in (*direct, "expert", "micro_batch")}
     found["sharding_ranks"] = np.where(
         table["sharding_ranks"] > 0, column["sharding_ranks"], column["data"]
     )
     found["micro_batches"] = base.batch // (column["data"] * column["micro_batch"])
     found["devices"] = column["data"] * column["tensor"] * column["context"] * column["pipeline"]
-    for name in ("peak_flop_per_s", "matmul_flop_per_s"):
-        known = getattr(cluster, name)
-        found[name] = _looked_up(table, "precision", {word: known[word] for word in used})
-    found["value_bytes"] = _looked_up(table, "precision", WEIGHT_BYTES)
-    found["half"] = 1.0 - _is(table, "precision", "fp32")
-    found["quantized"] = _is(table, "precision", "fp8")
     # One column stays long, so that the number of rows is never lost.
     return Cases(
         **{
-            n: v if n == "data" else (v[:1] if v.size and (v == v[0]).all() else v)
-            for n, v in found.items()
+            name: values[:1] if name != "data" and (values == values[0]).all() else values
+            for name, values in found.items()
         }
     )
-
-
-def _is(table: Table, name: str, word: str) -> np.ndarray:
-    return np.asarray(table[name] == WORDS[name].index(word), dtype=float)
-
-
-def _looked_up(table: Table, name: str, by_word: Mapping[str, float]) -> np.ndarray:
-    values = np.array([float(by_word.get(word, 0.0)) for word in WORDS[name]])
-    return np.asarray(values[table[name]])
-
-
-_DEFAULTS = Mechanisms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,10 +379,9 @@ class Block:
     def __len__(self) -> int:
         return len(self.layout)
 
-    @property
-    def cases(self) -> Cases:
-        """(candidates,) the layout of each."""
-        return self.layouts.taken(self.layout)
+    def spread(self, values: Array) -> Array:
+        """(candidates,) of a number of each layout, (layouts,) or (1,)."""
+        return np.broadcast_to(values, (len(self.layouts),))[self.layout]
 
     def by_setting(self, values: Sequence[float]) -> np.ndarray:
         """(candidates,) of a number for each of `settings`."""
@@ -455,57 +393,39 @@ class Space:
     """All candidates of one model on one cluster.
 
     Attributes:
-        model: What is trained.
         cluster: On what.
         base: What all candidates share: batch, sequence, and what no axis varies.
         table: (layouts,) of each field that varies; words by their number in `WORDS`.
-        layouts: (layouts,) the same as the model's formulas read it.
-        settings: The combinations of mechanism settings.
-        layout: (candidates,) index into `layouts`, rising.
-        setting: (candidates,) index into `settings`.
+        whole: All candidates together, in order.
         framework: Whose limits all candidates keep to; "any" where none was named.
     """
 
-    model: Transformer
     cluster: Cluster
     base: Configuration
     table: Table
-    layouts: Cases
-    settings: tuple[Settings, ...]
-    layout: Integers
-    setting: Integers
+    whole: Block
     framework: str = "any"
 
     def __len__(self) -> int:
-        return len(self.layout)
-
-    def configuration(self, row: int) -> Configuration:
-        """The layout of a candidate."""
-        return configuration_of(self.base, self.table, int(self.layout[row]))
+        return len(self.whole)
 
     def candidate(self, row: int) -> Candidate:
         """Everything about a candidate."""
-        chosen = self.settings[self.setting[row]]
-        return Candidate(self.cluster.name, self.configuration(row), chosen)
+        run = configuration_of(self.base, self.table, int(self.whole.layout[row]))
+        return Candidate(self.cluster.name, run, self.whole.settings[self.whole.setting[row]])
 
-    @property
-    def whole(self) -> Block:
-        """All candidates together."""
-        return Block(self.layouts, self.settings, self.layout, self.setting)
-
-    def blocks(self, size: int = 16_384) -> Iterator[Block]:
+    def blocks(self, size: int) -> Iterator[Block]:
         """All candidates in order, about `size` of them at a time, layouts never split."""
-        begin = 0
+        whole, begin = self.whole, 0
         while begin < len(self):
-            end = min(begin + max(size, 1), len(self))
-            end = int(np.searchsorted(self.layout, self.layout[end - 1], side="right"))
-            first = int(self.layout[begin])
-            some = np.arange(first, int(self.layout[end - 1]) + 1)
+            end = min(begin + size, len(self))
+            first, last = int(whole.layout[begin]), int(whole.layout[end - 1])
+            end = int(np.searchsorted(whole.layout, last, side="right"))
             yield Block(
-                self.layouts.taken(some),
-                self.settings,
-                self.layout[begin:end] - first,
-                self.setting[begin:end],
+                whole.layouts.taken(np.arange(first, last + 1)),
+                whole.settings,
+                whole.layout[begin:end] - first,
+                whole.setting[begin:end],
             )
             begin = end
 
@@ -515,7 +435,7 @@ def space(
     base: Configuration,
     cluster: Cluster,
     axes: Axes | None = None,
-    mechanisms: Mechanisms = _DEFAULTS,
+    mechanisms: Mechanisms | None = None,
     *,
     framework: str = "any",
     target: str = "",
@@ -528,7 +448,7 @@ def space(
         cluster: On what.
         axes: What is varied; fields without a choice get the usual ones.
         mechanisms: Their settings, all combinations of which go with every layout (coding with so
-            many copies only where there are as many replicas).
+            many copies only where there are as many replicas); None for the defaults.
         framework: Whose limits to keep to, see `constraints`; of one that `emit` writes
             for, only what can be written.
         target: What they are to be written for, where that is another one.
@@ -548,7 +468,7 @@ def space(
             f"{base.sequence} takes {_listed(axes.devices)} devices of {cluster.name}: give other "
             "device counts, or a batch that they divide"
         )
-    settings = mechanisms.settings()
+    settings = (mechanisms or Mechanisms()).settings()
     if count * len(settings) > LIMIT:
         raise PlanError(
             f"{count:,} layouts with {len(settings):,} settings each are more than {LIMIT:,} "
@@ -560,7 +480,8 @@ def space(
     if copies.max() > 1:
         possible = copies[setting] <= table["data"][layout]
         layout, setting = layout[possible], setting[possible]
-    return Space(model, cluster, base, table, layouts, settings, layout, setting, framework)
+    whole = Block(layouts, settings, layout, setting)
+    return Space(cluster, base, table, whole, framework)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -3,9 +3,20 @@
 A renewal-reward closed form for many candidates at once. Failures are independent and exponential;
 those with Weibull times count with their mean rate over `days_from_new`. They strike while the run
 computes, saves, restarts and restores, and not while a failure waits to be detected or a node to be
-repaired. `failure_rates` gives the working time per interval, `recovery_time` by how much restarts
-and restores lengthen it, `recovery` the time without nodes, and this module shares all out to terms
-that add up to 1 with the progress.
+repaired. `working_seconds` gives the working time per interval, `recovery_time` by how much
+restarts and restores lengthen it, `availability` the time without nodes, and `goodput` shares all
+out to terms that add up to 1 with the progress.
+
+A run passes base intervals of T seconds of work and saves. A failure of class c throws it back to
+the newest version of tier c, `every_c` base intervals apart. All failures are exponential with the
+rate l. One attempt takes (1 - exp(-l T)) / l and succeeds with exp(-l T). What fails does so in
+class c with probability l_c / l, whatever came before, so each tier is solved on top of the one
+below: after a failure of its class the attempt is repeated until it succeeds or a failure of a
+higher class ends it, a geometric series; `every_c / every_(c-1)` such attempts in a row are the
+attempt of the next tier. With one tier and ways back of Q seconds this is Daly's complete model
+(Daly 2006, FGCS 22, eq. 20), `exp(l Q) (exp(l T) - 1) / l`; two levels are those of Di et al. 2016
+(INRIA RR-8851) without their first-order expansion. The ways back, in which failures strike too,
+are each over before the next second of work, so they multiply the time that is found so.
 
 More failures, slower detection, restarts, restores and saves, and fewer spares never raise the
 share; `recovery_time` says why. With one group and single nodes in repair this is exact. Waits for
@@ -57,23 +68,23 @@ its version was not yet durable (`redone`) comes after, by the same equations ov
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outlast.plan.batch import Array, texts
-from outlast.plan.estimate import Term
-from outlast.plan.reliability.availability import ReplicaAvailability, replica_availability
-from outlast.plan.reliability.failure_rates import (
-    LARGEST_EXPONENT,
+from outlast.plan.availability import (
     SMALLEST_RATE,
+    ReplicaAvailability,
     batches_of,
-    failing,
     groups_hit,
     rate_of,
-    working_seconds,
+    replica_availability,
+    summed,
+    waited,
 )
-from outlast.plan.reliability.recovery import (
+from outlast.plan.batch import Array, texts
+from outlast.plan.estimate import Term
+from outlast.plan.reliability import (
     DAY_SECONDS,
     HOUR_SECONDS,
     Number,
@@ -81,8 +92,84 @@ from outlast.plan.reliability.recovery import (
     column,
     lost_nodes,
     require,
-    waited,
 )
+
+LARGEST_EXPONENT = 500.0
+SMALLEST_SUCCESS = 1e-250
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """Expected seconds, and probabilities of success and of its opposite."""
+
+    seconds: Array
+    success: Array
+    failure: Array
+
+
+def working_seconds(
+    interval_seconds: Array, every: Sequence[Array], rates: Sequence[Array]
+) -> Array:
+    """Expected seconds of `every[-1]` base intervals and of their repeats, without the ways back.
+
+    Args:
+        interval_seconds: T, saves included.
+        every: Of each tier, base intervals from save to save; 0 for one that is not used.
+        rates: Of each tier, failures per second that are thrown back to it; those of a tier that is
+            not used must have been handed to another.
+
+    Returns:
+        (candidates,) or (1,), finite.
+    """
+    # Of each tier, the failures of this and of all higher classes.
+    above = [summed(rates[tier:]) for tier in range(len(every))]
+    before = np.ones(1)
+    rate = np.maximum(above[0], SMALLEST_RATE)
+    failure, success = failing(rate, interval_seconds)
+    attempt = _Attempt(failure / rate, success, failure)
+    for apart, rate, rest in zip(every, rates, above, strict=True):
+        step = np.where(apart > 0.0, apart, before)
+        if (step != before).any():
+            attempt = _in_a_row(attempt, step / before)
+        before = step
+        share = np.clip(rate / np.maximum(rest, SMALLEST_RATE), 0.0, 1.0)
+        if (share > 0.0).any():
+            # An attempt that is made again after failures of its tier's class, a share of all.
+            failure = attempt.failure
+            leave = np.maximum(attempt.success + failure * (1.0 - share), SMALLEST_SUCCESS)
+            tries = 1.0 + failure * share / leave
+            attempt = _Attempt(
+                attempt.seconds * tries,
+                np.maximum(attempt.success * tries, SMALLEST_SUCCESS),
+                failure * (1.0 - share) * tries,
+            )
+    return attempt.seconds
+
+
+def failing(rate: Array, seconds: Array) -> tuple[Array, Array]:
+    """Probabilities that something fails within so many seconds, and that nothing does."""
+    exponent = np.minimum(rate * seconds, LARGEST_EXPONENT)
+    return -np.expm1(-exponent), np.exp(-exponent)
+
+
+def _in_a_row(plain: _Attempt, count: Array) -> _Attempt:
+    """`count` attempts one after the other."""
+    logarithm = np.where(
+        plain.failure < 0.5,
+        np.log1p(-np.minimum(plain.failure, 0.5)),
+        np.log(np.maximum(plain.success, SMALLEST_SUCCESS)),
+    )
+    rest = (count - 1.0) * logarithm
+    # Where nothing at all can fail, the geometric sum is the number of its terms.
+    certain = logarithm == 0.0
+    ratio = np.expm1(rest) / np.where(certain, 1.0, np.expm1(logarithm))
+    later = plain.seconds * np.where(certain, count - 1.0, ratio)
+    kept, ended = np.exp(np.maximum(rest, -LARGEST_EXPONENT)), -np.expm1(rest)
+    return _Attempt(
+        plain.seconds + plain.success * later,
+        np.maximum(plain.success * kept, SMALLEST_SUCCESS),
+        plain.failure + plain.success * ended,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +276,7 @@ def recovery_time(stops: Sequence[JobFailure], tiers: int) -> RecoveryTime:
     zero = np.zeros(1)
     if not stops:
         return RecoveryTime(zero, zero, np.ones(1), np.ones(1), (zero,) * tiers)
-    total = np.maximum(sum((stop.rate for stop in stops), zero), SMALLEST_RATE)
+    total = np.maximum(summed(stop.rate for stop in stops), SMALLEST_RATE)
     lengths = _stacked([stop.restart + stop.restore + stop.late for stop in stops])
     order = np.argsort(lengths, axis=0, kind="stable")
 
@@ -200,22 +287,20 @@ def recovery_time(stops: Sequence[JobFailure], tiers: int) -> RecoveryTime:
     tier = in_order([stop.tier for stop in stops])
     failure, success = failing(total, np.take_along_axis(lengths, order, 0))
     tries = _tries(shares, zero, failure, success)
-    longer = 1.0 + sum((n * fails for n, fails in zip(tries, failure, strict=True)), zero)
+    longer = 1.0 + summed(n * fails for n, fails in zip(tries, failure, strict=True))
     restarts, reached = failing(total, in_order([stop.restart for stop in stops]))
     restores, _ = failing(total, in_order([stop.restore for stop in stops]))
-    restart = sum((n * fails for n, fails in zip(tries, restarts, strict=True)), zero)
-    restore = sum(
-        (n * up * fails for n, up, fails in zip(tries, reached, restores, strict=True)), zero
-    )
-    used = [sum((s.rate * (s.tier == index) for s in stops), zero) > 0.0 for index in range(tiers)]
+    restart = summed(n * fails for n, fails in zip(tries, restarts, strict=True))
+    restore = summed(n * up * fails for n, up, fails in zip(tries, reached, restores, strict=True))
     ends: list[Array] = []
     below = zero
-    for index, here in enumerate(used):
+    for index in range(tiers):
+        here = summed(s.rate * (s.tier == index) for s in stops) > 0.0
         # Ways back that lead no further: all others count as failures that end them.
         within = np.where(tier <= index, shares, 0.0)
-        beyond = sum(np.where(tier > index, shares, 0.0), zero)
+        beyond = summed(np.where(tier > index, shares, 0.0))
         found = _tries(within, beyond, failure, success)
-        upto = sum((n * ends_it for n, ends_it in zip(found, success, strict=True)), zero)
+        upto = summed(n * ends_it for n, ends_it in zip(found, success, strict=True))
         ends.append(np.where(here, np.maximum(upto - below, 0.0), 0.0))
         below = upto
     late = [
@@ -228,7 +313,7 @@ def recovery_time(stops: Sequence[JobFailure], tiers: int) -> RecoveryTime:
         restart=restart / longer,
         restore=restore / longer,
         longer=longer,
-        redone=1.0 + sum((n * fail for n, fail in zip(again, fails, strict=True)), zero),
+        redone=1.0 + summed(n * fail for n, fail in zip(again, fails, strict=True)),
         rates=tuple(total * n * passed for n, passed in zip(again, passes, strict=True)),
     )
 
@@ -281,48 +366,44 @@ class Loss:
     clustering: Array
 
 
-_StopMoments = tuple[str, Array, Array, Array, Array]
-
-
-"""Name, number per second of progress, detection, way back (seconds), index of the tier."""
-
-
-def of_stops(
-    stops: Sequence[_StopMoments], rates: Sequence[Array], apart: Sequence[Array], *, excess: Array
+def losses_of(
+    stops: Sequence[JobFailure], per_second: Array, apart: Sequence[Array], excess: Array
 ) -> tuple[Loss, ...]:
     """Losses of failures that throw the run back to a checkpoint.
 
     Args:
         stops: The kinds.
-        rates: Their failures per exposed second.
+        per_second: Exposed seconds per second of progress.
         apart: Of each tier, exposed seconds from save to save.
         excess: What all of them cost together per second of progress; means are scaled to it.
     """
     found = []
-    for (name, count, detection, offset, tier), rate in zip(stops, rates, strict=True):
-        between = sum(
-            (np.where(tier == index, item, 0.0) for index, item in enumerate(apart)), np.zeros(1)
+    for stop in stops:
+        between = summed(
+            np.where(stop.tier == index, item, 0.0) for index, item in enumerate(apart)
         )
-        strikes = sum(
-            (
-                np.where(other[4] >= tier, often, 0.0)
-                for other, often in zip(stops, rates, strict=True)
-            ),
-            np.zeros(1),
-        )
+        strikes = summed(np.where(other.tier >= stop.tier, other.rate, 0.0) for other in stops)
         mean, square = age_moments(between, strikes)
-        least = detection + np.minimum(offset, 1.0 / np.maximum(strikes, SMALLEST))
-        found.append(Loss(name, count, least + mean, square - mean**2, least, rate * between))
-    raw = sum((loss.count * loss.mean_seconds for loss in found), np.zeros(1))
+        back = np.minimum(stop.back_seconds, 1.0 / np.maximum(strikes, SMALLEST))
+        least = stop.detection + back
+        found.append(
+            Loss(
+                stop.name,
+                stop.rate * per_second,
+                least + mean,
+                square - mean**2,
+                least,
+                stop.rate * between,
+            )
+        )
+    raw = summed(loss.count * loss.mean_seconds for loss in found)
     scale = np.where(raw > 0.0, excess / np.maximum(raw, SMALLEST), 0.0)
     return tuple(
-        Loss(
-            loss.name,
-            loss.count,
-            loss.mean_seconds * scale,
-            loss.variance * scale**2,
-            loss.least_seconds * np.minimum(scale, 1.0),
-            loss.clustering,
+        replace(
+            loss,
+            mean_seconds=loss.mean_seconds * scale,
+            variance=loss.variance * scale**2,
+            least_seconds=loss.least_seconds * np.minimum(scale, 1.0),
         )
         for loss in found
     )
@@ -347,30 +428,7 @@ def age_moments(interval_seconds: Array, rate: Array) -> tuple[Array, Array]:
     return mean, np.maximum(square, mean**2)
 
 
-def others(
-    *, waiting: tuple[Array, Array], going: tuple[Array, Array], silent: tuple[Array, Array]
-) -> tuple[Loss, ...]:
-    """Losses beside the checkpoints.
-
-    Args:
-        waiting: Seconds without nodes per second of progress, and mean seconds of one wait; waits
-            are taken for exponential.
-        going: Failures that replica groups outlast per second of progress, and what one costs.
-        silent: Errors noticed late per second of progress, and what one costs.
-    """
-    share, seconds = waiting
-    zero = np.zeros(1)
-    waits = share / np.maximum(seconds, 1e-9)
-    return (
-        Loss("waiting for nodes", waits, seconds, seconds**2, zero, zero),
-        Loss("replica groups", going[0], going[1], going[1] ** 2, zero, zero),
-        Loss("silent errors", silent[0], silent[1], zero, zero, zero),
-    )
-
-
 FORMULAS = texts("goodput")
-
-
 """Of each term: its formula and its source."""
 
 
@@ -382,15 +440,11 @@ class Goodput:
         ettr: Progress per wall time, in [0, 1].
         terms: Shares of the wall time that are lost, by the names of `FORMULAS`; with `ettr` they
             add up to 1.
-        stops_per_day: Failures that stop the whole run, per day of wall time.
-        unseen_per_day: Silent errors that nobody ever notices, per day of wall time.
         losses: What the distribution of the finishing time is made of.
     """
 
     ettr: Array
     terms: Mapping[str, Array]
-    stops_per_day: Array
-    unseen_per_day: Array
     losses: tuple[Loss, ...]
 
     def explain(self, candidate: int = 0) -> tuple[Term, ...]:
@@ -402,35 +456,6 @@ class Goodput:
         return tuple(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Exposure:
-    """Shares of exposed time, (candidates,) or (1,).
-
-    Attributes:
-        running: Work that is kept.
-        checkpoints: Saves.
-        kept: Keeping states in memory.
-        restart: Starting again.
-        restore: Loading a version.
-        lost: Work that is done again, with its saves.
-        apart: Of each tier, exposed seconds from save to save.
-    """
-
-    running: Array
-    checkpoints: Array
-    kept: Array
-    restart: Array
-    restore: Array
-    lost: Array
-    apart: tuple[Array, ...]
-
-    @property
-    def computing(self) -> Array:
-        """All but the ways back."""
-        found: Array = np.maximum(1.0 - self.restart - self.restore, 0.0)
-        return found
-
-
 def goodput(settings: Reliability) -> Goodput:
     """ETTR and lost time of every candidate of `settings`; takes about a microsecond for each.
 
@@ -440,112 +465,106 @@ def goodput(settings: Reliability) -> Goodput:
     nodes = column(settings.nodes)
     going = replica_availability(settings, nodes)
     stops = [stop for stop in job_failures(settings, nodes, going) if (stop.rate > 0.0).any()]
-    share = _exposure(settings, stops)
-    detection = sum((stop.rate * stop.detection for stop in stops), np.zeros(1))
+    running, exposed, apart = _exposed(settings, stops)
+    detection = summed(stop.rate * stop.detection for stop in stops)
     # Seconds without enough nodes per exposed second, and mean seconds of one wait.
     slow = 1.0 + detection
     batches = batches_of(settings, nodes, slow)
     spares = column(settings.restart.spares)
     ratio = np.where(column(settings.replicas.groups) > 1.0, 0.0, waited(batches, spares))
-    load = sum((batch.load for batch in batches), np.zeros(1))
-    rate = sum((batch.per_second for batch in batches), np.zeros(1))
-    waiting, wait_seconds = ratio * slow, load / np.maximum(rate, SMALLEST_RATE) / (spares + 1.0)
-    rates = (rate_of(settings, c, nodes) for c in settings.causes if c.silent)
-    errors = sum(rates, np.zeros(1)) * going.present
+    load = summed(batch.load for batch in batches)
+    often = np.maximum(summed(batch.per_second for batch in batches), SMALLEST_RATE)
+    waiting, wait_seconds = ratio * slow, load / often / (spares + 1.0)
+    rates = (rate_of(settings, cause, nodes) for cause in settings.causes if cause.silent)
+    errors = summed(rates) * going.present
     # Errors in work that is thrown away anyway do no harm.
-    silent = errors * share.running
+    silent = errors * running
     # Seconds of false alarms and of corrections in place, per exposed second.
     guard = settings.guard
     alarms = column(guard.false_alarms_per_day) / DAY_SECONDS * guard.alarm_seconds
     caught = errors * guard.coverage * (not guard.rolls_back)
     corrections = caught * (column(guard.latency_seconds) + guard.correction_seconds)
-    checked = (alarms + corrections) * share.computing
+    # All but the ways back.
+    computing = np.maximum(1.0 - exposed["restart"] - exposed["restore"], 0.0)
+    checked = (alarms + corrections) * computing
     wall = 1.0 + detection + waiting + going.pauses + checked
     between = column(settings.interval_seconds) * column(settings.tiers[-1].every)
-    factor, back = _noticed(settings, silent / wall, between, share.running * going.present / wall)
+    factor, back = _noticed(settings, silent / wall, between, running * going.present / wall)
     terms = {
-        "checkpoint saves": share.checkpoints,
-        "keeping in memory": share.kept,
-        "lost work": share.lost,
+        "checkpoint saves": exposed["checkpoint saves"],
+        "keeping in memory": exposed["keeping in memory"],
+        "lost work": exposed["lost work"],
         "detection": detection,
-        "restart": share.restart,
-        "restore": share.restore,
+        "restart": exposed["restart"],
+        "restore": exposed["restore"],
         "waiting for nodes": waiting,
         "regrouping": going.pauses,
         "guard": checked,
     }
     # The exposed parts add up to 1 only as far as rounding lets them.
-    scale = factor / (share.running + sum(terms.values(), np.zeros(1)))
+    scale = factor / (running + summed(terms.values()))
     terms = {name: term * scale for name, term in terms.items()}
     terms["silent errors"] = 1.0 - factor
-    left = _paced(settings, going.up, share.running * scale, terms)
-    per_second = scale / np.maximum(left, SMALLEST_RATE)
-    found = of_stops(
-        [(s.name, s.rate * per_second, s.detection, s.back_seconds, s.tier) for s in stops],
-        [s.rate for s in stops],
-        share.apart,
-        excess=(share.lost + share.restart + share.restore + detection) * per_second,
-    )
-    found += others(
-        waiting=(waiting * per_second, wait_seconds),
-        going=(going.rate * going.present * per_second, going.loss),
-        silent=(_noticed_rate(settings, silent) * per_second, back),
-    )
-    shape = np.broadcast_shapes(left.shape, *(term.shape for term in terms.values()))
-    unseen = silent / wall * factor * (1.0 - column(settings.guard.coverage))
-    return Goodput(
-        np.broadcast_to(left, shape),
-        {name: np.broadcast_to(terms[name], shape) for name in FORMULAS},
-        np.broadcast_to(sum((s.rate for s in stops), np.zeros(1)) * scale * DAY_SECONDS, shape),
-        np.broadcast_to(unseen * (1.0 - column(settings.guard.noticed)) * DAY_SECONDS, shape),
-        found,
-    )
-
-
-def _exposure(settings: Reliability, stops: Sequence[JobFailure]) -> _Exposure:
-    """Divide exposed time between work and the cost of failures."""
-    interval = column(settings.interval_seconds)
-    every = [column(tier.every) for tier in settings.tiers]
-    saves, kept = np.zeros(1), np.zeros(1)
-    for tier, apart in zip(settings.tiers, every, strict=True):
-        each = np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
-        saves, kept = (saves, kept + each) if tier.kept else (saves + each, kept)
-    whole = interval + saves + kept
-    back = recovery_time(stops, len(every))
-    # Each of the factors is finite, but not their product.
-    per_interval = every[-1] / working_seconds(whole, every, back.rates)
-    per_interval = per_interval / back.redone / back.longer
-    running = per_interval * interval
-    return _Exposure(
-        running=running,
-        checkpoints=per_interval * saves,
-        kept=per_interval * kept,
-        restart=back.restart,
-        restore=back.restore,
-        lost=np.maximum(1.0 - per_interval * whole - back.restart - back.restore, 0.0),
-        apart=tuple(apart * whole for apart in every),
-    )
-
-
-def _paced(settings: Reliability, up: Array, left: Array, terms: dict[str, Array]) -> Array:
-    """Wall time that is left when steps are slower than punctual ones; adds to the terms.
-
-    Args:
-        settings: All.
-        up: Share of the groups that get work done.
-        left: Share of the wall time in which the run goes on.
-        terms: Shares that are lost, by name.
-    """
+    left = running * scale
+    # Steps that are slower than punctual ones of all groups.
     pace = settings.pace
     for name, share in (
-        ("degraded running", 1.0 - up),
-        ("guard", _part(settings.guard.overhead)),
+        ("degraded running", 1.0 - going.up),
+        ("guard", _part(guard.overhead)),
         ("coding", _part(pace.coding_overhead)),
         ("stragglers", _part(pace.straggling - 1.0)),
     ):
         terms[name] = terms.get(name, np.zeros(1)) + left * share
         left = left * (1.0 - share)
-    return left
+    per_second, zero = scale / np.maximum(left, SMALLEST_RATE), np.zeros(1)
+    ways_back = exposed["lost work"] + exposed["restart"] + exposed["restore"] + detection
+    # Waits are taken for exponential.
+    waits = waiting * per_second / np.maximum(wait_seconds, 1e-9)
+    outlasted = going.rate * going.present * per_second
+    late = _noticed_rate(settings, silent) * per_second
+    losses = (
+        *losses_of(stops, per_second, apart, ways_back * per_second),
+        Loss("waiting for nodes", waits, wait_seconds, wait_seconds**2, zero, zero),
+        Loss("replica groups", outlasted, going.loss, going.loss**2, zero, zero),
+        Loss("silent errors", late, back, zero, zero, zero),
+    )
+    shape = np.broadcast_shapes(left.shape, *(term.shape for term in terms.values()))
+    return Goodput(
+        np.broadcast_to(left, shape),
+        {name: np.broadcast_to(terms[name], shape) for name in FORMULAS},
+        losses,
+    )
+
+
+def _exposed(
+    settings: Reliability, stops: Sequence[JobFailure]
+) -> tuple[Array, dict[str, Array], tuple[Array, ...]]:
+    """Divide exposed time between work and the cost of failures.
+
+    Returns:
+        Share of work that is kept; shares by the names of `FORMULAS`, "lost work" with its saves;
+        of each tier, exposed seconds from save to save. All (candidates,) or (1,).
+    """
+    interval = column(settings.interval_seconds)
+    every = [column(tier.every) for tier in settings.tiers]
+    saves, kept = np.zeros(1), np.zeros(1)
+    for tier, apart in zip(settings.tiers, every, strict=True):
+        save = np.where(apart > 0.0, tier.overhead_seconds / np.maximum(apart, 1.0), 0.0)
+        saves, kept = (saves, kept + save) if tier.kept else (saves + save, kept)
+    whole = interval + saves + kept
+    back = recovery_time(stops, len(every))
+    # Each of the factors is finite, but not their product.
+    per_interval = every[-1] / working_seconds(whole, every, back.rates)
+    per_interval = per_interval / back.redone / back.longer
+    lost = np.maximum(1.0 - per_interval * whole - back.restart - back.restore, 0.0)
+    terms = {
+        "checkpoint saves": per_interval * saves,
+        "keeping in memory": per_interval * kept,
+        "lost work": lost,
+        "restart": back.restart,
+        "restore": back.restore,
+    }
+    return per_interval * interval, terms, tuple(apart * whole for apart in every)
 
 
 def _part(overhead: object) -> Array:
@@ -620,34 +639,16 @@ class Finish:
     scale_seconds: Array
 
     def quantile_seconds(self, share: float) -> Array:
-        """Wall time within which the run is finished with this probability, in (0, 1).
-
-        Raises:
-            PlanError: For a share outside.
-        """
+        """Wall time within which the run is finished with this probability, in (0, 1)."""
         from scipy.special import gammaincinv
 
-        require("share", share, 0.0, 1.0, above=True)
-        require("1 - share", 1.0 - share, 0.0, above=True)
         free = self.undisturbed_probability
         inner = np.clip((share - free) / np.maximum(1.0 - free, 1e-12), 0.0, 1.0 - 1e-12)
         delay = self.least_seconds + self.scale_seconds * gammaincinv(self.shape, inner)
         return self.undisturbed_seconds + np.where(share <= free, 0.0, delay)
 
-    def probability(self, deadline_seconds: Number) -> Array:
-        """Probability that the run is finished `deadline_seconds` after its start."""
-        from scipy.special import gammainc
-
-        require("deadline_seconds", deadline_seconds, 0.0)
-        delay = column(deadline_seconds) - self.undisturbed_seconds
-        free = self.undisturbed_probability
-        beyond = np.maximum(delay - self.least_seconds, 0.0) / self.scale_seconds
-        in_time = free + (1.0 - free) * gammainc(self.shape, beyond)
-        # The sums above round; a deadline at the very end of an undisturbed run is met by it.
-        return np.where(delay >= -1e-9 * self.undisturbed_seconds, in_time, 0.0)
-
     def likely(self, deadline_seconds: Number, log_deviation: Number) -> Array:
-        """As `probability`, where the time itself is predicted with an error.
+        """Probability that the run is finished in time, its time being predicted with an error.
 
         All of the run's time is off by one log-normal factor. The delay by failures counts as
         log-normal here, too, with its mean and variance.

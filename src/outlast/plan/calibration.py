@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array
-from outlast.plan.calibration.conformal import Conformal
+from outlast.plan.conformal import Conformal
 
 __all__ = [
     "Calibration",

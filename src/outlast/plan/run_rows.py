@@ -36,15 +36,15 @@ import numpy as np
 from outlast.errors import OutlastError, PlanError
 from outlast.job.load import job_from_text
 from outlast.plan.batch import Array
-from outlast.plan.calibration.calibration_file import check_keys
-from outlast.plan.calibration.memory_fit import COMPILED, OUTLAST
-from outlast.plan.calibration.rows import Refused, Row
+from outlast.plan.calibration import check_keys
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
 from outlast.plan.context import calibrated_as
 from outlast.plan.huggingface import published, transformer_of
 from outlast.plan.job import run_of
+from outlast.plan.memory_fit import COMPILED, OUTLAST
+from outlast.plan.rows import Refused, Row
 from outlast.plan.transformer import Transformer
 from outlast.records import AttemptStarted, MemoryMeasured, StepsDone, read_run
 

@@ -25,14 +25,14 @@ from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array, Cases, cases
-from outlast.plan.calibration.calibration_file import Calibration, Constant
-from outlast.plan.calibration.conformal import folds, scale_of_few
-from outlast.plan.calibration.fit import most_probable
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import StepModel, step_model_of
+from outlast.plan.calibration import Calibration, Constant
+from outlast.plan.conformal import folds, scale_of_few
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, MemoryConstants, memory_constants
 from outlast.plan.memory import LOG_DEVIATION, Demand, demand
+from outlast.plan.rows import Row
 from outlast.plan.shard_sizes import stage, stage_parameters
+from outlast.plan.step_fit import most_probable
+from outlast.plan.step_model import StepModel, step_model_of
 
 ALLOCATED_NOISE = 0.01
 PEAK_NOISE = 0.03

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array
-from outlast.plan.calibration.rows import Row
 from outlast.plan.estimate import Interval
+from outlast.plan.rows import Row
 
 OTHERS = "*"
 """Stands for every group that no row was measured of."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array
-from outlast.plan.calibration.rows import Row
+from outlast.plan.rows import Row
 
 _FEW_LINK_CLASSES = 4
 _FACTOR = 1.5

@@ -9,7 +9,7 @@ import numpy as np
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array, Cases, Part, cases
-from outlast.plan.calibration.calibration_file import (
+from outlast.plan.calibration import (
     Calibration,
     Constant,
     Place,
@@ -18,7 +18,7 @@ from outlast.plan.calibration.calibration_file import (
     Support,
     support_of,
 )
-from outlast.plan.calibration.conformal import (
+from outlast.plan.conformal import (
     OTHERS,
     Conformal,
     conformal,
@@ -26,7 +26,9 @@ from outlast.plan.calibration.conformal import (
     interval_group,
     interval_groups,
 )
-from outlast.plan.calibration.fit import (
+from outlast.plan.constants import LEVELS, NAMES, PRIORS, bounded, unbounded
+from outlast.plan.rows import Row
+from outlast.plan.step_fit import (
     FEATURES,
     Belonging,
     Column,
@@ -36,8 +38,6 @@ from outlast.plan.calibration.fit import (
     fit,
     fit_residual,
 )
-from outlast.plan.calibration.rows import Row
-from outlast.plan.constants import LEVELS, NAMES, PRIORS, bounded, unbounded
 from outlast.plan.step_time import step_parts, step_seconds
 
 RANGES = (
