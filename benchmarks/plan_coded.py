@@ -13,8 +13,7 @@ from harness import Bar
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import goodput
-from outlast.plan.reliability import Reliability, Replicas, Restart, Tier
-from outlast.plan.reliability import Scenario
+from outlast.plan.reliability import Reliability, Replicas, Restart, Scenario, Tier
 from outlast.plan.simulate import simulate
 
 SEED = 2_207_196_483

@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 from harness import Bar
 from plan_memory import held_out
+from plan_models import uncalibrated
 from plan_time import SWEEP, fitting_rows
 
 from outlast.plan.api import Training, search
 from outlast.plan.batch import cases
-from outlast.plan.calibration import Support
-from outlast.plan.clean import clean
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
+from outlast.plan.conformal import Support
 from outlast.plan.huggingface import published
-from outlast.plan.rows import Row
+from outlast.plan.rows import Row, clean
 from outlast.plan.settings import Mechanisms
-from outlast.plan.step_model import StepModel, belonging, fitted, uncalibrated, validate
+from outlast.plan.step_model import StepModel, belonging, fitted, validate
 from outlast.plan.table_rows import read_rows
 
 MOST_SECONDS = 2.0

@@ -16,14 +16,13 @@ from pathlib import Path
 
 import numpy as np
 from harness import Bar
+from plan_models import shared, uncalibrated
 
 from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
-from outlast.plan.calibration import Support
-from outlast.plan.clean import clean
-from outlast.plan.conformal import OTHERS, conformal, folds, interval_groups
-from outlast.plan.probes import MISSED, Budget, choose_probes, directions
-from outlast.plan.rows import Row
+from outlast.plan.conformal import OTHERS, Support, conformal, folds
+from outlast.plan.probes import MISSED, choose_probes, directions
+from outlast.plan.rows import Row, clean
 from outlast.plan.step_fit import NOISE, Belonging, Fit, believed
 from outlast.plan.step_model import (
     UNSEEN,
@@ -31,9 +30,8 @@ from outlast.plan.step_model import (
     belonging,
     distances_from,
     fitted,
+    interval_groups,
     ranges_of,
-    shared,
-    uncalibrated,
     utilisation,
     validate,
 )
@@ -120,7 +118,7 @@ def _shipped_errors(rows: Sequence[Row], count: int) -> np.ndarray:
 
 
 def _general(model: StepModel) -> StepModel:
-    """Without what it knows of clusters; as `outlast.plan.step_model.shared`."""
+    """Without what it knows of clusters; as `plan_models.shared`."""
     quantiles = {OTHERS: model.widths.quantiles.get(OTHERS, 1.0)}
     return shared(replace(model, widths=replace(model.widths, quantiles=quantiles)))
 
@@ -343,7 +341,7 @@ def _transferred(
 def _informative(base: Sequence[Row], there: Sequence[Row]) -> set[int]:
     """The runs that `outlast plan calibrate` would choose of these, knowing nothing of their times.
 
-    As there (`Probing._design`): what is unknown are the constants, and a straight line in each
+    As there (`Probing._choose`): what is unknown are the constants, and a straight line in each
     direction for what the formulas miss.
     """
     constants, _ = fitted(base)
@@ -357,9 +355,7 @@ def _informative(base: Sequence[Row], there: Sequence[Row]) -> set[int]:
         ],
         axis=1,
     )
-    budget = Budget(seconds=float(PROBES), fewest=PROBES, most=PROBES)
-    costs = np.ones(len(there))
-    return set(choose_probes(design, np.ones(design.shape[1]), costs, budget, NOISE).rows.tolist())
+    return set(choose_probes(design / NOISE, np.ones(len(there)), float(PROBES), PROBES)[0])
 
 
 def _unmeasured_bars(rows: Sequence[Row]) -> Iterator[Bar]:

@@ -16,6 +16,7 @@ from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
 from outlast.plan.calibration import (
     Provenance,
+    calibration_of,
     read_calibration,
     write_calibration,
 )
@@ -27,7 +28,6 @@ from outlast.plan.memory import demand
 from outlast.plan.memory_fit import RESIDENT_PRIORS, Resident, resident_constants
 from outlast.plan.run_rows import read_run_row
 from outlast.plan.shard_sizes import stage
-from outlast.plan.step_model import calibration_of
 from outlast.records import (
     AttemptStarted,
     MemoryMeasured,

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from outlast.errors import PlanError
+from outlast.plan.cluster import divided
 from outlast.plan.cluster_file import read_cluster
 from outlast.plan.constants import constants
-from outlast.plan.here import Rates, divided, machine_text
-from outlast.plan.probes import Probe, numbers_of
+from outlast.plan.probes import Probe, Rates, machine_text, numbers_of
 from outlast.plan.rows import Row
 from outlast.plan.step_time import step_seconds
 

@@ -4,12 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
+from plan_runs import H100, LLAMA_8B, MIXTURE, configuration, shared
 
 from outlast.errors import PlanError
 from outlast.plan.api import Training, predict, published_constants, search
 from outlast.plan.batch import cases
-from outlast.plan.calibration import Provenance, from_text, to_text
+from outlast.plan.calibration import (
+    Provenance,
+    calibration_of,
+    from_text,
+    step_model_of,
+    to_text,
+)
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded, unbounded_deviation
 from outlast.plan.constraints import FRAMEWORKS, framework_key
@@ -22,10 +28,7 @@ from outlast.plan.rows import Row
 from outlast.plan.step_fit import Belonging
 from outlast.plan.step_model import (
     belonging,
-    calibration_of,
-    shared,
     step_model,
-    step_model_of,
 )
 from outlast.plan.step_time import step_seconds
 
@@ -186,8 +189,11 @@ def test_a_calibration_keeps_its_places_in_its_file_and_an_older_one_has_none(kn
     calibration = calibration_of(known.step, Provenance(date="2026-11-23", version="0"))
     again = step_model_of(from_text(to_text(calibration)))
     assert again.places == known.step.places
-    older = {name.rpartition(" at ")[0]: 1.0 for name in calibration.quantiles if " at " in name}
-    old = replace(calibration, places={}, quantiles={**older, "*": 2.3})
+    older = {
+        name.rpartition(" at ")[0]: 1.0 for name in calibration.widths.quantiles if " at " in name
+    }
+    widths = replace(calibration.widths, quantiles={**older, "*": 2.3})
+    old = replace(calibration, places={}, widths=widths)
     found = predict(TRAINING, MINE, calibration=step_model_of(from_text(to_text(old))))
     assert not found.calibrated
 

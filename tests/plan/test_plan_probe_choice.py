@@ -20,7 +20,6 @@ from outlast.plan.probes import (
     numbers_of,
     probe_job,
     run_probe,
-    steps_for,
 )
 from outlast.plan.step_fit import Belonging, fit
 from outlast.plan.step_model import belonging
@@ -64,9 +63,11 @@ def test_plan_probe_family_refuses_what_has_no_config():
 
 
 def test_plan_probe_steps_are_more_the_shorter_they_are():
-    assert steps_for(10.0) == 10
-    assert steps_for(1e-3) == 60
-    assert 10 < steps_for(0.3) < 60
+    machine = Simulated()
+    few, many = (Probing(MACHINE, SETTINGS, machine.nowhere, 1.0, print) for _ in range(2))
+    many.probes = [None] * 3
+    assert [few._steps(seconds) for seconds in (10.0, 0.6, 1e-3)] == [10, 12, 15]
+    assert [many._steps(seconds) for seconds in (10.0, 0.3, 1e-3)] == [10, 24, 60]
 
 
 @pytest.fixture(scope="module")

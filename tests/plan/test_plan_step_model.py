@@ -4,22 +4,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_runs import H100, LLAMA_8B, configuration
+from plan_runs import H100, LLAMA_8B, configuration, shared, uncalibrated
 
 from outlast.errors import PlanError
 from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
-from outlast.plan.calibration import Provenance, from_text, to_text
+from outlast.plan.calibration import (
+    Provenance,
+    calibration_of,
+    from_text,
+    step_model_of,
+    to_text,
+)
 from outlast.plan.constants import NAMES, PRIORS, constants
 from outlast.plan.rows import Row
 from outlast.plan.step_fit import Belonging
 from outlast.plan.step_model import (
     belonging,
-    calibration_of,
-    shared,
     step_model,
-    step_model_of,
-    uncalibrated,
     utilisation,
     validate,
 )

@@ -8,9 +8,9 @@ from plan_probe_machine import MACHINE
 from plan_runs import TINY
 
 from outlast.plan.batch import cases
+from outlast.plan.cluster import divided
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import constants
-from outlast.plan.here import divided
 from outlast.plan.step_time import step_parts
 
 TWO_CORES = replace(MACHINE, host_cores=2)

@@ -123,8 +123,8 @@ def place_of(name: str, ranks: int = 0) -> Cluster:
     Raises:
         PlanError: It cannot be read, or nothing is known of this machine.
     """
+    from outlast.plan.cluster import divided
     from outlast.plan.cluster_file import cluster_of, read_cluster, this_cluster
-    from outlast.plan.here import divided
 
     measured = calibration_home() / "cluster.toml"
     if name == HERE and not measured.exists():

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -173,8 +173,7 @@ def _rows(
 def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
     from outlast.plan.api import published_constants
     from outlast.plan.batch import cases
-    from outlast.plan.clean import clean
-    from outlast.plan.rows import forced
+    from outlast.plan.rows import clean, forced
     from outlast.plan.step_fit import Belonging
     from outlast.plan.step_model import belonging, step_model, validate
 
@@ -201,8 +200,7 @@ def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
 
 
 def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
-    from outlast.plan.calibration import Provenance, write_calibration
-    from outlast.plan.step_model import calibration_of
+    from outlast.plan.calibration import Provenance, calibration_of, write_calibration
     from outlast.version import __version__
 
     used = found.used
@@ -216,9 +214,7 @@ def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
         ),
         text=f"outlast plan calibrate, {len(used)} of {len(found.rows)} rows",
     )
-    calibration = calibration_of(found.model, provenance)
-    constants = {**calibration.constants, **stored_memory(memory)}
-    write_calibration(replace(calibration, constants=constants), out)
+    write_calibration(calibration_of(found.model, provenance, stored_memory(memory)), out)
 
 
 def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[str, Any]:
@@ -382,7 +378,7 @@ def intervals_of(found: Fitted) -> dict[str, Any]:
     """Widths of intervals, and the share of the rows that lie in theirs."""
     import numpy as np
 
-    from outlast.plan.conformal import interval_groups
+    from outlast.plan.step_model import interval_groups
 
     widths, held = found.model.widths, found.held
     groups = interval_groups(held.rows)
@@ -592,9 +588,8 @@ def probed(
         PlanError: As `calibrate_here`.
     """
     from outlast.job import load_job
-    from outlast.plan.here import kept_cluster
     from outlast.plan.memory_fit import fit_resident
-    from outlast.plan.probes import Probing, family
+    from outlast.plan.probes import Probing, family, kept_cluster
     from outlast.plan.step_model import step_model
 
     if not seconds > 0.0:
@@ -633,13 +628,12 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         cluster_text: Likewise.
         files: By `places`.
     """
-    from outlast.plan.calibration import Provenance, write_calibration
+    from outlast.plan.calibration import Provenance, calibration_of, write_calibration
     from outlast.plan.memory_fit import (
         device_constants,
         fit_device_memory,
         resident_constants,
     )
-    from outlast.plan.step_model import calibration_of
     from outlast.records import replace_file
     from outlast.version import __version__
 
@@ -651,12 +645,10 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         flagged=found.failures,
         text=f"outlast plan calibrate --run, {len(found.probes)} probes",
     )
-    calibration = calibration_of(found.step, provenance)
     learned = fit_device_memory([probe.row for probe in found.probes])
     memory = device_constants({name: item.fit for name, item in learned.items()})
     if found.memory is not None:
         memory |= resident_constants(found.memory, found.cluster.name)
-    constants = {**calibration.constants, **memory}
-    write_calibration(replace(calibration, constants=constants), files[0])
+    write_calibration(calibration_of(found.step, provenance, memory), files[0])
     if cluster_text:
         replace_file(files[1], cluster_text.encode())

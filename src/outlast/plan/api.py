@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.errors import PlanError
-from outlast.plan.calibration import from_text, read_calibration
+from outlast.plan.calibration import from_text, read_calibration, step_model_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import checked, cluster_of
 from outlast.plan.configuration import Configuration
@@ -35,7 +35,7 @@ from outlast.plan.prediction import Estimate
 from outlast.plan.prediction import predict as predict_run
 from outlast.plan.settings import Mechanisms, Settings
 from outlast.plan.space import Axes, space
-from outlast.plan.step_model import StepModel, step_model_of
+from outlast.plan.step_model import StepModel
 from outlast.plan.transformer import Transformer
 
 if TYPE_CHECKING:

@@ -262,6 +262,10 @@ class Text(NamedTuple):
     source: str = "own"
     inputs: tuple[str, ...] = ()
 
+    def part(self, name: str, values: Array, inputs: Mapping[str, Array]) -> Part:
+        """The term of many cases beside which it is printed."""
+        return Part(name, values, self.formula, inputs, self.constants, self.source)
+
 
 def texts(figure: str) -> dict[str, Text]:
     """Texts of the terms of a figure, by their names."""

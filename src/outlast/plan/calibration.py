@@ -2,7 +2,7 @@
 
 calibration = read_calibration("h100.calibration.toml")
 calibration.constants["matmul_efficiency"].value
-calibration.conformal.interval(2.0, 0.03, "nanotron on h100-sxm")
+step_model_of(calibration).half_widths(cases, whose)
 
 Reading is strict: an unknown or missing key, a number out of its range, and a file that was changed
 after it was written are refused. A digest of the content tells the last; whoever edits a file on
@@ -18,27 +18,18 @@ import math
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array
-from outlast.plan.conformal import Conformal
-
-__all__ = [
-    "Calibration",
-    "Constant",
-    "Provenance",
-    "ResidualPoints",
-    "from_text",
-    "read_calibration",
-    "to_text",
-    "write_calibration",
-]
+from outlast.plan.conformal import Conformal, Place, Support
+from outlast.plan.constants import LEVELS, NAMES, PRIORS, bounded, unbounded
+from outlast.plan.step_fit import FEATURES, Column, Fit, Residual
+from outlast.plan.step_model import StepModel
 
 NUMBER = (int, float)
 
@@ -94,143 +85,14 @@ def number(value: Any, where: str) -> float:
     return float(value)
 
 
-_SLACK = 1.0 + 1e-9
-
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "sharding": (
-        "without sharding",
-        "that shards the optimizer",
-        "that shards gradients",
-        "that shards parameters",
-    ),
-    "recompute": (
-        "without recomputation",
-        "that recomputes attention",
-        "that recomputes whole blocks",
-    ),
-    "zero_bubble": ("of another schedule than zero_bubble", "of the zero_bubble schedule"),
-    "gpipe": ("of another schedule than gpipe", "of the gpipe schedule"),
-    "quantized": ("in another precision than fp8", "in fp8"),
-    "half": ("in fp32", "in 16 bits"),
-    "muon": ("with another optimizer than Muon", "with Muon"),
-    "unfused": ("with fused attention", "with unfused attention"),
-}
-"""Features that tell kinds of runs, and in words a run of each kind."""
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """Smallest and largest value of each feature among the calibrated rows.
-
-    Attributes:
-        ranges: By feature, e.g. "devices"; not negative, since distances are in log space.
-    """
-
-    ranges: Mapping[str, tuple[float, float]]
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in self.ranges.items():
-            if not 0.0 <= low <= high < float("inf"):
-                raise PlanError(f"support of {name} from {low:g} to {high:g} is no range from 0 on")
-
-    def distances(self, features: Mapping[str, Array]) -> Array:
-        """Distances of runs from the ranges: sums over features of the log of the excess.
-
-        A run with twice the most devices and all else inside is log 2 = 0.69 away.
-
-        Args:
-            features: By name, (n,) or (1,) each; a feature without a range is left out.
-
-        Returns:
-            (n,).
-        """
-        total = np.zeros(1)
-        for name, (low, high) in self.ranges.items():
-            if name in features:
-                total = total + _excess(np.asarray(features[name], np.float64), low, high)
-        return total
-
-    def outside(self, features: Mapping[str, float]) -> tuple[str, ...]:
-        """Name the features of one run that are outside, and by how much: a phrase each."""
-        phrases = []
-        for name, (low, high) in self.ranges.items():
-            if name not in features:
-                continue
-            value = float(features[name])
-            above = value > high * _SLACK
-            if not above and value * _SLACK >= low:
-                continue
-            if name in KINDS:
-                phrases.append(f"no run {KINDS[name][int(value)]} was measured")
-                continue
-            by = "outside"
-            if above and high:
-                by = f"{value / high:.3g} times above"
-            elif not above and value:
-                by = f"{low / value:.3g} times below"
-            phrases.append(f"{name} = {value:.6g} is {by} the calibrated {_range_of(low, high)}")
-        return tuple(phrases)
-
-    def joined(self, other: Support) -> Support:
-        """The smallest ranges that hold both."""
-        ranges = dict(self.ranges)
-        for name, (low, high) in other.ranges.items():
-            own = ranges.get(name, (low, high))
-            ranges[name] = min(low, own[0]), max(high, own[1])
-        return Support(ranges)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Calibrated ranges of one interval group.
-
-    Attributes:
-        ranges: Of the features of its runs.
-        utilisation: Largest share of the peak (MFU) among its runs, by precision.
-    """
-
-    ranges: Support
-    utilisation: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        for precision, share in self.utilisation.items():
-            if not 0.0 < share < float("inf"):
-                raise PlanError(
-                    f"utilisation = {share:g} in {precision} of a calibrated place: calibrate again"
-                )
-
-
-def support_of(features: Mapping[str, Array]) -> Support:
-    """The ranges of calibrated rows.
-
-    Args:
-        features: By name, (n,) each, not negative and finite.
-
-    Raises:
-        PlanError: A feature without values, or with one that is negative or not finite.
-    """
-    ranges = {}
-    for name, values in features.items():
-        array = np.asarray(values, np.float64)
-        if not array.size or not np.all(np.isfinite(array)) or array.min() < 0:
-            raise PlanError(f"feature {name} has no values, or some below 0: give one per row")
-        ranges[name] = (float(array.min()), float(array.max()))
-    return Support(ranges)
-
-
-def _excess(values: Array, low: float, high: float) -> Array:
-    """Log of the factor outside of the range; 1 where a range or a value of 0 has no factor."""
-    above = values > high * _SLACK
-    below = values * _SLACK < low
-    with np.errstate(divide="ignore", invalid="ignore"):
-        over = np.log(values / high) if high else np.ones_like(values)
-        under = np.where(values > 0, np.log(low / values), 1.0) if low else np.zeros_like(values)
-    found: Array = np.where(above, over, np.where(below, under, 0.0))
-    return found
-
-
-def _range_of(low: float, high: float) -> str:
-    return f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+def kinds_of(cls: type[Any]) -> tuple[dict[str, Any], set[str]]:
+    """Type of each compared field of a dataclass in TOML, and the fields that have a default."""
+    hints = get_type_hints(cls)
+    plain = {float: NUMBER, int: int, bool: bool, tuple[str, ...]: list}
+    named = [item for item in fields(cls) if item.compare]
+    # Choices are texts.
+    kinds = {item.name: plain.get(hints[item.name], str) for item in named}
+    return kinds, {item.name for item in named if item.default is not MISSING}
 
 
 ORIGINS = ("calibrated", "prior", "measured", "published", "datasheet")
@@ -254,49 +116,6 @@ class Constant:
     unit: str
     origin: str
     group: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResidualPoints:
-    """Rows near which the formulas' error is known: the support of a Gaussian process.
-
-    Attributes:
-        names: (k,) of the features.
-        features: (n, k) of the rows, as the process measures distances.
-        places: (n,) of the rows: only runs of the same place are corrected.
-        residuals: (n,) log of measured over predicted seconds.
-        noises: (n,) log standard deviations of the measurements, larger for outliers.
-        amplitude: Log standard deviation of the process.
-        length_scales: (k,) in units of the features.
-    """
-
-    names: tuple[str, ...]
-    features: Array
-    places: tuple[str, ...]
-    residuals: Array
-    noises: Array
-    amplitude: float
-    length_scales: Array
-
-    def __post_init__(self) -> None:
-        rows, columns = len(self.places), len(self.names)
-        for name, shape in (
-            ("features", (rows, columns)),
-            ("residuals", (rows,)),
-            ("noises", (rows,)),
-            ("length_scales", (columns,)),
-        ):
-            array = np.asarray(getattr(self, name), np.float64)
-            if array.shape != shape or not np.all(np.isfinite(array)):
-                raise PlanError(
-                    f"residual.{name} has shape {array.shape} or is not finite: it should be "
-                    f"{shape}"
-                )
-            object.__setattr__(self, name, array)
-        if not (
-            np.all(self.noises >= 0) and np.all(self.length_scales > 0) and self.amplitude >= 0
-        ):
-            raise PlanError("residual has a noise or amplitude below 0 or a length scale of 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,9 +148,7 @@ class Calibration:
         order: (p,) names of those that the fit moved, in the order of `correlation`.
         correlation: (p, p) of their errors in log space.
         residual: Correction near measured rows; None for none.
-        quantiles: Of the interval scores, by group, with `groups.OTHERS` for all others.
-        floor: Log standard deviation of a row that the fit knows perfectly.
-        coverage: Share of truths that the intervals should hold.
+        widths: How wide intervals are, by group, with `conformal.OTHERS` for all others.
         support: Calibrated range of each feature.
         provenance: Where it comes from.
         places: What was measured, by interval group; empty in files of older versions, whose
@@ -341,11 +158,9 @@ class Calibration:
     constants: Mapping[str, Constant]
     order: tuple[str, ...]
     correlation: Array
-    residual: ResidualPoints | None = None
-    quantiles: Mapping[str, float]
-    floor: float
-    coverage: float = 0.9
-    support: Mapping[str, tuple[float, float]]
+    residual: Residual | None = None
+    widths: Conformal
+    support: Support
     provenance: Provenance
     places: Mapping[str, Place] = field(default_factory=dict)
 
@@ -361,51 +176,121 @@ class Calibration:
         for name in self.order:
             if name not in self.constants:
                 raise PlanError(f"order names {name}, which is not among the constants")
-        object.__setattr__(self, "correlation", _correlation(self.correlation, len(self.order)))
-        for name, value in self.quantiles.items():
-            if not 0 <= value < math.inf:
-                raise PlanError(
-                    f"quantile of {name} = {value:g} is not 0 or above: calibrate again"
-                )
-        if not (0 <= self.floor < math.inf and 0 < self.coverage < 1):
+        # Its lower triangle mirrored, so that what is written and read is the same to the last bit.
+        array, count = np.asarray(self.correlation, np.float64), len(self.order)
+        if array.shape != (count, count) or not np.all(np.isfinite(array)):
             raise PlanError(
-                f"floor = {self.floor:g} and coverage = {self.coverage:g}: the first should be "
-                "0 or above, the second between 0 and 1"
+                f"correlation has shape {array.shape} or is not finite: it should be ({count}, "
+                f"{count})"
             )
-        Support(self.support)
-
-    @property
-    def covariance(self) -> Array:
-        """(p, p) of the errors of the constants in `order`, in log space."""
-        deviations = np.array([self.constants[name].log_deviation for name in self.order])
-        scaled: Array = self.correlation * np.outer(deviations, deviations)
-        return scaled
-
-    @property
-    def conformal(self) -> Conformal:
-        """The widths of the intervals."""
-        return Conformal(quantiles=self.quantiles, floor=self.floor, coverage=self.coverage)
-
-    @property
-    def ranges(self) -> Support:
-        """The calibrated ranges."""
-        return Support(self.support)
+        lower = np.tril(array, -1)
+        whole: Array = lower + lower.T + np.eye(count)
+        if not np.allclose(array, whole, atol=1e-6) or np.abs(whole).max(initial=0.0) > 1 + 1e-9:
+            raise PlanError("correlation is not symmetric with ones on its diagonal: fit again")
+        if count and float(np.linalg.eigvalsh(whole)[0]) < -1e-6:
+            raise PlanError("correlation has a negative eigenvalue: fit again")
+        object.__setattr__(self, "correlation", whole)
 
 
-def _correlation(matrix: Array | NDArray[np.float64], count: int) -> Array:
-    """Its lower triangle mirrored, so that what is written and read is the same to the last bit."""
-    array = np.asarray(matrix, np.float64)
-    if array.shape != (count, count) or not np.all(np.isfinite(array)):
+_FOR = " for "
+
+
+def calibration_of(
+    model: StepModel, provenance: Provenance, further: Mapping[str, Constant] | None = None
+) -> Calibration:
+    """Content of a calibration file for a fitted model.
+
+    Args:
+        model: Of the time.
+        provenance: Where it comes from.
+        further: Constants of other models, by name.
+    """
+    fitted = model.constants
+    deviations = np.sqrt(np.diag(fitted.covariance))
+    names = tuple(_name(column) for column in fitted.columns)
+    rows = zip(names, fitted.columns, fitted.values, deviations, strict=True)
+    constants = {
+        name: _constant(column, float(value), float(deviation))
+        for name, column, value, deviation in rows
+    }
+    scale = np.outer(deviations, deviations)
+    return Calibration(
+        constants={**constants, **(further or {})},
+        order=names,
+        correlation=fitted.covariance / np.where(scale > 0.0, scale, 1.0),
+        residual=model.residual,
+        widths=model.widths,
+        support=model.support,
+        provenance=provenance,
+        places=model.places,
+    )
+
+
+def step_model_of(calibration: Calibration) -> StepModel:
+    """The model that a calibration describes.
+
+    Raises:
+        PlanError: It has constants that this version does not know, or lacks some.
+    """
+    columns = tuple(_column(name) for name in calibration.order)
+    missing = sorted(set(NAMES) - {column.constant for column in columns if column.level is None})
+    if missing:
         raise PlanError(
-            f"correlation has shape {array.shape} or is not finite: it should be ({count}, {count})"
+            f"the calibration lacks {', '.join(missing)}: calibrate again with this version"
         )
-    lower = np.tril(array, -1)
-    whole: Array = lower + lower.T + np.eye(count)
-    if not np.allclose(array, whole, atol=1e-6) or np.abs(whole).max(initial=0.0) > 1 + 1e-9:
-        raise PlanError("correlation is not symmetric with ones on its diagonal: fit again")
-    if count and float(np.linalg.eigvalsh(whole)[0]) < -1e-6:
-        raise PlanError("correlation has a negative eigenvalue: fit again")
-    return whole
+    own = [calibration.constants[name] for name in calibration.order]
+    values = [_position(column, constant) for column, constant in zip(columns, own, strict=True)]
+    deviations = np.array([constant.log_deviation for constant in own])
+    return StepModel(
+        Fit(columns, np.array(values), calibration.correlation * np.outer(deviations, deviations)),
+        calibration.residual,
+        calibration.widths,
+        calibration.support,
+        len(calibration.provenance.rows),
+        calibration.places,
+    )
+
+
+def _name(column: Column) -> str:
+    if column.level is None:
+        return column.constant
+    return f"{column.constant}{_FOR}{column.level} {column.group}"
+
+
+def _column(name: str) -> Column:
+    constant, _, belonging = name.partition(_FOR)
+    level, _, group = belonging.partition(" ")
+    known = [item for item in LEVELS if item == level]
+    if constant not in PRIORS or (belonging and not known):
+        raise PlanError(
+            f"constant {name!r} of the calibration is not one of this version's: calibrate again"
+        )
+    return Column(constant, known[0], group) if known else Column(constant)
+
+
+def _constant(column: Column, value: float, deviation: float) -> Constant:
+    """The common constant in its own unit; a group's as a factor (on the odds, below a bound)."""
+    prior = PRIORS[column.constant]
+    if column.level is not None:
+        return Constant(
+            float(np.exp(value)),
+            deviation,
+            "factor",
+            "calibrated",
+            f"{column.level} {column.group}",
+        )
+    median = unbounded(column.constant, np.array(prior.median))
+    return Constant(
+        float(bounded(column.constant, median + value)), deviation, prior.unit, "calibrated"
+    )
+
+
+def _position(column: Column, constant: Constant) -> float:
+    """The inverse of `_constant`."""
+    if column.level is not None:
+        return float(np.log(constant.value))
+    median = unbounded(column.constant, np.array(PRIORS[column.constant].median))
+    return float(unbounded(column.constant, np.array(constant.value)) - median)
 
 
 FORMAT = 2
@@ -467,10 +352,10 @@ def to_text(calibration: Calibration) -> str:
     """The TOML text."""
     tables = _tables(calibration)
     lines = [_HEAD + f'digest = "{_digest(tables)}"']
-    lines += [f"{name} = {_value(value)}" for name, value in tables.items() if _plain(value)]
-    for name, value in tables.items():
-        if not _plain(value):
-            lines += ["", *_table_lines(name, value)]
+    inner = {name: value for name, value in tables.items() if isinstance(value, dict)}
+    lines += [f"{name} = {_value(value)}" for name, value in tables.items() if name not in inner]
+    for name, value in inner.items():
+        lines += ["", *_table_lines(name, value)]
     return "\n".join([*lines, ""])
 
 
@@ -510,34 +395,34 @@ def _tables(calibration: Calibration) -> dict[str, Any]:
     ]
     tables: dict[str, Any] = {
         "format": FORMAT,
-        "floor": float(calibration.floor),
-        "coverage": float(calibration.coverage),
+        "floor": float(calibration.widths.floor),
+        "coverage": float(calibration.widths.coverage),
         "provenance": _listed(asdict(calibration.provenance)),
         "constants": {
             name: _listed(asdict(constant)) for name, constant in calibration.constants.items()
         },
         "correlation": {"order": list(calibration.order), "lower": lower},
-        "quantiles": {name: float(value) for name, value in calibration.quantiles.items()},
-        "support": {
-            name: [float(low), float(high)] for name, (low, high) in calibration.support.items()
-        },
+        "quantiles": _listed(calibration.widths.quantiles),
+        "support": _listed(calibration.support.ranges),
     }
     if calibration.places:
         tables["places"] = {
             name: {
-                "utilisation": {key: float(share) for key, share in place.utilisation.items()},
-                "ranges": {
-                    key: [float(low), float(high)]
-                    for key, (low, high) in place.ranges.ranges.items()
-                },
+                "utilisation": _listed(place.utilisation),
+                "ranges": _listed(place.ranges.ranges),
             }
             for name, place in calibration.places.items()
         }
-    if calibration.residual is not None:
+    if (points := calibration.residual) is not None:
         tables["residual"] = _listed(
             {
-                field.name: getattr(calibration.residual, field.name)
-                for field in fields(ResidualPoints)
+                "names": FEATURES,
+                "features": points.features,
+                "places": points.places,
+                "residuals": points.residuals,
+                "noises": points.noises,
+                "amplitude": points.amplitude,
+                "length_scales": [points.length] * len(FEATURES),
             }
         )
     return tables
@@ -545,7 +430,7 @@ def _tables(calibration: Calibration) -> dict[str, Any]:
 
 def _listed(value: Any) -> Any:
     """Tuples and arrays as lists, NumPy numbers as Python's."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: _listed(inner) for name, inner in value.items()}
     if isinstance(value, (tuple, list)):
         return [_listed(inner) for inner in value]
@@ -555,10 +440,6 @@ def _listed(value: Any) -> Any:
 def _digest(tables: Mapping[str, Any]) -> str:
     text = json.dumps(tables, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _plain(value: Any) -> bool:
-    return not isinstance(value, dict)
 
 
 def _table_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
@@ -601,16 +482,78 @@ def _key(text: str) -> str:
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _quoted(text)
 
 
-_CONSTANT = {"value": NUMBER, "log_deviation": NUMBER, "unit": str, "origin": str, "group": str}
+def _calibration(tables: Mapping[str, Any], source: str) -> Calibration:
+    constants = {}
+    for name, table in tables["constants"].items():
+        where = f"{source}: constants.{name}"
+        _require_table(table, where)
+        check_keys(table, *kinds_of(Constant), where)
+        constants[name] = Constant(**table)
+    check_keys(tables["correlation"], {"order": list, "lower": list}, set(), source)
+    order = texts(tables["correlation"]["order"], f"{source}: correlation.order")
+    places = {}
+    for name, table in tables.get("places", {}).items():
+        where = f"{source}: places.{name}"
+        _require_table(table, where)
+        check_keys(table, {"utilisation": dict, "ranges": dict}, set(), where)
+        shares = {
+            key: number(value, f"{where}.{key}") for key, value in table["utilisation"].items()
+        }
+        places[name] = Place(_ranges(table["ranges"], where), shares)
+    provenance, where = tables["provenance"], f"{source}: provenance"
+    check_keys(provenance, *kinds_of(Provenance), where)
+    lists = {
+        name: texts(value, f"{where}.{name}")
+        for name, value in provenance.items()
+        if isinstance(value, list)
+    }
+    widths = Conformal(
+        quantiles={
+            name: number(value, f"{source}: quantiles.{name}")
+            for name, value in tables["quantiles"].items()
+        },
+        floor=tables["floor"],
+        coverage=tables["coverage"],
+    )
+    return Calibration(
+        constants=constants,
+        order=order,
+        correlation=_matrix(tables["correlation"]["lower"], len(order), source),
+        residual=_residual(tables["residual"], source) if "residual" in tables else None,
+        widths=widths,
+        support=_ranges(tables["support"], f"{source}: support"),
+        provenance=Provenance(**{**provenance, **lists}),
+        places=places,
+    )
 
-_PROVENANCE = {
-    "date": str,
-    "version": str,
-    "rows": list,
-    "sources": list,
-    "flagged": list,
-    "text": str,
-}
+
+def _require_table(value: Any, where: str) -> None:
+    if not isinstance(value, dict):
+        raise PlanError(f"{where} = {str(value)[:60]!r} must be a table")
+
+
+def _ranges(table: Mapping[str, Any], where: str) -> Support:
+    found = {}
+    for name, value in table.items():
+        here = f"{where}.{name}"
+        if not isinstance(value, list) or len(value) != 2:
+            raise PlanError(f"{here} = {str(value)[:60]!r} must be [lowest, highest]")
+        found[name] = number(value[0], here), number(value[1], here)
+    return Support(found)
+
+
+def _matrix(lower: Sequence[Any], count: int, source: str) -> Array:
+    where = f"{source}: correlation.lower"
+    sizes = [len(values) if isinstance(values, list) else 0 for values in lower]
+    if sizes != [*range(1, count)]:
+        raise PlanError(
+            f"{where} must have rows of 1 to {count - 1} numbers, one per pair of `order`"
+        )
+    matrix = np.eye(count)
+    for row, values in enumerate(lower, 1):
+        matrix[row, :row] = matrix[:row, row] = [number(value, where) for value in values]
+    return matrix
+
 
 _RESIDUAL = {
     "names": list,
@@ -623,94 +566,37 @@ _RESIDUAL = {
 }
 
 
-def _calibration(tables: Mapping[str, Any], source: str) -> Calibration:
-    constants = {}
-    for name, table in tables["constants"].items():
-        where = f"{source}: constants.{name}"
-        if not isinstance(table, dict):
-            raise PlanError(f"{where} = {str(table)[:60]!r} must be a table")
-        check_keys(table, _CONSTANT, {"group"}, where)
-        constants[name] = Constant(**table)
-    check_keys(tables["correlation"], {"order": list, "lower": list}, set(), source)
-    order = texts(tables["correlation"]["order"], f"{source}: correlation.order")
-    return Calibration(
-        constants=constants,
-        order=order,
-        correlation=_matrix(tables["correlation"]["lower"], len(order), source),
-        residual=_residual(tables.get("residual"), source),
-        quantiles={
-            name: number(value, f"{source}: quantiles.{name}")
-            for name, value in tables["quantiles"].items()
-        },
-        floor=tables["floor"],
-        coverage=tables["coverage"],
-        support={
-            name: _range(value, f"{source}: support.{name}")
-            for name, value in tables["support"].items()
-        },
-        provenance=_provenance(tables["provenance"], f"{source}: provenance"),
-        places={
-            name: _place(table, f"{source}: places.{name}")
-            for name, table in tables.get("places", {}).items()
-        },
-    )
-
-
-def _place(table: Any, where: str) -> Place:
-    if not isinstance(table, dict):
-        raise PlanError(f"{where} = {str(table)[:60]!r} must be a table")
-    check_keys(table, {"utilisation": dict, "ranges": dict}, set(), where)
-    ranges = {name: _range(value, f"{where}.{name}") for name, value in table["ranges"].items()}
-    shares = {
-        name: number(value, f"{where}.{name}") for name, value in table["utilisation"].items()
-    }
-    return Place(Support(ranges), shares)
-
-
-def _provenance(table: Mapping[str, Any], where: str) -> Provenance:
-    check_keys(table, _PROVENANCE, {"rows", "sources", "flagged", "text"}, where)
-    lists = {
-        name: texts(table.get(name, []), f"{where}.{name}")
-        for name in ("rows", "sources", "flagged")
-    }
-    return Provenance(
-        date=table["date"], version=table["version"], text=table.get("text", ""), **lists
-    )
-
-
-def _range(value: Any, where: str) -> tuple[float, float]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise PlanError(f"{where} = {str(value)[:60]!r} must be [lowest, highest]")
-    return number(value[0], where), number(value[1], where)
-
-
-def _matrix(lower: Sequence[Any], count: int, source: str) -> Any:
-    where = f"{source}: correlation.lower"
-    wrong = f"{where} must have rows of 1 to {count - 1} numbers, one per pair of `order`"
-    if len(lower) != max(count - 1, 0):
-        raise PlanError(wrong)
-    matrix = np.eye(count)
-    for row, values in enumerate(lower, 1):
-        if not isinstance(values, list) or len(values) != row:
-            raise PlanError(wrong)
-        matrix[row, :row] = matrix[:row, row] = [number(value, where) for value in values]
-    return matrix
-
-
-def _residual(table: Mapping[str, Any] | None, source: str) -> ResidualPoints | None:
-    if table is None:
-        return None
+def _residual(table: Mapping[str, Any], source: str) -> Residual:
     where = f"{source}: residual"
     check_keys(table, _RESIDUAL, set(), where)
     names, places = texts(table["names"], where), texts(table["places"], where)
+    rows, columns = len(places), len(names)
     try:
         arrays = {
             name: np.array(table[name], np.float64)
-            for name in ("residuals", "noises", "length_scales")
+            for name in ("features", "residuals", "noises", "length_scales")
         }
-        features = np.array(table["features"], np.float64).reshape(len(places), len(names))
     except (ValueError, TypeError):
         raise PlanError(f"{where} has rows of unequal length or no numbers") from None
-    return ResidualPoints(
-        names=names, places=places, features=features, amplitude=float(table["amplitude"]), **arrays
+    arrays["features"] = arrays["features"].reshape(-1, columns)
+    for name, shape in (
+        ("features", (rows, columns)),
+        ("residuals", (rows,)),
+        ("noises", (rows,)),
+        ("length_scales", (columns,)),
+    ):
+        if arrays[name].shape != shape or not np.all(np.isfinite(arrays[name])):
+            raise PlanError(
+                f"residual.{name} has shape {arrays[name].shape} or is not finite: it should be "
+                f"{shape}"
+            )
+    noises, lengths, amplitude = arrays["noises"], arrays["length_scales"], table["amplitude"]
+    if not (np.all(noises >= 0) and np.all(lengths > 0) and amplitude >= 0):
+        raise PlanError("residual has a noise or amplitude below 0 or a length scale of 0")
+    if names != FEATURES or np.ptp(lengths) > 0.0:
+        raise PlanError(
+            "the calibration's residual has other features than this version's: calibrate again"
+        )
+    return Residual(
+        arrays["features"], places, arrays["residuals"], noises, float(amplitude), float(lengths[0])
     )

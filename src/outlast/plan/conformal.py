@@ -1,4 +1,4 @@
-"""Intervals that cover: quantiles of the errors on rows that were not fitted.
+"""Intervals that cover: quantiles of the errors on rows that were not fitted, and their ranges.
 
 The score of a row is `|log measured - log predicted| / scale`, with the difficulty
 
@@ -28,36 +28,141 @@ from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array
-from outlast.plan.estimate import Interval
-from outlast.plan.rows import Row
+
+_SLACK = 1.0 + 1e-9
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "sharding": (
+        "without sharding",
+        "that shards the optimizer",
+        "that shards gradients",
+        "that shards parameters",
+    ),
+    "recompute": (
+        "without recomputation",
+        "that recomputes attention",
+        "that recomputes whole blocks",
+    ),
+    "zero_bubble": ("of another schedule than zero_bubble", "of the zero_bubble schedule"),
+    "gpipe": ("of another schedule than gpipe", "of the gpipe schedule"),
+    "quantized": ("in another precision than fp8", "in fp8"),
+    "half": ("in fp32", "in 16 bits"),
+    "muon": ("with another optimizer than Muon", "with Muon"),
+    "unfused": ("with fused attention", "with unfused attention"),
+}
+"""Features that tell kinds of runs, and in words a run of each kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Smallest and largest value of each feature among the calibrated rows.
+
+    Attributes:
+        ranges: By feature, e.g. "devices"; not negative, since distances are in log space.
+    """
+
+    ranges: Mapping[str, tuple[float, float]]
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in self.ranges.items():
+            if not 0.0 <= low <= high < float("inf"):
+                raise PlanError(f"support of {name} from {low:g} to {high:g} is no range from 0 on")
+
+    def distances(self, features: Mapping[str, Array]) -> Array:
+        """Distances of runs from the ranges: sums over features of the log of the excess.
+
+        A run with twice the most devices and all else inside is log 2 = 0.69 away.
+
+        Args:
+            features: By name, (n,) or (1,) each; a feature without a range is left out.
+
+        Returns:
+            (n,).
+        """
+        total = np.zeros(1)
+        for name, (low, high) in self.ranges.items():
+            if name not in features:
+                continue
+            values = np.asarray(features[name], np.float64)
+            # Where a range or a value of 0 has no factor, it counts as 1.
+            with np.errstate(divide="ignore", invalid="ignore"):
+                over = np.log(values / high) if high else np.ones_like(values)
+                under = np.where(values > 0, np.log(low / values), 1.0) if low else 0.0
+            below = values * _SLACK < low
+            total = total + np.where(values > high * _SLACK, over, np.where(below, under, 0.0))
+        return total
+
+    def outside(self, features: Mapping[str, float]) -> tuple[str, ...]:
+        """Name the features of one run that are outside, and by how much: a phrase each."""
+        phrases = []
+        for name, (low, high) in self.ranges.items():
+            if name not in features:
+                continue
+            value = float(features[name])
+            above = value > high * _SLACK
+            if not above and value * _SLACK >= low:
+                continue
+            if name in KINDS:
+                phrases.append(f"no run {KINDS[name][int(value)]} was measured")
+                continue
+            by = "outside"
+            if above and high:
+                by = f"{value / high:.3g} times above"
+            elif not above and value:
+                by = f"{low / value:.3g} times below"
+            known = f"{low:.6g}" if low == high else f"{low:.6g} to {high:.6g}"
+            phrases.append(f"{name} = {value:.6g} is {by} the calibrated {known}")
+        return tuple(phrases)
+
+    def joined(self, other: Support) -> Support:
+        """The smallest ranges that hold both."""
+        ranges = dict(self.ranges)
+        for name, (low, high) in other.ranges.items():
+            own = ranges.get(name, (low, high))
+            ranges[name] = min(low, own[0]), max(high, own[1])
+        return Support(ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Calibrated ranges of one interval group.
+
+    Attributes:
+        ranges: Of the features of its runs.
+        utilisation: Largest share of the peak (MFU) among its runs, by precision.
+    """
+
+    ranges: Support
+    utilisation: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for precision, share in self.utilisation.items():
+            if not 0.0 < share < float("inf"):
+                raise PlanError(
+                    f"utilisation = {share:g} in {precision} of a calibrated place: calibrate again"
+                )
+
+
+def support_of(features: Mapping[str, Array]) -> Support:
+    """The ranges of calibrated rows.
+
+    Args:
+        features: By name, (n,) each, not negative and finite.
+
+    Raises:
+        PlanError: A feature without values, or with one that is negative or not finite.
+    """
+    ranges = {}
+    for name, values in features.items():
+        array = np.asarray(values, np.float64)
+        if not array.size or not np.all(np.isfinite(array)) or array.min() < 0:
+            raise PlanError(f"feature {name} has no values, or some below 0: give one per row")
+        ranges[name] = (float(array.min()), float(array.max()))
+    return Support(ranges)
+
 
 OTHERS = "*"
 """Stands for every group that no row was measured of."""
-
-
-def interval_group(framework: str, chip: str, cluster: str = "", *, mixture: bool = False) -> str:
-    """The name under which errors of a framework on a chip of a cluster are collected.
-
-    Another cluster with the same framework and chip has errors of its own: its network, hosts and
-    versions differ. How far a prediction is off differs as much between dense models and mixtures
-    of experts: kernels and exchanges of experts change from release to release.
-
-    Args:
-        framework: As calibrations count.
-        chip: Kind of the devices.
-        cluster: Its name; empty for the beginning that the names of all clusters share.
-        mixture: A mixture of experts.
-    """
-    name = f"{framework} on {chip} at {cluster}"
-    return f"mixtures, {name}" if mixture else name
-
-
-def interval_groups(rows: Sequence[Row]) -> tuple[str, ...]:
-    """`interval_group` of each row."""
-    return tuple(
-        interval_group(row.framework, row.chip, row.cluster.name, mixture=row.model.experts > 1)
-        for row in rows
-    )
 
 
 def folds(keys: Sequence[str], count: int, seed: int = 0) -> NDArray[np.intp]:
@@ -100,6 +205,8 @@ def folds(keys: Sequence[str], count: int, seed: int = 0) -> NDArray[np.intp]:
     return found
 
 
+COVERAGE = 0.9
+"""Of the intervals, where a calibration file says no other."""
 _MEAN_ROWS = 3.0
 _QUANTILE_ROWS = 15.0
 _LEAST_FLOOR = 0.005
@@ -124,7 +231,19 @@ class Conformal:
 
     quantiles: Mapping[str, float]
     floor: float
-    coverage: float = 0.9
+    coverage: float = COVERAGE
+
+    def __post_init__(self) -> None:
+        for name, value in self.quantiles.items():
+            if not 0 <= value < math.inf:
+                raise PlanError(
+                    f"quantile of {name} = {value:g} is not 0 or above: calibrate again"
+                )
+        if not (0 <= self.floor < math.inf and 0 < self.coverage < 1):
+            raise PlanError(
+                f"floor = {self.floor:g} and coverage = {self.coverage:g}: the first should be "
+                "0 or above, the second between 0 and 1"
+            )
 
     def half_widths(self, deviations: Array, groups: Sequence[str], distances: Array) -> Array:
         """Half of the intervals' widths in log space.
@@ -141,90 +260,47 @@ class Conformal:
         quantiles = np.array([self.quantiles.get(group, other) for group in groups])
         return quantiles * _scales(self.floor, deviations, distances)
 
-    def bounds(
-        self, middles: Array, deviations: Array, groups: Sequence[str], distances: Array
-    ) -> tuple[Array, Array]:
-        """Lower and upper ends, (n,) each, of figures whose errors are proportional to them."""
-        factors = np.exp(self.half_widths(deviations, groups, distances))
-        return middles / factors, middles * factors
-
-    def interval(
-        self,
-        middle: float,
-        deviation: float,
-        group: str,
-        distance: float = 0.0,
-        outside: tuple[str, ...] = (),
-    ) -> Interval:
-        """One figure with its interval.
-
-        Args:
-            middle: Predicted, positive.
-            deviation: Its log standard deviation from the fit's covariance.
-            group: Of the run.
-            distance: From the calibrated ranges.
-            outside: What is outside them, a phrase each.
-        """
-        low, high = self.bounds(
-            np.array([middle]), np.array([deviation]), [group], np.array([distance])
-        )
-        phrases = outside
-        if group not in self.quantiles:
-            phrases = (*outside, f"no run of {group} was calibrated")
-        return Interval(float(low[0]), middle, float(high[0]), self.coverage, phrases)
-
 
 def conformal(
-    residuals: Array,
-    deviations: Array,
-    groups: Sequence[str],
-    distances: Array | None = None,
-    coverage: float = 0.9,
+    residuals: Array, deviations: Array, groups: Sequence[str], distances: Array
 ) -> Conformal:
     """Quantiles from residuals of rows that were held out when they were predicted.
 
     Args:
-        residuals: (n,) log of measured over predicted.
+        residuals: (n,) log of measured over predicted, at least one.
         deviations: (n,) log standard deviations from the fit's covariance, of the same folds.
         groups: (n,) names.
-        distances: (n,) of the rows from the other folds' ranges; None for 0.
-        coverage: Between 0 and 1.
-
-    Raises:
-        PlanError: No residual, shapes that differ, numbers that are not finite, or a coverage
-            outside 0 to 1.
+        distances: (n,) of the rows from the other folds' ranges.
     """
-    residuals, deviations = np.asarray(residuals, float), np.asarray(deviations, float)
-    away = np.zeros_like(residuals) if distances is None else np.asarray(distances, float)
-    if not residuals.size or not residuals.shape == deviations.shape == away.shape == (
-        len(groups),
-    ):
-        raise PlanError(
-            f"residuals = {residuals.shape}, deviations = {deviations.shape}, groups = "
-            f"{len(groups)}: give at least one row and as many of each"
-        )
-    if not all(np.all(np.isfinite(item)) for item in (residuals, deviations, away)):
-        raise PlanError(
-            "residuals, deviations or distances are not all finite: leave such rows out"
-        )
-    if not 0.0 < coverage < 1.0:
-        raise PlanError(f"coverage = {coverage:g} is not between 0 and 1")
     floor = max(1.4826 * float(np.median(np.abs(residuals))), _LEAST_FLOOR)
-    if residuals.size < FEW and len(set(groups)) == 1:
-        return _of_few(floor, residuals.size, groups[0], coverage)
-    scores = np.abs(residuals) / _scales(floor, deviations, away)
-    names = np.array(groups)
-    factors = _factors(scores, names)
-    normalised = scores / factors
+    names, count = np.array(groups), residuals.size
+    if count < FEW and len(set(groups)) == 1:
+        return _of_few(floor, count, groups[0])
+    scores = np.abs(residuals) / _scales(floor, deviations, distances)
+    mean = float(scores.mean())
+    # Of each row, the mean score of its group without the row, shrunk, over the mean of all.
+    factors = np.ones_like(scores)
+    for group in np.unique(names) if mean > 0.0 else ():
+        own = names == group
+        rest = scores[own].sum() - scores[own]
+        factors[own] = (rest + _MEAN_ROWS * mean) / (own.sum() - 1 + _MEAN_ROWS) / mean
     quantiles = {}
     for group in dict.fromkeys(groups):
         own = names == group
         others = int((~own).sum())
         weights = np.where(own, 1.0, min(1.0, _QUANTILE_ROWS / others) if others else 1.0)
-        factor = _mean(scores[own], float(scores.mean())) / float(scores.mean() or 1.0)
-        quantiles[str(group)] = factor * _quantile(normalised, weights, coverage)
-    quantiles[OTHERS] = _elsewhere(scores, names, coverage)
-    return Conformal(quantiles=quantiles, floor=floor, coverage=coverage)
+        alike = scores[own]
+        shrunk = (float(alike.sum()) + _MEAN_ROWS * mean) / (alike.size + _MEAN_ROWS)
+        quantiles[str(group)] = shrunk / (mean or 1.0) * _quantile(scores / factors, weights)
+    # For a new group all groups count alike, and there are only so many of them.
+    alike_ones = [scores[names == group] for group in np.unique(names)]
+    worst = [_quantile(alike, np.ones(alike.size)) for alike in alike_ones]
+    typical = _quantile(scores, np.ones(count))
+    if len(worst) == 1:
+        quantiles[OTHERS] = typical * math.sqrt(2.0)
+    else:
+        quantiles[OTHERS] = max(typical, float(np.quantile(worst, COVERAGE)))
+    return Conformal(quantiles=quantiles, floor=floor)
 
 
 def scale_of_few(expected: float, squares: float, rows: int) -> float:
@@ -240,7 +316,7 @@ def scale_of_few(expected: float, squares: float, rows: int) -> float:
     return math.sqrt((EXPECTED_ROWS * expected**2 + squares) / (EXPECTED_ROWS + rows))
 
 
-def _of_few(floor: float, rows: int, group: str, coverage: float) -> Conformal:
+def _of_few(floor: float, rows: int, group: str) -> Conformal:
     """Student's quantile of a scale that few rows and what is expected give together.
 
     Probes lie at the ends of their ranges, where a fit without them is worst, and one of them may
@@ -251,35 +327,16 @@ def _of_few(floor: float, rows: int, group: str, coverage: float) -> Conformal:
     from scipy.special import stdtrit
 
     scale = scale_of_few(_EXPECTED, rows * floor**2, rows)
-    quantile = float(stdtrit(EXPECTED_ROWS + rows, 0.5 + coverage / 2.0))
-    # As in `_elsewhere`: another group differs as much again.
-    others = quantile * math.sqrt(2.0)
-    return Conformal(quantiles={group: quantile, OTHERS: others}, floor=scale, coverage=coverage)
+    quantile = float(stdtrit(EXPECTED_ROWS + rows, 0.5 + COVERAGE / 2.0))
+    # As of one group in `conformal`: another one differs as much again.
+    return Conformal(quantiles={group: quantile, OTHERS: quantile * math.sqrt(2.0)}, floor=scale)
 
 
 def _scales(floor: float, deviations: Array, distances: Array) -> Array:
-    scales: Array = np.hypot(floor, deviations) * (1.0 + distances)
-    return scales
+    return np.asarray(np.hypot(floor, deviations) * (1.0 + distances))
 
 
-def _mean(scores: Array, pooled: float) -> float:
-    return (float(scores.sum()) + _MEAN_ROWS * pooled) / (scores.size + _MEAN_ROWS)
-
-
-def _factors(scores: Array, names: Array) -> Array:
-    """(n,) shrunk mean score of each row's group without the row, over the mean of all."""
-    factors = np.ones_like(scores)
-    pooled = float(scores.mean())
-    if pooled <= 0.0:
-        return factors
-    for group in np.unique(names):
-        own = names == group
-        rest = scores[own].sum() - scores[own]
-        factors[own] = (rest + _MEAN_ROWS * pooled) / (own.sum() - 1 + _MEAN_ROWS) / pooled
-    return factors
-
-
-def _quantile(scores: Array, weights: Array, coverage: float) -> float:
+def _quantile(scores: Array, weights: Array) -> float:
     """Weighted quantile with weight 1 at infinity.
 
     Where so few rows cannot reach the coverage, the largest score is stretched as far as that of
@@ -287,24 +344,10 @@ def _quantile(scores: Array, weights: Array, coverage: float) -> float:
     """
     order = np.argsort(scores, kind="stable")
     reached = np.cumsum(weights[order]) / (weights.sum() + 1.0)
-    enough = np.flatnonzero(reached >= coverage - 1e-12)
+    enough = np.flatnonzero(reached >= COVERAGE - 1e-12)
     if enough.size:
         return float(scores[order[enough[0]]])
-    return float(scores.max()) * _normal(coverage) / _normal(float(reached[-1]))
-
-
-def _normal(coverage: float) -> float:
-    """Half-width that holds this share of normal errors, in standard deviations."""
-    return NormalDist().inv_cdf(0.5 + coverage / 2.0)
-
-
-def _elsewhere(scores: Array, names: Array, coverage: float) -> float:
-    """For a new group: all groups count alike, and there are only so many of them."""
-    worst = []
-    for group in np.unique(names):
-        own = scores[names == group]
-        worst.append(_quantile(own, np.ones(own.size), coverage))
-    typical = _quantile(scores, np.ones(scores.size), coverage)
-    if len(worst) == 1:
-        return typical * math.sqrt(2.0)
-    return max(typical, float(np.quantile(worst, coverage)))
+    # Half-widths that hold so large a share of normal errors, in standard deviations.
+    shares = COVERAGE, float(reached[-1])
+    wanted, had = (NormalDist().inv_cdf(0.5 + share / 2.0) for share in shares)
+    return float(scores.max()) * wanted / had

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -135,13 +135,7 @@ MEMORY_PRIORS: dict[str, Prior] = _priors("memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConstants:
-    """Values of the constants of `MEMORY_PRIORS`, of shape (1,), or (cases,) where runs differ.
-
-    Attributes:
-        moment_bytes: Of the optimizer's state beside the fp32 weights, per parameter: 8 for Adam,
-            4 for momentum alone (SGD). It is known, and never fitted; hidden matrices that Muon
-            updates have 4 anyway.
-    """
+    """Values of the constants of `MEMORY_PRIORS`, of shape (1,), or (cases,) where runs differ."""
 
     bucket_bytes: Array
     copy_bytes: Array
@@ -158,22 +152,16 @@ class MemoryConstants:
     process_bytes: Array
     stuck_share: Array
     usable_share: Array
-    moment_bytes: Array = field(default_factory=lambda: np.full(1, 8.0))
 
 
-MEMORY_NAMES: tuple[str, ...] = tuple(
-    item.name for item in fields(MemoryConstants) if item.name in MEMORY_PRIORS
-)
+MEMORY_NAMES: tuple[str, ...] = tuple(item.name for item in fields(MemoryConstants))
 
 
-def memory_constants(
-    values: Mapping[str, float | Array] | None = None, *, moment_bytes: float | Array = 8.0
-) -> MemoryConstants:
+def memory_constants(values: Mapping[str, float | Array] | None = None) -> MemoryConstants:
     """Constants with the priors' medians where nothing is given.
 
     Args:
         values: By name, of shape (), (1,) or (cases,).
-        moment_bytes: Of the optimizer's state per parameter.
     """
     given = values or {}
     return MemoryConstants(
@@ -182,6 +170,5 @@ def memory_constants(
                 np.asarray(given.get(name, MEMORY_PRIORS[name].median), dtype=np.float64)
             )
             for name in MEMORY_NAMES
-        },
-        moment_bytes=np.atleast_1d(np.asarray(moment_bytes, dtype=np.float64)),
+        }
     )

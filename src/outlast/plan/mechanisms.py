@@ -20,14 +20,12 @@ from outlast.hardware.figure import Unavailable
 from outlast.plan.batch import Part
 from outlast.plan.block_time import half_side
 from outlast.plan.energy import activity_at, clock_factors
-from outlast.plan.memory import Demand, demand
-from outlast.plan.shard_sizes import Stage, embedding_parameters, stage
 from outlast.tensorize.cost import layer_cost, step_ratio
 
 if TYPE_CHECKING:
     from outlast.guard.policy import Level
     from outlast.plan.batch import Array, Cases
-    from outlast.plan.constants import Constants, MemoryConstants
+    from outlast.plan.constants import Constants
     from outlast.plan.context import Context
     from outlast.plan.settings import Settings
     from outlast.plan.space import Block
@@ -178,69 +176,6 @@ def product_efficiency(
     flops = _form(model, form, rank_share).flops_ratio
     efficiency = np.minimum(flops * dense / structured, 1.0)
     return np.array(np.broadcast_to(efficiency, (len(layouts),)))
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory of candidates on their fullest stage, each (candidates,).
-
-    Attributes:
-        reserved_bytes: What the allocator holds.
-        pressing: What a run needs and cannot give back, over what the allocator can get: above 1
-            it runs out of memory.
-        headroom: Share of the memory that nothing is reserved of.
-    """
-
-    reserved_bytes: Array
-    pressing: Array
-    headroom: Array
-
-
-def room(
-    layouts: Cases, constants: MemoryConstants, layout: np.ndarray, shares: Array | None
-) -> Room:
-    """Memory of candidates, that of the states less what structured layers do without.
-
-    Args:
-        layouts: (layouts,).
-        constants: Of the memory model.
-        layout: (candidates,) index into `layouts`.
-        shares: (candidates,) parameters of the linear layers over those of the dense ones; None
-            where all are dense.
-    """
-    first = stage(layouts, "first")
-    stages = [first]
-    if (layouts.pipeline > 1.0).any():
-        stages.append(stage(layouts, "last"))
-    found = []
-    for item in stages:
-        need = demand(layouts, constants, item)
-        spared = 0.0 if shares is None else _spread(block_state_bytes(layouts, need, item), layout)
-        less = 0.0 if shares is None else spared * (1.0 - shares)
-        usable = _spread(need.usable * np.ones(len(layouts)), layout)
-        found.append(
-            (
-                _spread(need.reserved * np.ones(len(layouts)), layout) - less,
-                (_spread(need.pressing * np.ones(len(layouts)), layout) - less) / usable,
-                _spread(need.wanted * np.ones(len(layouts)), layout) - less,
-            )
-        )
-    reserved, pressing, wanted = (np.max(values, axis=0) for values in zip(*found, strict=True))
-    memory = _spread(layouts.memory_bytes * np.ones(len(layouts)), layout)
-    return Room(reserved, pressing, 1.0 - wanted / memory)
-
-
-def block_state_bytes(cases: Cases, need: Demand, of: Stage) -> Array:
-    """(cases,) weights, gradients and optimizer states of a stage's blocks, on one rank."""
-    tables = of.ends * embedding_parameters(cases) / cases.tensor
-    share = 1.0 - np.minimum(tables / np.maximum(need.states.parameters, 1.0), 1.0)
-    held: Array = need.states.lasting * share * np.ones(len(cases))
-    return held
-
-
-def _spread(values: Array, layout: np.ndarray) -> Array:
-    rows: Array = values[layout]
-    return rows
 
 
 @cache

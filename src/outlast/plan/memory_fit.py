@@ -16,23 +16,22 @@ the machine: least squares on relative errors with a normal prior on each coeffi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array, Cases, cases
-from outlast.plan.calibration import Calibration, Constant
+from outlast.plan.calibration import Calibration, Constant, step_model_of
 from outlast.plan.conformal import folds, scale_of_few
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, MemoryConstants, memory_constants
-from outlast.plan.memory import LOG_DEVIATION, Demand, demand
+from outlast.plan.memory import LOG_DEVIATION, demand
 from outlast.plan.rows import Row
 from outlast.plan.shard_sizes import stage, stage_parameters
 from outlast.plan.step_fit import most_probable
-from outlast.plan.step_model import StepModel, step_model_of
+from outlast.plan.step_model import StepModel
 
 ALLOCATED_NOISE = 0.01
 PEAK_NOISE = 0.03
@@ -67,21 +66,6 @@ class MemoryRuns:
     software: tuple[str, ...]
     first_stage: bool = True
 
-    def __post_init__(self) -> None:
-        sizes = {
-            len(self.cases),
-            len(self.allocated_bytes),
-            len(self.peak_bytes),
-            len(self.reserved_bytes),
-            len(self.out_of_memory),
-            len(self.software),
-        }
-        if len(sizes) > 1 or not len(self.software):
-            raise PlanError(f"runs of {sorted(sizes)} entries: give one entry for each run")
-        known = np.concatenate([self.allocated_bytes, self.peak_bytes, self.reserved_bytes])
-        if (known <= 0.0).any():
-            raise PlanError("memory of a run must be above 0 bytes: leave it out or correct it")
-
     def taken(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> MemoryRuns:
         """Some of the runs, by indices or a mask."""
         places = np.arange(len(self.software))[rows]
@@ -93,6 +77,28 @@ class MemoryRuns:
             out_of_memory=self.out_of_memory[places],
             software=tuple(self.software[place] for place in places),
             first_stage=self.first_stage,
+        )
+
+    def log_errors(self, constants: MemoryConstants) -> tuple[Array, Array, Array, Array]:
+        """Log of modelled over measured memory, each (runs,).
+
+        Returns:
+            Of allocated, most allocated and reserved bytes, NaN where they are not known; and log
+            of the share of what the allocator can get that is pressing.
+        """
+        first = demand(self.cases, constants, stage(self.cases, "first"))
+        last = demand(self.cases, constants, stage(self.cases, "last"))
+
+        def error(measured: Array, one: Array, other: Array) -> Array:
+            modelled = one if self.first_stage else np.maximum(one, other)
+            return np.asarray(np.log(modelled / measured))
+
+        beyond = np.log(np.maximum(first.pressing, last.pressing) / first.usable)
+        return (
+            error(self.allocated_bytes, first.allocated, last.allocated),
+            error(self.peak_bytes, first.peak, last.peak),
+            error(self.reserved_bytes, first.reserved, last.reserved),
+            np.broadcast_to(beyond, self.out_of_memory.shape),
         )
 
 
@@ -115,9 +121,7 @@ class MemoryFit:
     log_deviation: float
     runs: int
 
-    def constants(
-        self, software: Sequence[str], moment_bytes: float | Array = 8.0
-    ) -> MemoryConstants:
+    def constants(self, software: Sequence[str]) -> MemoryConstants:
         """Of some runs, by the program of each; an unknown program has the common values."""
         own: dict[str, float | Array] = dict(self.values)
         for name in {name for name, _ in self.differences}:
@@ -125,12 +129,10 @@ class MemoryFit:
             position = prior.unbounded(np.array(self.values[name]))
             offsets = [self.differences.get((name, program), 0.0) for program in software]
             own[name] = prior.bounded(position + np.array(offsets))
-        return memory_constants(own, moment_bytes=moment_bytes)
+        return memory_constants(own)
 
 
-def fit_memory(
-    runs: MemoryRuns, *, moment_bytes: float | Array = 8.0, before: MemoryFit | None = None
-) -> MemoryFit:
+def fit_memory(runs: MemoryRuns, before: MemoryFit | None = None) -> MemoryFit:
     """Most probable constants (maximum a posteriori).
 
     Robust least squares (soft L1) on log bytes, normal priors on the scale of `unbounded`. A run
@@ -139,141 +141,88 @@ def fit_memory(
 
     Args:
         runs: Measured.
-        moment_bytes: Of the optimizer's state per parameter, of shape () or (runs,).
         before: What other runs have taught: its values and their deviations, widened by
             `RELEASE_DEVIATION`, take the place of the priors.
     """
-    problem = _Problem(runs, moment_bytes, before)
-    begin = np.zeros(len(problem.deviations))
-    distances, covariance = most_probable(
-        problem.residuals, begin, problem.deviations, evaluations=60
-    )
-    return problem.fit(distances, np.sqrt(np.diag(covariance)))
+    programs = sorted(set(runs.software))
+    # Name and program of each fitted number; the common ones have no program.
+    columns = [(name, "") for name in MEMORY_NAMES]
+    if len(programs) > 1:
+        spread_ones = [name for name in MEMORY_NAMES if MEMORY_PRIORS[name].spreads]
+        columns += [(name, program) for name in spread_ones for program in programs]
+    deviations = np.array([_deviation(*column, len(programs), before) for column in columns])
+    believed = {
+        name: prior.unbounded(np.array(before.values[name] if before else prior.median))
+        for name, prior in MEMORY_PRIORS.items()
+    }
+    members = {
+        program: np.array([float(name == program) for name in runs.software])
+        for program in programs
+    }
+    known = np.isfinite(runs.reserved_bytes)
 
-
-@dataclass(frozen=True)
-class _Problem:
-    """Residuals of the fit as a function of distances from what is believed before it."""
-
-    runs: MemoryRuns
-    moment_bytes: float | Array
-    before: MemoryFit | None
-
-    @cached_property
-    def columns(self) -> tuple[tuple[str, str], ...]:
-        """Name and program of each fitted number; the common ones have no program."""
-        programs = sorted(set(self.runs.software))
-        own = [
-            (name, program)
-            for name in MEMORY_NAMES
-            if MEMORY_PRIORS[name].spreads and len(programs) > 1
-            for program in programs
-        ]
-        return (*((name, "") for name in MEMORY_NAMES), *own)
-
-    @cached_property
-    def deviations(self) -> Array:
-        """(columns,) of the priors, on the scale of `unbounded`.
-
-        Of one program alone, the common values are its own, and may be as far off.
-        """
-        found = []
-        for name, program in self.columns:
-            prior = MEMORY_PRIORS[name]
-            if self.before is not None and not program:
-                found.append(np.hypot(self.before.deviations[name], RELEASE_DEVIATION))
-                continue
-            wide = prior.spreads["framework"] if program else prior.log_deviation
-            if len(set(self.runs.software)) == 1:
-                wide = float(np.hypot(wide, prior.spreads.get("framework", 0.0)))
-            found.append(wide / (1.0 - prior.median / prior.most))
-        return np.array(found)
-
-    def believed(self, name: str) -> Array:
-        """The value of a constant before the fit, on the scale of `unbounded`."""
-        prior = MEMORY_PRIORS[name]
-        value = prior.median if self.before is None else self.before.values[name]
-        return prior.unbounded(np.array(value))
-
-    def fit(self, distances: Array, deviations: Array) -> MemoryFit:
-        """Interpret distances and their standard deviations as a fit."""
-        values, differences, spreads = {}, {}, {}
-        rows = zip(self.columns, distances, deviations, strict=True)
-        for (name, program), distance, deviation in rows:
-            prior = MEMORY_PRIORS[name]
-            if program:
-                differences[name, program] = float(distance)
-            else:
-                values[name] = float(prior.bounded(self.believed(name) + distance))
-                spreads[name] = float(deviation)
-        blank = MemoryFit(values, differences, spreads, 1.0, len(self.runs.software))
-        _, peak, reserved, _ = self._errors(blank)
-        error = reserved if reserved.size else peak
-        # 1.4826 times the median of absolute errors is a normal's standard deviation.
-        spread = 1.4826 * float(np.median(np.abs(error))) if error.size else RESERVED_NOISE
-        return replace(blank, log_deviation=max(spread, LIMIT_NOISE))
-
-    def residuals(self, distances: Array) -> Array:
+    def residuals(distances: Array) -> Array:
         """(5 runs + columns,) or fewer, where figures are not known."""
-        values: dict[str, float | Array] = {}
         positions = {name: np.zeros(1) for name in MEMORY_NAMES}
-        for (name, program), distance in zip(self.columns, distances, strict=True):
-            share = self._members[program] if program else 1.0
+        for (name, program), distance in zip(columns, distances, strict=True):
+            share = members[program] if program else 1.0
             positions[name] = positions[name] + distance * share
-        for name in MEMORY_NAMES:
-            values[name] = MEMORY_PRIORS[name].bounded(positions[name] + self.believed(name))
-        constants = memory_constants(values, moment_bytes=self.moment_bytes)
-        allocated, peak, reserved, beyond = self._compare(constants)
-        wrong = np.where(self.runs.out_of_memory, -beyond, beyond)
+        constants = memory_constants(
+            {
+                name: MEMORY_PRIORS[name].bounded(position + believed[name])
+                for name, position in positions.items()
+            }
+        )
+        allocated, peak, reserved, beyond = runs.log_errors(constants)
+        wrong = np.where(runs.out_of_memory, -beyond, beyond)
+        usable = np.broadcast_to(constants.usable_share * runs.cases.memory_bytes, known.shape)
+        # What a run has reserved could be had.
+        over = np.log(runs.reserved_bytes[known] / usable[known])
         return np.concatenate(
             [
-                _soft(allocated / ALLOCATED_NOISE),
-                _soft(peak / PEAK_NOISE),
-                _soft(reserved / RESERVED_NOISE),
+                _soft(_known(allocated) / ALLOCATED_NOISE),
+                _soft(_known(peak) / PEAK_NOISE),
+                _soft(_known(reserved) / RESERVED_NOISE),
                 _soft(np.maximum(wrong, 0.0) / LIMIT_NOISE),
-                # What a run has reserved could be had.
-                _soft(np.maximum(self._over(constants), 0.0) / ALLOCATED_NOISE),
-                distances / self.deviations,
+                _soft(np.maximum(over, 0.0) / ALLOCATED_NOISE),
+                distances / deviations,
             ]
         )
 
-    def _over(self, constants: MemoryConstants) -> Array:
-        """(runs whose reserved memory is known,) log of that over what the model says is usable."""
-        known = np.isfinite(self.runs.reserved_bytes)
-        usable = np.broadcast_to(constants.usable_share * self.runs.cases.memory_bytes, known.shape)
-        found: Array = np.log(self.runs.reserved_bytes[known] / usable[known])
-        return found
+    begin = np.zeros(len(columns))
+    distances, covariance = most_probable(residuals, begin, deviations, evaluations=60)
+    values, differences, spreads = {}, {}, {}
+    found = zip(columns, distances, np.sqrt(np.diag(covariance)), strict=True)
+    for (name, program), distance, deviation in found:
+        if program:
+            differences[name, program] = float(distance)
+        else:
+            values[name] = float(MEMORY_PRIORS[name].bounded(believed[name] + distance))
+            spreads[name] = float(deviation)
+    fitted = MemoryFit(values, differences, spreads, 1.0, len(runs.software))
+    _, peak, reserved, _ = map(_known, runs.log_errors(fitted.constants(runs.software)))
+    error = reserved if reserved.size else peak
+    # 1.4826 times the median of absolute errors is a normal's standard deviation.
+    spread = 1.4826 * float(np.median(np.abs(error))) if error.size else RESERVED_NOISE
+    return replace(fitted, log_deviation=max(spread, LIMIT_NOISE))
 
-    @cached_property
-    def _members(self) -> dict[str, Array]:
-        programs = self.runs.software
-        return {
-            program: np.array([float(name == program) for name in programs])
-            for program in set(programs)
-        }
 
-    def _errors(self, fit: MemoryFit) -> tuple[Array, Array, Array, Array]:
-        return self._compare(fit.constants(self.runs.software, self.moment_bytes))
+def _deviation(name: str, program: str, programs: int, before: MemoryFit | None) -> float:
+    """Of the prior of a fitted number, on the scale of `unbounded`.
 
-    def _compare(self, constants: MemoryConstants) -> tuple[Array, Array, Array, Array]:
-        """Log errors of allocated, most allocated and reserved bytes; log of the limit's share."""
-        runs = self.runs
-        first = demand(runs.cases, constants, stage(runs.cases, "first"))
-        last = demand(runs.cases, constants, stage(runs.cases, "last"))
+    Of one program alone, the common values are its own, and may be as far off.
+    """
+    prior = MEMORY_PRIORS[name]
+    if before is not None and not program:
+        return float(np.hypot(before.deviations[name], RELEASE_DEVIATION))
+    wide = prior.spreads["framework"] if program else prior.log_deviation
+    if programs == 1:
+        wide = float(np.hypot(wide, prior.spreads.get("framework", 0.0)))
+    return wide / (1.0 - prior.median / prior.most)
 
-        def largest(of: Callable[..., Array]) -> Array:
-            return of(first) if runs.first_stage else np.maximum(of(first), of(last))
 
-        errors = []
-        for measured, modelled in (
-            (runs.allocated_bytes, largest(lambda item: item.allocated)),
-            (runs.peak_bytes, largest(lambda item: item.peak)),
-            (runs.reserved_bytes, largest(lambda item: item.reserved)),
-        ):
-            known = np.isfinite(measured)
-            errors.append(np.log(np.broadcast_to(modelled, known.shape)[known] / measured[known]))
-        beyond = np.log(np.maximum(first.pressing, last.pressing) / first.usable)
-        return errors[0], errors[1], errors[2], beyond
+def _known(values: Array) -> Array:
+    return values[np.isfinite(values)]
 
 
 def _soft(error: Array) -> Array:
@@ -325,11 +274,17 @@ def usable(rows: Sequence[Row]) -> list[Row]:
 
 def runs_of(rows: Sequence[Row]) -> MemoryRuns:
     """Rows of one framework as the fit reads them."""
+
+    def figures(name: str) -> Array:
+        return np.array(
+            [np.nan if (value := getattr(row, name)) is None else value for row in rows]
+        )
+
     return MemoryRuns(
         cases=cases([(row.model, row.run, row.cluster) for row in rows]),
-        allocated_bytes=_figures([row.held_bytes for row in rows]),
-        peak_bytes=_figures([row.allocated_bytes for row in rows]),
-        reserved_bytes=_figures([row.reserved_bytes for row in rows]),
+        allocated_bytes=figures("held_bytes"),
+        peak_bytes=figures("allocated_bytes"),
+        reserved_bytes=figures("reserved_bytes"),
         out_of_memory=np.array([row.out_of_memory for row in rows]),
         software=tuple(software(row) for row in rows),
         first_stage=rows[0].framework in OF_RANK_ZERO,
@@ -348,34 +303,43 @@ def fit_device_memory(
     Returns:
         By framework.
     """
-    known = before or {}
+    frameworks: dict[str, list[Row]] = {}
+    for row in usable(rows):
+        frameworks.setdefault(row.framework, []).append(row)
     found = {}
-    for framework, own in _by_framework(rows).items():
-        start = known.get(framework)
-        fitted = fit_memory(runs_of(own), before=start)
+    for framework, own in sorted(frameworks.items()):
+        start = (before or {}).get(framework)
+        runs = runs_of(own)
+        fitted = fit_memory(runs, start)
         alone = fitted.constants((framework,))
         values = {name: float(getattr(alone, name)[0]) for name in MEMORY_NAMES}
-        errors = _unseen(own, start)
+        errors = _unseen([row.key for row in own], runs, start)
         prior = LOG_DEVIATION if start is None else start.log_deviation
         spread = scale_of_few(prior, float((errors**2).sum()), errors.size)
         fitted = replace(fitted, values=values, differences={}, log_deviation=spread)
-        found[framework] = Learned(fitted, errors, _errors(runs_of(own), start))
+        found[framework] = Learned(fitted, errors, _errors(runs, start))
     return found
 
 
-def _unseen(rows: Sequence[Row], before: MemoryFit | None) -> Array:
-    keys = [row.key for row in rows]
+def _unseen(keys: Sequence[str], runs: MemoryRuns, before: MemoryFit | None) -> Array:
+    """Errors of runs by fits that have not seen their configuration."""
     configurations = len(set(keys))
     if configurations < 2:
         return np.zeros(0)
     place = folds(keys, min(_FOLDS, configurations))
-    runs = runs_of(rows)
-    found = []
-    for fold in range(int(place.max()) + 1):
-        seen = place != fold
-        fitted = fit_memory(runs.taken(seen), before=before)
-        found.append(_errors(runs.taken(~seen), fitted))
-    return np.concatenate(found)
+    return np.concatenate(
+        [
+            _errors(runs.taken(place == fold), fit_memory(runs.taken(place != fold), before))
+            for fold in range(int(place.max()) + 1)
+        ]
+    )
+
+
+def _errors(runs: MemoryRuns, fitted: MemoryFit | None) -> Array:
+    """Of what is reserved; where that is not known, of the most that tensors hold."""
+    constants = memory_constants() if fitted is None else fitted.constants(runs.software)
+    _, peaks, reserved, _ = runs.log_errors(constants)
+    return _known(np.where(np.isfinite(runs.reserved_bytes), reserved, peaks))
 
 
 def device_constants(fits: Mapping[str, MemoryFit]) -> dict[str, Constant]:
@@ -403,64 +367,36 @@ def device_memory_of(calibration: Calibration) -> dict[str, MemoryFit]:
         if name.startswith(_DEVICE_PREFIX):
             framework, _, own = name.removeprefix(_DEVICE_PREFIX).rpartition(": ")
             tables.setdefault(framework, {})[own] = constant
-    rows = len(calibration.provenance.rows)
-    return {framework: _fit(framework, table, rows) for framework, table in tables.items()}
-
-
-def _fit(framework: str, table: Mapping[str, Constant], rows: int) -> MemoryFit:
-    where = f"{_DEVICE_PREFIX}{framework}"
-    for name in (*MEMORY_NAMES, _SPREAD):
-        if name not in table:
-            raise PlanError(
-                f"the calibration lacks {where}: {name}; calibrate again with this version"
-            )
-        most = MEMORY_PRIORS[name].most if name in MEMORY_PRIORS else np.inf
-        if not 0.0 < table[name].value < most:
-            raise PlanError(
-                f"{where}: {name} = {table[name].value:g} of the calibration is not above 0 and "
-                f"below {most:g}: calibrate again"
-            )
-    return MemoryFit(
-        values={name: table[name].value for name in MEMORY_NAMES},
-        differences={},
-        deviations={name: table[name].log_deviation for name in MEMORY_NAMES},
-        log_deviation=table[_SPREAD].value,
-        runs=rows,
-    )
-
-
-def _by_framework(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in usable(rows):
-        found.setdefault(row.framework, []).append(row)
-    return dict(sorted(found.items()))
-
-
-def _figures(values: Sequence[float | None]) -> Array:
-    return np.array([np.nan if value is None else value for value in values])
-
-
-def _errors(runs: MemoryRuns, fitted: MemoryFit | None) -> Array:
-    """Of what is reserved; where that is not known, of the most that tensors hold."""
-    constants = memory_constants() if fitted is None else fitted.constants(runs.software)
-    first = demand(runs.cases, constants, stage(runs.cases, "first"))
-    last = demand(runs.cases, constants, stage(runs.cases, "last"))
-    errors = np.log(_largest("reserved", runs, first, last) / runs.reserved_bytes)
-    peaks = np.log(_largest("peak", runs, first, last) / runs.peak_bytes)
-    found = np.where(np.isfinite(runs.reserved_bytes), errors, peaks)
-    chosen: Array = found[np.isfinite(found)]
-    return chosen
-
-
-def _largest(name: str, runs: MemoryRuns, first: Demand, last: Demand) -> Array:
-    one: Array = getattr(first, name)
-    return one if runs.first_stage else np.maximum(one, getattr(last, name))
+    found = {}
+    for framework, table in tables.items():
+        where = f"{_DEVICE_PREFIX}{framework}"
+        for name in (*MEMORY_NAMES, _SPREAD):
+            if name not in table:
+                raise PlanError(
+                    f"the calibration lacks {where}: {name}; calibrate again with this version"
+                )
+            most = MEMORY_PRIORS[name].most if name in MEMORY_PRIORS else np.inf
+            if not 0.0 < table[name].value < most:
+                raise PlanError(
+                    f"{where}: {name} = {table[name].value:g} of the calibration is not above 0 "
+                    f"and below {most:g}: calibrate again"
+                )
+        found[framework] = MemoryFit(
+            values={name: table[name].value for name in MEMORY_NAMES},
+            differences={},
+            deviations={name: table[name].log_deviation for name in MEMORY_NAMES},
+            log_deviation=table[_SPREAD].value,
+            runs=len(calibration.provenance.rows),
+        )
+    return found
 
 
 _MIB = 2.0**20
 _RESIDENT_PREFIX, _RESIDENT_SPREAD = "resident memory: ", "spread"
 RESIDENT_NOISE = 0.04
 """Relative standard deviation of a peak around a perfect model."""
+_QUANTILE = 2.0
+"""90 % of Student's distribution with six degrees of freedom or so, which a dozen probes leave."""
 
 RESIDENT_PRIORS: dict[str, tuple[float, float, str]] = {
     "process": (600.0, 100.0, "MiB of a process that has imported torch and computed once"),
@@ -489,30 +425,16 @@ class Resident:
     log_deviation: float
     rows: int
 
-    def parts(self, cases: Cases) -> dict[str, Array]:
-        """(cases,) bytes of each term; they add up to `bytes`."""
-        design = _design(cases)
-        return {
-            name: design[:, place] * self.values[name] for place, name in enumerate(RESIDENT_PRIORS)
-        }
-
     def bytes(self, cases: Cases) -> Array:
         """(cases,) the largest resident set of a rank."""
-        total: Array = _design(cases) @ np.array([self.values[name] for name in RESIDENT_PRIORS])
-        return total
+        values = np.array([self.values[name] for name in RESIDENT_PRIORS])
+        return np.asarray(_design(cases) @ values)
 
-    def half_widths(self, cases: Cases, quantile: float = 2.0) -> Array:
-        """(cases,) half of the interval in log space.
-
-        Args:
-            cases: (cases,).
-            quantile: 90 % of Student's distribution with half a dozen degrees of freedom, which a
-                dozen probes leave.
-        """
+    def half_widths(self, cases: Cases) -> Array:
+        """(cases,) half of the interval in log space."""
         shares = _design(cases) / self.bytes(cases)[:, None]
         variance = np.einsum("ij,jk,ik->i", shares, self.covariance, shares)
-        widths: Array = quantile * np.sqrt(variance + self.log_deviation**2)
-        return widths
+        return np.asarray(_QUANTILE * np.sqrt(variance + self.log_deviation**2))
 
 
 def fit_resident(rows: Sequence[Row]) -> Resident:
@@ -619,8 +541,7 @@ def _design(cases: Cases) -> Array:
         kept * cases.half,
         logits,
     )
-    found: Array = np.stack([np.broadcast_to(column, (count,)) for column in columns], axis=1)
-    return found
+    return np.stack([np.broadcast_to(column, (count,)) for column in columns], axis=1)
 
 
 OUTLAST = "outlast"

@@ -20,7 +20,6 @@ import numpy as np
 
 from outlast.energy.cost import JOULES_PER_KWH
 from outlast.hardware.figure import Unavailable
-from outlast.plan.conformal import interval_group
 from outlast.plan.constants import MemoryConstants, memory_constants
 from outlast.plan.energy import (
     NORMAL_90,
@@ -42,10 +41,9 @@ from outlast.plan.mechanisms import (
     dense_flops,
     form_of,
     operations_ratio,
-    room,
     with_mechanisms,
 )
-from outlast.plan.memory import CLIFF_HEADROOM
+from outlast.plan.memory import CLIFF_HEADROOM, room
 from outlast.plan.objectives import Objectives
 from outlast.plan.reliability import HOUR_SECONDS
 
@@ -158,8 +156,7 @@ def _limits(context: Context, layouts: Cases) -> Array | None:
         return None
     reached: Mapping[str, float] = {}
     if calibrated:
-        group = interval_group(whose.framework, whose.chip, whose.cluster, mixture=mixture)
-        place = context.step.places.get(group)
+        place = context.step.places.get(whose.group(mixture=mixture))
         reached = {} if place is None else place.utilisation
     shares = {
         name: max(best_of(whose.chip, name)[0], *(reached.get(item, 0.0) for item in _ALIKE[name]))

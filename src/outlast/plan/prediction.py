@@ -14,8 +14,8 @@ from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
 from outlast.plan.feasibility import in_cliff, out_of_memory, why_impossible
 from outlast.plan.goodput import SMALLEST, finish, goodput
-from outlast.plan.mechanisms import HELD, block_state_bytes, form_of, operations_ratio
-from outlast.plan.memory import LOG_DEVIATION, demand, stage_parts
+from outlast.plan.mechanisms import HELD, form_of, operations_ratio
+from outlast.plan.memory import LOG_DEVIATION, block_state_bytes, demand, memory_parts
 from outlast.plan.model import Judged, beyond, in_time, judge, memory_of
 from outlast.plan.settings import Settings
 from outlast.plan.shard_sizes import stages_of
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:
     """Terms of the memory of all stages, with what structured layers do without."""
     constants, layouts = memory_of(context), block.layouts
-    plain = stage_parts(layouts, constants)
     form = form_of(context.model, block.settings[0])
-    if form.share == 1.0:
-        return plain
     found = []
-    for parts, item in zip(plain, stages_of(layouts), strict=True):
+    for item in stages_of(layouts):
+        parts = memory_parts(layouts, constants, item)
+        if form.share == 1.0:
+            found.append(parts)
+            continue
         held = block_state_bytes(layouts, demand(layouts, constants, item), item)
         share = np.full(1, form.share)
         spared = Part(

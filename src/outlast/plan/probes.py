@@ -1,4 +1,7 @@
-"""Short runs that teach most about the constants, their choice and launch.
+"""Measurements of this machine: its rates, and short runs that teach most about the constants.
+
+The rates of processors are measured by torch, which the planner itself does not load: in a process
+of its own, with as many threads as one rank of the trainer would have.
 
 With a Gaussian prior of precision P over the log constants and a run whose log time has the
 gradient x and the noise s, the information gained is `1/2 log det(P + sum x x' / s^2) - 1/2 log
@@ -19,10 +22,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,17 +37,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outlast.errors import OutlastError, PlanError
+from outlast.hardware import Machine, Unavailable, this_machine
 from outlast.plan.batch import Array, Cases, cases
+from outlast.plan.cluster import divided
+from outlast.plan.cluster_file import read_cluster, this_cluster
 from outlast.plan.constants import memory_constants
-from outlast.plan.here import divided
 from outlast.plan.huggingface import SYNONYMS
 from outlast.plan.job import run_of
-from outlast.plan.memory import fits
+from outlast.plan.memory import room
 from outlast.plan.run_rows import FRAMEWORK, read_run_row
-from outlast.plan.step_fit import NOISE, Belonging, Fit, believed, fit
+from outlast.plan.step_fit import NOISE, Belonging, believed, fit
 from outlast.plan.step_model import belonging
 from outlast.plan.step_time import step_seconds
 
@@ -52,146 +60,237 @@ if TYPE_CHECKING:
     from outlast.plan.transformer import Transformer
 
 
+MEASURING_SECONDS = 4.0
+"""That the measured loops take together, beside the start of torch."""
+_DEADLINE_SECONDS = 120.0
+_MESSAGE_BYTES = 16 << 20
+_MESSAGES = 8
+
+_PROGRAM = """
+import json, os, sys, time
+import torch
+
+share = float(sys.argv[1]) / 8
+threads = int(sys.argv[2])
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(threads)
+
+def best_seconds(call):
+    call()
+    least, end, count = float("inf"), time.perf_counter() + share, 0
+    while count < 3 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        call()
+        least, count = min(least, time.perf_counter() - begun), count + 1
+    return least
+
+found = {}
+for name, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    rates = []
+    for side in (512, 1024, 1536):
+        left, right = (torch.randn(side, side).to(kind) for _ in range(2))
+        out = torch.empty(side, side, dtype=kind)
+        rates.append(2 * side**3 / best_seconds(lambda: torch.mm(left, right, out=out)))
+    found[name] = max(rates)
+rates = []
+for count in (1 << 20, 1 << 23):
+    left, right, out = (torch.ones(count) for _ in range(3))
+    rates.append(12 * count / best_seconds(lambda: torch.add(left, right, out=out)))
+print(json.dumps({"matmul": found, "memory": max(rates), "threads": torch.get_num_threads()}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Best rates that were measured, of all cores of one rank together.
+
+    Attributes:
+        matmul_flop_per_s: By precision.
+        memory_bytes_per_s: Of an elementwise operation on tensors of 4 and of 32 MiB.
+        link_bytes_per_s: From one process to another of this machine.
+        threads: That torch took.
+    """
+
+    matmul_flop_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    threads: int
+
+
+def measured_rates() -> Rates:
+    """The rates of the cores that this process may use.
+
+    Raises:
+        PlanError: Torch cannot be started, or ends without a figure.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = max(cores or 1, 1)
+    command = [sys.executable, "-c", _PROGRAM, str(MEASURING_SECONDS), str(threads)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise PlanError(
+            f"torch measured nothing within {_DEADLINE_SECONDS:g} s: free the machine of other "
+            "work and calibrate again"
+        ) from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PlanError(f"torch cannot measure this machine: {last}")
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    rates = Rates(
+        matmul_flop_per_s={name: float(value) for name, value in found["matmul"].items()},
+        memory_bytes_per_s=float(found["memory"]),
+        link_bytes_per_s=loopback_bytes_per_s(),
+        threads=int(found["threads"]),
+    )
+    for value in (*rates.matmul_flop_per_s.values(), rates.memory_bytes_per_s):
+        if not 0.0 < value < math.inf:
+            raise PlanError(f"a rate of {value:g} was measured here: measure again")
+    return rates
+
+
+def loopback_bytes_per_s() -> float:
+    """Bytes per second between two processes through a socket, as gloo sends them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(_DEADLINE_SECONDS)
+        receiver = threading.Thread(target=_drain, args=(server,))
+        receiver.start()
+        message = bytes(_MESSAGE_BYTES)
+        with socket.create_connection(server.getsockname(), timeout=_DEADLINE_SECONDS) as sender:
+            begun = time.perf_counter()
+            for _ in range(_MESSAGES):
+                sender.sendall(message)
+            sender.shutdown(socket.SHUT_WR)
+            sender.recv(1)
+            seconds = time.perf_counter() - begun
+        receiver.join()
+    return _MESSAGES * _MESSAGE_BYTES / seconds
+
+
+def _drain(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(_DEADLINE_SECONDS)
+        buffer = bytearray(1 << 20)
+        while connection.recv_into(buffer):
+            pass
+        connection.sendall(b"\0")
+
+
+_HEAD = """\
+# The processors of one machine, measured by `outlast plan calibrate --run`: one rank has all cores.
+# Nothing is said to fail: give [[failures]] where you know better.
+"""
+
+
+def kept_cluster(file: Path) -> tuple[Cluster, str]:
+    """The cluster of this machine as `file` says it, or measured now and written there.
+
+    Probes of an earlier time were fitted with the rates of that time, so these are kept with them.
+
+    Args:
+        file: Beside the probes' runs.
+
+    Returns:
+        The cluster with one rank per GPU, or with one rank for all processors; the text of its
+        file, empty where the catalogue knows the GPUs.
+
+    Raises:
+        PlanError: The GPUs are not in the catalogue, or torch cannot be started.
+    """
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+        return read_cluster(text), text
+    machine = this_machine()
+    if not isinstance(machine.gpus, Unavailable) and machine.gpus.visible:
+        return this_cluster(), ""
+    text = machine_text(measured_rates(), machine)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return read_cluster(text), text
+
+
+def machine_text(rates: Rates, machine: Machine | None = None) -> str:
+    """A cluster file of one node with one device: all of its cores.
+
+    Args:
+        rates: Measured.
+        machine: What was read of the machine; by default it is read now.
+    """
+    machine = machine or this_machine()
+    # A device's key has small letters, digits and dashes.
+    plain = re.sub(r"\((r|tm|c)\)", "", machine.cpu_model.lower())
+    key = re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "processor"
+    words = f"measured: {rates.threads} threads, the best of several sizes"
+    lines = [
+        _HEAD + "[cluster]",
+        'name = "this-machine"',
+        f'device = "{key}-{rates.threads}-threads"',
+        "processor = true",
+        "nodes = 1",
+        "devices_per_node = 1",
+        f"host_cores = {max(int(machine.usable_cores), 1)}",
+        'failure_rates = "none"',
+        f"memory_bytes = {float(machine.usable_memory_bytes):.6g}",
+        f"memory_bytes_per_s = {rates.memory_bytes_per_s:.4g}",
+        f"fast_bytes_per_s = {rates.link_bytes_per_s:.4g}",
+    ]
+    for table in ("peak_flop_per_s", "matmul_flop_per_s"):
+        lines += ["", f"[cluster.{table}]"]
+        lines += [f"{name} = {rate:.4g}" for name, rate in rates.matmul_flop_per_s.items()]
+    lines += ["", "[sources]", 'memory_bytes = "measured: what this process may use"']
+    lines += [f'memory_bytes_per_s = "{words}"']
+    lines += ['fast_bytes_per_s = "measured: a socket of this machine"']
+    for table in ("peak_flop_per_s", "matmul_flop_per_s"):
+        lines += [f'"{table}.{name}" = "{words}"' for name in rates.matmul_flop_per_s]
+    return "\n".join([*lines, ""])
+
+
 FEWEST, MOST = 5, 12
+"""Probes that a calibration needs, and that it makes at most."""
 _STARTS = 24
 _REPEATS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Probes:
-    """Chosen runs, best first.
-
-    Attributes:
-        rows: (k,) indices of the candidates.
-        gains: (k,) information in nats that each adds to those before it.
-        seconds: Of all runs together.
-        shortage: Why there are fewer than asked for; empty where there are not.
-    """
-
-    rows: NDArray[np.intp]
-    gains: Array
-    seconds: float
-    shortage: str = ""
-
-    @property
-    def gain(self) -> float:
-        """Information of all runs together, in nats."""
-        return float(self.gains.sum())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Time and number of probes allowed.
-
-    Attributes:
-        seconds: Of all runs together.
-        fewest: Runs that a calibration needs.
-        most: Runs at most.
-    """
-
-    seconds: float
-    fewest: int = FEWEST
-    most: int = MOST
-
-
 def choose_probes(
-    jacobian: Array,
-    prior_precision: Array,
-    costs_seconds: Array,
-    budget: Budget,
-    noise: float | Array = 0.03,
-) -> Probes:
+    design: Array, costs_seconds: Array, seconds: float, most: int
+) -> tuple[list[int], list[float]]:
     """The candidates to run, each at most once.
 
     The result depends on the arguments alone; of equal candidates the first is taken.
 
     Args:
-        jacobian: (n, p) derivatives of log seconds by log constants, of feasible candidates.
-        prior_precision: (p,) of the log constants: one over their variance; positive.
-        costs_seconds: (n,) of running each; positive.
-        budget: Seconds and number of runs.
-        noise: Log standard deviation of one measurement, for all or (n,).
+        design: (n, p) derivatives of log seconds by log constants, in units of the constants'
+            prior deviations and of the measurements' log standard deviations.
+        costs_seconds: (n,) of running each; positive, and some within the budget.
+        seconds: Of all runs together.
+        most: Runs at most.
 
-    Raises:
-        PlanError: Shapes that differ, numbers that are not finite or not positive, or a budget
-            below the cheapest candidate.
+    Returns:
+        Rows, best first, and the information in nats that each adds to those before it.
     """
-    design, costs = _checked(jacobian, prior_precision, costs_seconds, noise)
-    if budget.seconds < costs.min():
-        raise PlanError(
-            f"budget = {budget.seconds:g} s is below the {costs.min():g} s of the cheapest probe: "
-            "raise it or shorten the probes"
-        )
-    # In units of the prior's deviations, the prior is the identity.
-    design = design / np.sqrt(np.asarray(prior_precision, np.float64))
     alone = np.log1p(np.einsum("np,np->n", design, design)) / 2.0
-    affordable = np.flatnonzero(costs <= budget.seconds)
-    per_second = affordable[np.argsort(-alone[affordable] / costs[affordable], kind="stable")]
+    affordable = np.flatnonzero(costs_seconds <= seconds)
+    per_second = alone[affordable] / costs_seconds[affordable]
+    cheap = affordable[np.argsort(-per_second, kind="stable")]
     by_gain = affordable[np.argsort(-alone[affordable], kind="stable")]
-    starts = dict.fromkeys([*by_gain[:_STARTS].tolist(), *per_second[:_STARTS].tolist()])
-    best: tuple[float, list[int], list[float]] | None = None
+    starts = dict.fromkeys([*by_gain[:_STARTS].tolist(), *cheap[:_STARTS].tolist()])
+    best: tuple[float, list[int]] = 0.0, []
     for thrifty in (True, False):
         for start in (None, *starts):
-            rows, gains = _greedy(design, costs, budget, thrifty, start)
+            rows, gains = _greedy(design, costs_seconds, (seconds, most), thrifty, start)
             total = sum(gains)
-            if best is None or total > best[0] * (1 + 1e-12):
-                best = total, rows, gains
-    assert best is not None
-    rows, gains = _exchanged(design, costs, budget, best[1])
-    seconds = float(costs[rows].sum())
-    return Probes(
-        np.array(rows, np.intp), np.array(gains), seconds, _shortage(len(rows), costs, budget)
-    )
-
-
-def information(jacobian: Array, prior_precision: Array, noise: float | Array = 0.03) -> float:
-    """Nats that these runs add to the prior.
-
-    Args:
-        jacobian: (k, p) as in `choose_probes`.
-        prior_precision: (p,).
-        noise: Log standard deviation of one measurement, for all or (k,).
-    """
-    rows = np.asarray(jacobian, np.float64) / np.reshape(np.asarray(noise, np.float64), (-1, 1))
-    rows = rows / np.sqrt(np.asarray(prior_precision, np.float64))
-    # det(I + X'X) = det(I + XX'): the smaller of the two.
-    gram = rows @ rows.T if rows.shape[0] < rows.shape[1] else rows.T @ rows
-    return float(np.linalg.slogdet(np.eye(gram.shape[0]) + gram)[1]) / 2.0
-
-
-def _checked(
-    jacobian: Array, prior_precision: Array, costs_seconds: Array, noise: float | Array
-) -> tuple[Array, Array]:
-    """The jacobian in units of the noise, and the costs."""
-    design = np.asarray(jacobian, np.float64)
-    precision, costs = np.asarray(prior_precision, float), np.asarray(costs_seconds, float)
-    noises = np.asarray(noise, np.float64)
-    if design.ndim != 2 or not design.size:
-        raise PlanError(f"jacobian has shape {design.shape}: give at least one candidate, (n, p)")
-    count, constants = design.shape
-    right = noises.shape in {(), (1,), (count,)}
-    if precision.shape != (constants,) or costs.shape != (count,) or not right:
-        raise PlanError(
-            f"jacobian {design.shape} needs prior_precision ({constants},), costs_seconds "
-            f"({count},) and noise () or ({count},); given are {precision.shape}, {costs.shape} "
-            f"and {noises.shape}"
-        )
-    if not np.all(np.isfinite(design)):
-        raise PlanError("jacobian is not finite everywhere: leave such candidates out")
-    for name, values in (
-        ("prior_precision", precision),
-        ("costs_seconds", costs),
-        ("noise", noises),
-    ):
-        if not (np.all(np.isfinite(values)) and np.all(values > 0)):
-            raise PlanError(f"{name} has values that are not positive and finite: correct them")
-    return design / noises.reshape(-1, 1), costs
+            if not best[1] or total > best[0] * (1 + 1e-12):
+                best = total, rows
+    return _exchanged(design, costs_seconds, seconds, best[1])
 
 
 def _greedy(
-    design: Array, costs: Array, budget: Budget, thrifty: bool, start: int | None
+    design: Array, costs: Array, budget: tuple[float, int], thrifty: bool, start: int | None
 ) -> tuple[list[int], list[float]]:
-    """One greedy pass, by gain per second (`thrifty`) or by gain.
+    """One greedy pass, by gain per second (`thrifty`) or by gain; the budget in seconds and runs.
 
     `spread[i] = x_i' A^-1 x_i` and `A^-1` follow each choice by rank-one updates (Sherman &
     Morrison 1950): O(n p) per choice.
@@ -199,10 +298,10 @@ def _greedy(
     inverse = np.eye(design.shape[1])
     spread = np.einsum("np,np->n", design, design)
     free = np.ones(len(costs), bool)
-    left = budget.seconds
+    left, most = budget
     rows: list[int] = []
     gains: list[float] = []
-    while len(rows) < budget.most:
+    while len(rows) < most:
         possible = free & (costs <= left)
         if not possible.any():
             break
@@ -221,7 +320,7 @@ def _greedy(
 
 
 def _exchanged(
-    design: Array, costs: Array, budget: Budget, rows: list[int]
+    design: Array, costs: Array, seconds: float, rows: list[int]
 ) -> tuple[list[int], list[float]]:
     """Swaps one chosen run for a better one while that helps (Fedorov 1972), then orders them."""
     rows = list(rows)
@@ -232,27 +331,16 @@ def _exchanged(
             chosen = design[rest]
             inverse = np.linalg.inv(np.eye(design.shape[1]) + chosen.T @ chosen)
             spread = np.einsum("np,pq,nq->n", design, inverse, design, optimize=True)
-            spread[costs > budget.seconds - float(costs[rest].sum())] = -np.inf
+            spread[costs > seconds - float(costs[rest].sum())] = -np.inf
             spread[rest] = -np.inf
             better = int(np.argmax(spread))
             if spread[better] > spread[rows[place]] * (1 + 1e-9):
                 rows[place] = better
         if rows == before:
             break
-    own = Budget(seconds=float(costs[rows].sum()) * (1 + 1e-12), most=len(rows))
+    own = float(costs[rows].sum()) * (1 + 1e-12), len(rows)
     order, gains = _greedy(design[rows], costs[rows], own, False, None)
     return [rows[index] for index in order], gains
-
-
-def _shortage(count: int, costs: Array, budget: Budget) -> str:
-    if count >= budget.fewest:
-        return ""
-    if len(costs) < budget.fewest:
-        return f"only {len(costs)} candidates are feasible; {budget.fewest} probes are advised"
-    return (
-        f"{budget.seconds:g} s pay for {count} of the {budget.fewest} probes advised; "
-        "raise the budget or shorten the probes"
-    )
 
 
 WIDTHS = (0.5, 1.0, 1.5, 2.0, 3.0)
@@ -297,18 +385,15 @@ def family(job: Job, most_ranks: int, seed: int = 0, most: int = MOST_SETTINGS) 
     """
     base = _model_table(job)
     run_of(_laid_out(job, 1, "replicate"), 1)
-    grid = list(
-        itertools.product(
-            WIDTHS,
-            LAYERS,
-            SEQUENCES,
-            BATCHES,
-            PASSES,
-            (False, True),
-            ("fp32", "bf16"),
-            _layouts(most_ranks),
-        )
-    )
+    # One rank is the most usual.
+    layouts = [(1, "replicate")] * 2
+    layouts += [
+        (2**power, kind)
+        for power in range(1, most_ranks.bit_length())
+        for kind in ("replicate", "shard")
+    ]
+    axes = (WIDTHS, LAYERS, SEQUENCES, BATCHES, PASSES, (False, True), ("fp32", "bf16"), layouts)
+    grid = list(itertools.product(*axes))
     found: dict[str, Setting] = {}
     for index in np.random.default_rng(seed).permutation(len(grid)):
         setting = _setting(job, base, grid[int(index)])
@@ -322,16 +407,6 @@ def family(job: Job, most_ranks: int, seed: int = 0, most: int = MOST_SETTINGS) 
             "for the quickstart's"
         )
     return list(found.values())
-
-
-def _layouts(most_ranks: int) -> list[tuple[int, str]]:
-    """Ranks and what they do; one rank is the most usual."""
-    found = [(1, "replicate")] * 2
-    ranks = 2
-    while ranks <= most_ranks:
-        found += [(ranks, "replicate"), (ranks, "shard")]
-        ranks *= 2
-    return found
 
 
 def _model_table(job: Job) -> dict[str, Any]:
@@ -470,12 +545,6 @@ def probe_job(setting: Setting, folder: Path, steps: int) -> Job:
     return job.model_copy(update=sections)
 
 
-def steps_for(predicted_seconds: float) -> int:
-    """Steps of a probe whose step takes about as long as given."""
-    wanted = int(np.ceil(MEASURED_SECONDS / max(predicted_seconds, 1e-6)))
-    return int(np.clip(wanted, FEWEST_STEPS, MOST_STEPS))
-
-
 def run_probe(
     setting: Setting, cluster: Cluster, folder: Path, steps: int, timeout_seconds: float
 ) -> Probe:
@@ -561,8 +630,6 @@ def _ended(command: Sequence[str], timeout_seconds: float, name: str) -> str:
     return output
 
 
-SECONDS = 300.0
-"""Wall time of all probes."""
 AT_ONCE = 3
 """Probes that are chosen before the constants are fitted again."""
 LONGEST_STEP_SECONDS = 1.2
@@ -578,6 +645,8 @@ LEAST_HEADROOM = 0.3
 MISSED = 0.08
 """Log standard deviation of what the formulas miss, per doubling of a size."""
 _SIZES = ("hidden", "layers", "sequence", "micro_batch", "micro_batches")
+_WAYS = ("half", "recompute", "sharding")
+_DIRECTIONS = len(_SIZES) + len(_WAYS) + 1
 _UNSURE = 1.5
 _FAILURES = 3
 
@@ -587,7 +656,7 @@ class Probing:
     """Probes that are being run.
 
     Attributes:
-        cluster: This machine, as `here.measured_cluster` gives it.
+        cluster: This machine, as `kept_cluster` gives it.
         settings: To choose from.
         folder: For jobs and run directories; what is there already is not run again.
         seconds: Wall time for all.
@@ -600,8 +669,8 @@ class Probing:
     cluster: Cluster
     settings: Sequence[Setting]
     folder: Path
-    seconds: float = SECONDS
-    say: Callable[[str], None] = print
+    seconds: float
+    say: Callable[[str], None]
     runner: Callable[[Setting, Cluster, Path, int, float], Probe] = run_probe
     probes: list[Probe] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -612,18 +681,22 @@ class Probing:
         Raises:
             PlanError: So many fail or take so long that too few are left to fit.
         """
-        self._read_kept()
+        kept = (kept_probe(setting, self.cluster, self.folder) for setting in self.settings)
+        self.probes += [probe for probe in kept if probe is not None]
+        if self.probes:
+            self.say(f"{len(self.probes)} probes of an earlier time are read again")
         deadline = time.monotonic() + self.seconds
-        left = [setting for setting in self.settings if setting.name not in self._names()]
+        known = {probe.setting.name for probe in self.probes}
+        left = [setting for setting in self.settings if setting.name not in known]
         while left and len(self.probes) < MOST and len(self.failures) < _FAILURES:
             chosen = self._choose(left, deadline - time.monotonic())
             if not chosen:
                 break
-            for setting, seconds in chosen:
+            for setting, step in chosen:
                 remaining = deadline - time.monotonic()
-                if self._cost(seconds) > remaining:
+                if self._cost(step) > remaining:
                     break
-                self._one(setting, seconds, remaining)
+                self._one(setting, step, remaining)
             left = [item for item in left if item not in [setting for setting, _ in chosen]]
         if len(self.probes) < FEWEST:
             reasons = f" ({self.failures[-1]})" if self.failures else ""
@@ -633,22 +706,10 @@ class Probing:
             )
         return self.probes
 
-    def _names(self) -> set[str]:
-        return {probe.setting.name for probe in self.probes}
-
-    def _read_kept(self) -> None:
-        for setting in self.settings:
-            kept = kept_probe(setting, self.cluster, self.folder)
-            if kept is not None:
-                self.probes.append(kept)
-        if self.probes:
-            self.say(f"{len(self.probes)} probes of an earlier time are read again")
-
-    def _one(self, setting: Setting, seconds: float, remaining: float) -> None:
-        steps = self._steps(seconds)
-        longest = min(3.0 * self._cost(seconds) + 30.0, remaining)
+    def _one(self, setting: Setting, step: float, remaining: float) -> None:
+        longest = min(3.0 * self._cost(step) + 30.0, remaining)
         try:
-            probe = self.runner(setting, self.cluster, self.folder, steps, longest)
+            probe = self.runner(setting, self.cluster, self.folder, self._steps(step), longest)
         except PlanError as error:
             self.failures.append(str(error))
             self.say(str(error))
@@ -660,60 +721,10 @@ class Probing:
         )
 
     def _steps(self, step: float) -> int:
-        """Few while nothing is known: the priors may be far off, and the time is limited."""
-        wanted = steps_for(step)
-        return wanted if len(self.probes) >= AT_ONCE else min(wanted, FIRST_STEPS)
-
-    def _fit(self) -> Fit:
-        if not self.probes:
-            return believed([self._whose])
-        rows = [probe.row for probe in self.probes]
-        numbers = cases([(row.model, row.run, row.cluster) for row in rows])
-        seconds = np.array([row.step_seconds for row in rows], dtype=np.float64)
-        return fit(numbers, seconds, [belonging(row) for row in rows])
-
-    @property
-    def _whose(self) -> Belonging:
-        return Belonging(self.cluster.device, self.cluster.name, FRAMEWORK)
-
-    def _choose(self, left: Sequence[Setting], seconds: float) -> list[tuple[Setting, float]]:
-        """The next probes and the seconds that a step of each should take."""
-        found = self._fit()
-        numbers, whose = numbers_of(left, self.cluster), [self._whose] * len(left)
-        expected = step_seconds(numbers, found.constants(whose))
-        within = (expected <= LONGEST_STEP_SECONDS) & (expected >= SHORTEST_STEP_SECONDS)
-        costs = np.array([self._cost(item) for item in expected])
-        room = fits(numbers, memory_constants(), LEAST_HEADROOM)
-        possible = np.flatnonzero(within & room & (costs <= seconds))
-        if not possible.size:
-            return []
-        design = self._design(found, numbers.taken(possible))
-        chosen = choose_probes(
-            design,
-            np.ones(design.shape[1]),
-            costs[possible],
-            Budget(seconds=seconds, fewest=1, most=min(AT_ONCE, MOST - len(self.probes))),
-            np.hypot(NOISE, JITTER_SECONDS / expected[possible]),
-        )
-        places = possible[chosen.rows]
-        return [(left[int(place)], float(expected[place])) for place in places]
-
-    def _design(self, found: Fit, numbers: Cases) -> Array:
-        """(settings, unknowns) slopes of log seconds, in units of what is still unknown of each.
-
-        Beside the constants these are what the formulas miss, as a straight line in each direction
-        of the family: without it, the most informative settings crowd in a few of its corners.
-        """
-        constants = found.log_gradient(numbers, [self._whose] * len(numbers))
-        missed = directions(numbers)
-        known = np.eye(missed.shape[1]) / MISSED**2
-        if self.probes:
-            rows = [probe.row for probe in self.probes]
-            done = directions(cases([(row.model, row.run, row.cluster) for row in rows]))
-            known = known + done.T @ done / NOISE**2
-        roots = np.linalg.cholesky(found.covariance), np.linalg.cholesky(np.linalg.inv(known))
-        design: Array = np.concatenate([constants @ roots[0], missed @ roots[1]], axis=1)
-        return design
+        """Of a probe; few while nothing is known: priors may be far off, and time is limited."""
+        wanted = int(np.ceil(MEASURED_SECONDS / max(step, 1e-6)))
+        most = MOST_STEPS if len(self.probes) >= AT_ONCE else FIRST_STEPS
+        return int(np.clip(wanted, FEWEST_STEPS, most))
 
     def _cost(self, step: float) -> float:
         """Wall seconds of a probe: starting, steps, ending."""
@@ -726,15 +737,51 @@ class Probing:
         unsure = _UNSURE if len(started) < AT_ONCE else 1.1
         return max(start, 1.0) + unsure * self._steps(step) * step
 
+    def _choose(self, left: Sequence[Setting], seconds: float) -> list[tuple[Setting, float]]:
+        """The next probes and the seconds that a step of each should take.
+
+        Unknown are the constants and, beside them, what the formulas miss, as a straight line in
+        each direction of the family: without it, the most informative settings crowd in a few of
+        its corners.
+        """
+        whose = [Belonging(self.cluster.device, self.cluster.name, FRAMEWORK)]
+        found, lines = believed(whose), np.eye(_DIRECTIONS) / MISSED**2
+        if self.probes:
+            rows = [probe.row for probe in self.probes]
+            done = cases([(row.model, row.run, row.cluster) for row in rows])
+            measured = np.array([row.step_seconds for row in rows], dtype=np.float64)
+            found = fit(done, measured, [belonging(row) for row in rows])
+            lines = lines + directions(done).T @ directions(done) / NOISE**2
+        numbers = numbers_of(left, self.cluster)
+        expected = step_seconds(numbers, found.constants(whose * len(left)))
+        costs = np.array([self._cost(item) for item in expected])
+        memory = room(numbers, memory_constants())
+        possible = np.flatnonzero(
+            (expected <= LONGEST_STEP_SECONDS)
+            & (expected >= SHORTEST_STEP_SECONDS)
+            & (memory.headroom >= LEAST_HEADROOM)
+            & (memory.pressing < 1.0)
+            & (costs <= seconds)
+        )
+        if not possible.size:
+            return []
+        some = numbers.taken(possible)
+        # Slopes of log seconds, in units of what is still unknown of each.
+        slopes = found.log_gradient(some, whose * len(some))
+        roots = np.linalg.cholesky(found.covariance), np.linalg.cholesky(np.linalg.inv(lines))
+        design = np.concatenate([slopes @ roots[0], directions(some) @ roots[1]], axis=1)
+        noise = np.hypot(NOISE, JITTER_SECONDS / expected[possible])
+        most = min(AT_ONCE, MOST - len(self.probes))
+        chosen, _ = choose_probes(design / noise[:, None], costs[possible], seconds, most)
+        return [(left[int(place)], float(expected[place])) for place in possible[chosen]]
+
 
 def directions(numbers: Cases) -> Array:
     """(settings, directions): doublings of sizes, and which of two ways, of each setting."""
     columns = [np.log2(getattr(numbers, name)) for name in _SIZES]
-    columns += [np.sign(getattr(numbers, name)) for name in ("half", "recompute", "sharding")]
+    columns += [np.sign(getattr(numbers, name)) for name in _WAYS]
     columns.append(np.minimum(numbers.devices - 1.0, 1.0))
-    count = len(numbers)
-    found: Array = np.stack([np.broadcast_to(column, (count,)) for column in columns], axis=1)
-    return found
+    return np.stack([np.broadcast_to(column, (len(numbers),)) for column in columns], axis=1)
 
 
 def numbers_of(settings: Sequence[Setting], cluster: Cluster) -> Cases:
@@ -742,7 +789,7 @@ def numbers_of(settings: Sequence[Setting], cluster: Cluster) -> Cases:
 
     Args:
         settings: At least one.
-        cluster: As `here.measured_cluster` gives it.
+        cluster: As `kept_cluster` gives it.
     """
     return cases(
         [

@@ -26,17 +26,17 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outlast.errors import OutlastError, PlanError
+from outlast.errors import PlanError
 from outlast.job.load import job_from_text
 from outlast.plan.batch import Array
-from outlast.plan.calibration import check_keys
+from outlast.plan.calibration import check_keys, kinds_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
@@ -44,7 +44,7 @@ from outlast.plan.context import calibrated_as
 from outlast.plan.huggingface import published, transformer_of
 from outlast.plan.job import run_of
 from outlast.plan.memory_fit import COMPILED, OUTLAST
-from outlast.plan.rows import Refused, Row
+from outlast.plan.rows import Row
 from outlast.plan.transformer import Transformer
 from outlast.records import AttemptStarted, MemoryMeasured, StepsDone, read_run
 
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _WARM_UP = 3
 _SHARE = 0.1
+FRAMEWORK = OUTLAST
 
 
 def steady_median(series: Sequence[Array]) -> float:
@@ -66,32 +67,12 @@ def steady_median(series: Sequence[Array]) -> float:
     Args:
         series: (n,) of each start, in order; at least one value in all.
     """
-    kept = [values[_skipped(len(values)) :] for values in series]
+    kept = []
+    for values in series:
+        count = len(values)
+        few = count < 2 * _WARM_UP + 2
+        kept.append(values[count // 2 if few else max(_WARM_UP, int(_SHARE * count)) :])
     return float(np.median(np.concatenate(kept)))
-
-
-def _skipped(count: int) -> int:
-    return count // 2 if count < 2 * _WARM_UP + 2 else max(_WARM_UP, int(_SHARE * count))
-
-
-FRAMEWORK = OUTLAST
-
-
-def read_runs(paths: Iterable[Path | str], cluster: Cluster) -> tuple[list[Row], list[Refused]]:
-    """The rows of several run directories, and those that give none with the reason.
-
-    Args:
-        paths: Run directories.
-        cluster: Where all of them ran.
-    """
-    rows: list[Row] = []
-    refused: list[Refused] = []
-    for path in paths:
-        try:
-            rows.append(read_run_row(path, cluster))
-        except OutlastError as error:
-            refused.append(Refused(str(path), str(error)))
-    return rows, refused
 
 
 def read_run_row(path: Path | str, cluster: Cluster) -> Row:
@@ -170,13 +151,13 @@ def _memory_bytes(run: Run, attempt: int) -> tuple[float | None, float | None, t
     events = [event for record, event in run.of(MemoryMeasured) if record.attempt == attempt]
     if not events:
         return None, None, ()
-    reserved, allocated = events[-1].most("reserved"), events[-1].most("allocated")
-    if reserved is not None:
-        return reserved[1], None if allocated is None else allocated[1], ()
-    resident = events[-1].most("resident")
-    if resident is None:
-        return None, None, ()
-    return resident[1], None, ("reserved memory is the resident memory of the process",)
+    most = {kind: events[-1].most(kind) for kind in ("reserved", "allocated", "resident")}
+    found = {kind: None if largest is None else largest[1] for kind, largest in most.items()}
+    if found["reserved"] is None and found["resident"] is not None:
+        resident = "reserved memory is the resident memory of the process"
+        return found["resident"], None, (resident,)
+    allocated = None if found["reserved"] is None else found["allocated"]
+    return found["reserved"], allocated, ()
 
 
 def _time_flags(name: str, job: Job) -> tuple[str, ...]:
@@ -195,53 +176,41 @@ def _time_flags(name: str, job: Job) -> tuple[str, ...]:
     return tuple(flags)
 
 
-_SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
-
-_BYTES = {"MB": 2.0**20, "MIB": 2.0**20, "GB": 2.0**30, "GIB": 2.0**30, "": 1.0}
-
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "S/IT": 1.0}
+# What frameworks call MB and GB are binary units.
+_UNITS |= {"MB": 2.0**20, "MIB": 2.0**20, "GB": 2.0**30, "GIB": 2.0**30}
 _NUMBER = r"([\d][\d.,]*(?:[eE][-+]?\d+)?)"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LogFigures:
-    """Figures of a log, a list entry per line that states one, units as in the names.
+    """Figures of a log.
 
     Attributes:
         framework: Whose lines they are.
-        step_seconds: Time of a step.
-        tokens_per_s: Of one device.
-        samples_per_s: Of all devices.
-        flop_per_s: Of one device.
-        reserved_bytes: Of one device; the largest counts.
-        allocated_bytes: Likewise, of the most that tensors held.
-        held_bytes: Likewise, of what they hold between steps.
-        batches: Samples of a step, as the framework says it.
+        values: By name, one per line that states it: seconds of a step, tokens per second and FLOPs
+            per second of one device, samples per second of all devices, bytes of one device
+            (reserved, most allocated, held between steps), samples of a step.
     """
 
     framework: str
-    step_seconds: list[float] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
-    samples_per_s: list[float] = field(default_factory=list)
-    flop_per_s: list[float] = field(default_factory=list)
-    reserved_bytes: list[float] = field(default_factory=list)
-    allocated_bytes: list[float] = field(default_factory=list)
-    held_bytes: list[float] = field(default_factory=list)
-    batches: list[float] = field(default_factory=list)
+    values: Mapping[str, list[float]]
 
     @property
     def lines(self) -> int:
         """Lines that say how fast it goes."""
-        return max(len(self.step_seconds), len(self.tokens_per_s), len(self.samples_per_s))
+        names = ("step_seconds", "tokens_per_s", "samples_per_s")
+        return max(len(self.values.get(name, ())) for name in names)
 
     def median(self, name: str) -> float | None:
-        """Of one of the lists, once the run is steady; None where the log does not say it."""
-        values = getattr(self, name)
+        """Of one figure, once the run is steady; None where the log does not say it."""
+        values = self.values.get(name)
         return steady_median([np.array(values)]) if values else None
 
     def most(self, name: str) -> float | None:
-        """Largest of one of the lists, or None."""
-        return max(getattr(self, name), default=None)
+        """Largest of one figure, or None."""
+        return max(self.values.get(name, ()), default=None)
 
 
 def read_lines(text: str, framework: str = "") -> LogFigures:
@@ -258,7 +227,14 @@ def read_lines(text: str, framework: str = "") -> LogFigures:
         raise PlanError(f"framework = {framework!r} is none of {', '.join(FRAMEWORKS)}")
     plain = _ESCAPES.sub("", text)
     names = [framework] if framework else list(FRAMEWORKS)
-    found = [_line_figures(plain, name) for name in names]
+    found = []
+    for name in names:
+        values: dict[str, list[float]] = {}
+        for figure, pattern, scale in FRAMEWORKS[name]:
+            for match in re.finditer(pattern, plain, re.MULTILINE):
+                if (value := scale(_number(*match.groups()))) > 0:
+                    values.setdefault(figure, []).append(value)
+        found.append(LogFigures(name, values))
     best = max(found, key=lambda log: log.lines)
     if not best.lines:
         raise PlanError(
@@ -268,100 +244,69 @@ def read_lines(text: str, framework: str = "") -> LogFigures:
     return best
 
 
-def _line_figures(text: str, framework: str) -> LogFigures:
-    found = LogFigures(framework)
-    for name, pattern, value_of in FRAMEWORKS[framework]:
-        values = [value_of(match) for match in re.finditer(pattern, text, re.MULTILINE)]
-        getattr(found, name).extend(value for value in values if value > 0)
-    return found
+def _number(digits: str, unit: str = "") -> float:
+    """`1,234.5`, `3.45` with `K`, `21.5` with `GiB`, or `1.23` with `s/it` or `it/s`."""
+    value = float(digits.replace(",", ""))
+    if unit == "it/s":
+        return 1.0 / value if value else 0.0
+    return value * _UNITS[unit.upper()]
 
 
-def _plain(match: re.Match[str]) -> float:
-    """`1,234.5`."""
-    return float(match[1].replace(",", ""))
+def _milli(value: float) -> float:
+    return value / 1e3
 
 
-def _milli(match: re.Match[str]) -> float:
-    return _plain(match) / 1e3
+def _tera(value: float) -> float:
+    return value * 1e12
 
 
-def _tera(match: re.Match[str]) -> float:
-    return _plain(match) * 1e12
+def _mebi(value: float) -> float:
+    return value * 2.0**20
 
 
-def _human(match: re.Match[str]) -> float:
-    """`3.45K`."""
-    return _plain(match) * _SCALES[match[2].upper()]
-
-
-def _human_milli(match: re.Match[str]) -> float:
-    return _human(match) / 1e3
-
-
-def _human_tera(match: re.Match[str]) -> float:
-    return _human(match) * 1e12
-
-
-def _bytes(match: re.Match[str]) -> float:
-    """`21.5GiB`; what frameworks call MB and GB are binary units."""
-    return _plain(match) * _BYTES[match[2].upper()]
-
-
-def _mebibytes(match: re.Match[str]) -> float:
-    return _plain(match) * 2.0**20
-
-
-def _per_iteration(match: re.Match[str]) -> float:
-    """`1.23s/it` or `1.23it/s` of a progress bar."""
-    value = _plain(match)
-    if not value:
-        return 0.0
-    return value if match[2] == "s/it" else 1.0 / value
-
-
-_Line = tuple[str, str, Callable[[re.Match[str]], float]]
+_Line = tuple[str, str, Callable[[float], float]]
 _HUMAN = rf"{_NUMBER}([KMGBT]?)\b"
 
 FRAMEWORKS: Mapping[str, tuple[_Line, ...]] = {
     # "step: 10  loss:  8.1  memory: 21.54GiB(27.3%)  tps: 3,412  tflops: 200.1  mfu: 20.3%": tokens
     # per second and device, largest reserved memory. The first step is logged too and left out.
     "torchtitan": (
-        ("tokens_per_s", rf"step:\s*\d+\s.*?\btps:\s*{_NUMBER}", _plain),
+        ("tokens_per_s", rf"step:\s*\d+\s.*?\btps:\s*{_NUMBER}", float),
         ("flop_per_s", rf"step:\s*\d+\s.*?\btflops:\s*{_NUMBER}", _tera),
-        ("reserved_bytes", rf"step:\s*\d+\s.*?\bmemory:\s*{_NUMBER}\s*(GiB)", _bytes),
+        ("reserved_bytes", rf"step:\s*\d+\s.*?\bmemory:\s*{_NUMBER}\s*(GiB)", float),
     ),
     # "iteration 20/ 100 | ... | elapsed time per iteration (ms): 1234.5 | throughput per GPU
     # (TFLOP/s/GPU): 150.1 | ... | global batch size: 512 |", Megatron-DeepSpeed as well.
     "Megatron-LM": (
         ("step_seconds", rf"elapsed time per iteration \(ms\): {_NUMBER}", _milli),
         ("flop_per_s", rf"throughput per GPU \(TFLOP/s/GPU\): {_NUMBER}", _tera),
-        ("batches", rf"global batch size:\s*{_NUMBER}", _plain),
-        ("allocated_bytes", rf"\bmax allocated: {_NUMBER}", _mebibytes),
-        ("held_bytes", rf"\| allocated: {_NUMBER}", _mebibytes),
-        ("reserved_bytes", rf"\bmax reserved: {_NUMBER}", _mebibytes),
+        ("batches", rf"global batch size:\s*{_NUMBER}", float),
+        ("allocated_bytes", rf"\bmax allocated: {_NUMBER}", _mebi),
+        ("held_bytes", rf"\| allocated: {_NUMBER}", _mebi),
+        ("reserved_bytes", rf"\bmax reserved: {_NUMBER}", _mebi),
     ),
     # "iteration: 10 / 100 | ... | elapsed_time_per_iteration_ms: 3.45K | tokens_per_sec_per_gpu:
     # 37.9K | ... | model_tflops_per_gpu: 367 |" and "Peak allocated 17992.1MiB. Peak reserved: ..".
     "nanotron": (
-        ("step_seconds", rf"elapsed_time_per_iteration_ms: {_HUMAN}", _human_milli),
-        ("tokens_per_s", rf"tokens_per_sec_per_gpu: {_HUMAN}", _human),
-        ("flop_per_s", rf"model_tflops_per_gpu: {_HUMAN}", _human_tera),
-        ("batches", rf"global_batch_size: {_HUMAN}", _human),
-        ("allocated_bytes", rf"Peak allocated:? {_NUMBER}\s*(MiB)", _bytes),
-        ("reserved_bytes", rf"Peak reserved:? {_NUMBER}\s*(MiB)", _bytes),
+        ("step_seconds", rf"elapsed_time_per_iteration_ms: {_HUMAN}", _milli),
+        ("tokens_per_s", rf"tokens_per_sec_per_gpu: {_HUMAN}", float),
+        ("flop_per_s", rf"model_tflops_per_gpu: {_HUMAN}", _tera),
+        ("batches", rf"global_batch_size: {_HUMAN}", float),
+        ("allocated_bytes", rf"Peak allocated:? {_NUMBER}\s*(MiB)", float),
+        ("reserved_bytes", rf"Peak reserved:? {_NUMBER}\s*(MiB)", float),
     ),
     # "global_step=10, RunningAvgSamplesPerSec=12.3, CurrSamplesPerSec=12.5, MemAllocated=5.1GB,
     # MaxMemAllocated=20.3GB": samples of all devices.
     "DeepSpeed": (
-        ("samples_per_s", rf"CurrSamplesPerSec={_NUMBER}", _plain),
-        ("allocated_bytes", rf"MaxMemAllocated={_NUMBER}\s*(GB)", _bytes),
-        ("held_bytes", rf"\bMemAllocated={_NUMBER}\s*(GB)", _bytes),
+        ("samples_per_s", rf"CurrSamplesPerSec={_NUMBER}", float),
+        ("allocated_bytes", rf"MaxMemAllocated={_NUMBER}\s*(GB)", float),
+        ("held_bytes", rf"\bMemAllocated={_NUMBER}\s*(GB)", float),
     ),
     # " 10%|# | 100/1000 [02:03<18:27,  1.23s/it]", and at the end {..., 'train_samples_per_second':
     # 25.9, ...}.
     "HF Trainer": (
-        ("step_seconds", rf"\d+/\d+ \[[\d:]+<[\d:?]+,\s*{_NUMBER}(s/it|it/s)", _per_iteration),
-        ("samples_per_s", rf"'train_samples_per_second':\s*'?{_NUMBER}", _plain),
+        ("step_seconds", rf"\d+/\d+ \[[\d:]+<[\d:?]+,\s*{_NUMBER}(s/it|it/s)", float),
+        ("samples_per_s", rf"'train_samples_per_second':\s*'?{_NUMBER}", float),
     ),
 }
 
@@ -447,7 +392,7 @@ def _figures(text: str, framework: str, failed: bool, settings: str) -> LogFigur
             f"{settings} lacks framework: the log ends for want of memory before a step, and does "
             f"not say whose it is; name one of {', '.join(FRAMEWORKS)}"
         )
-    return LogFigures(framework)
+    return LogFigures(framework, {})
 
 
 def _seconds(figures: LogFigures, run: Configuration) -> tuple[float | None, tuple[str, ...]]:
@@ -492,21 +437,10 @@ def _model(table: Mapping[str, Any], settings: Path) -> Transformer:
         if "published" in table:
             return published(table["published"])
         return transformer_of(settings.parent / table["huggingface"])
-    check_keys(table, *_kinds(Transformer), where)
+    check_keys(table, *kinds_of(Transformer), where)
     return Transformer(**table)
 
 
 def _run(table: Mapping[str, Any], where: str) -> Configuration:
-    check_keys(table, *_kinds(Configuration), f"{where}: run")
+    check_keys(table, *kinds_of(Configuration), f"{where}: run")
     return Configuration(**table)
-
-
-def _kinds(cls: type[Transformer] | type[Configuration]) -> tuple[dict[str, type], set[str]]:
-    """Type of each field, choices being texts; and the fields that have a default."""
-    hints = get_type_hints(cls)
-    kinds = {
-        field.name: hints[field.name] if hints[field.name] in (int, bool, str) else str
-        for field in fields(cls)
-        if field.compare
-    }
-    return kinds, {field.name for field in fields(cls) if field.default is not MISSING}

@@ -49,6 +49,21 @@ class Belonging:
         """Name at a level."""
         return str(getattr(self, level))
 
+    @property
+    def place(self) -> str:
+        """Runs correct each other only within a framework on a cluster."""
+        return f"{self.framework} on {self.cluster}"
+
+    def group(self, *, mixture: bool) -> str:
+        """The name under which errors of a framework on a chip of a cluster are collected.
+
+        Another cluster with the same framework and chip has errors of its own: its network, hosts
+        and versions differ. How far a prediction is off differs as much between dense models and
+        mixtures of experts: kernels and exchanges of experts change from release to release.
+        """
+        name = f"{self.framework} on {self.chip} at {self.cluster}"
+        return f"mixtures, {name}" if mixture else name
+
 
 @dataclass(frozen=True, slots=True)
 class Column:

@@ -7,34 +7,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outlast.errors import PlanError
 from outlast.plan.batch import Array, Cases, Part, cases
-from outlast.plan.calibration import (
-    Calibration,
-    Constant,
-    Place,
-    Provenance,
-    ResidualPoints,
-    Support,
-    support_of,
-)
 from outlast.plan.conformal import (
     OTHERS,
     Conformal,
+    Place,
+    Support,
     conformal,
     folds,
-    interval_group,
-    interval_groups,
+    support_of,
 )
-from outlast.plan.constants import LEVELS, NAMES, PRIORS, bounded, unbounded
 from outlast.plan.rows import Row
 from outlast.plan.step_fit import (
-    FEATURES,
     Belonging,
-    Column,
     Fit,
     Residual,
-    believed,
     fit,
     fit_residual,
 )
@@ -96,8 +83,7 @@ class StepModel:
 
     def calibrated(self, whose: Belonging, *, mixture: bool) -> bool:
         """True if runs of this very framework, chip and cluster were measured."""
-        group = interval_group(whose.framework, whose.chip, whose.cluster, mixture=mixture)
-        return group in self.widths.quantiles
+        return whose.group(mixture=mixture) in self.widths.quantiles
 
     def parts(self, cases: Cases, whose: Belonging) -> tuple[Part, ...]:
         """Terms of the step's time, the correction among them; it may be negative.
@@ -107,12 +93,12 @@ class StepModel:
             whose: Chip, cluster and framework of all of them.
         """
         parts = step_parts(cases, self.constants.constants([whose]))
-        if self.residual is None or place_of(whose) not in self.residual.places:
+        if self.residual is None or whose.place not in self.residual.places:
             return parts
         total: Array = np.zeros(1)
         for part in parts:
             total = total + part.values
-        mean, _ = self.residual.correction(cases, [place_of(whose)])
+        mean, _ = self.residual.correction(cases, [whose.place])
         correction = Part(
             "correction from similar runs",
             total * np.expm1(mean),
@@ -129,7 +115,10 @@ class StepModel:
         On a cluster that was not measured, constants of the framework may be those of the site at
         which they were: its spread counts as if nothing of the framework were known.
         """
-        groups = _groups_of(cases, whose)
+        mixtures = cases.experts > 1.0
+        # One group where all cases are alike.
+        different = mixtures if mixtures.any() and not mixtures.all() else mixtures[:1]
+        groups = [whose.group(mixture=bool(item)) for item in different]
         unseen = [Belonging(whose.chip, UNSEEN, UNSEEN)]
         elsewhere = self.widths.half_widths(
             self.deviations(cases, unseen), [OTHERS], distances_from(self.support, cases)
@@ -144,8 +133,7 @@ class StepModel:
         far = self.widths.half_widths(deviations, groups, away)
         # Away from what was measured here, no more is in doubt than where nothing was.
         own = np.maximum(near, np.minimum(far, elsewhere))
-        widths: Array = np.where(known, own, elsewhere)
-        return widths
+        return np.where(known, own, elsewhere)
 
     def outside(self, cases: Cases, whose: Belonging) -> tuple[str, ...]:
         """Why the first case is beyond what was calibrated, a phrase each."""
@@ -153,12 +141,12 @@ class StepModel:
         first = {name: float(np.ravel(values)[0]) for name, values in features.items()}
         mixture = first["experts"] > 1.0
         if self.calibrated(whose, mixture=mixture):
-            place = self.places.get(_groups_of(cases, whose)[0])
-            return _said(place.ranges if place else self.support, first)
+            place = self.places.get(whose.group(mixture=mixture))
+            return _outside(place.ranges if place else self.support, first)
         reasons = [f"not calibrated on this cluster ({whose.cluster})"]
         if not self.rows:
             return ("nothing was calibrated: priors alone", *reasons)
-        same = interval_group(whose.framework, whose.chip, mixture=mixture)
+        same = replace(whose, cluster="").group(mixture=mixture)
         chip = f" on {whose.chip} at "
         if whose.framework == "any":
             reasons.append("no framework is named: constants are those of all")
@@ -173,30 +161,23 @@ class StepModel:
         seen = alike[0] if alike else self.support
         for ranges in alike[1:]:
             seen = seen.joined(ranges)
-        return (*reasons, *_said(seen, first))
+        return (*reasons, *_outside(seen, first))
 
     def seconds(self, cases: Cases, whose: Sequence[Belonging]) -> Array:
         """(cases,) with the correction."""
         plain = step_seconds(cases, self.constants.constants(whose))
         if self.residual is None:
             return plain
-        mean, _ = self.residual.correction(cases, [place_of(item) for item in whose])
-        corrected: Array = plain * np.exp(mean)
-        return corrected
+        mean, _ = self.residual.correction(cases, [item.place for item in whose])
+        return np.asarray(plain * np.exp(mean))
 
     def deviations(self, cases: Cases, whose: Sequence[Belonging]) -> Array:
         """(cases,): log standard deviation from the constants and the correction."""
         variance = self.constants.log_deviation(cases, whose) ** 2
         if self.residual is not None:
-            _, left = self.residual.correction(cases, [place_of(item) for item in whose])
+            _, left = self.residual.correction(cases, [item.place for item in whose])
             variance = variance + left
-        deviation: Array = np.sqrt(variance)
-        return deviation
-
-
-def place_of(whose: Belonging) -> str:
-    """Runs correct each other only within a framework on a cluster."""
-    return f"{whose.framework} on {whose.cluster}"
+        return np.asarray(np.sqrt(variance))
 
 
 def belonging(row: Row) -> Belonging:
@@ -223,8 +204,12 @@ class Validation:
     @property
     def log_errors(self) -> Array:
         """(rows,): log of measured over predicted."""
-        errors: Array = np.log(_seconds(self.rows) / self.predicted_seconds)
-        return errors
+        return np.asarray(np.log(_seconds(self.rows) / self.predicted_seconds))
+
+
+def interval_groups(rows: Sequence[Row]) -> tuple[str, ...]:
+    """`Belonging.group` of each row."""
+    return tuple(belonging(row).group(mixture=row.model.experts > 1) for row in rows)
 
 
 def utilisation(rows: Sequence[Row]) -> Array:
@@ -242,7 +227,7 @@ def fitted(rows: Sequence[Row], prior: Fit | None = None) -> tuple[Fit, Residual
     numbers, whose = _numbers(rows), [belonging(row) for row in rows]
     found = fit(numbers, _seconds(rows), whose, prior=prior)
     plain = step_seconds(numbers, found.constants(whose))
-    places = [place_of(item) for item in whose]
+    places = [item.place for item in whose]
     return found, fit_residual(numbers, np.log(_seconds(rows) / plain), places)
 
 
@@ -364,23 +349,7 @@ def _places(rows: Sequence[Row], groups: Sequence[str]) -> dict[str, Place]:
     return places
 
 
-def uncalibrated() -> StepModel:
-    """The priors: what is believed before any run was measured."""
-    # 90 % of a normal error, on top of which the formulas themselves are off by about 10 %.
-    return StepModel(believed(), None, Conformal(quantiles={OTHERS: 1.645}, floor=0.1), Support({}))
-
-
-def _groups_of(cases: Cases, whose: Belonging) -> list[str]:
-    """Interval groups, one for all cases where they are alike."""
-    mixtures = cases.experts > 1.0
-    different = mixtures if mixtures.any() and not mixtures.all() else mixtures[:1]
-    return [
-        interval_group(whose.framework, whose.chip, whose.cluster, mixture=bool(item))
-        for item in different
-    ]
-
-
-def _said(ranges: Support, features: Mapping[str, float]) -> tuple[str, ...]:
+def _outside(ranges: Support, features: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(f"outside measured range: {span}" for span in ranges.outside(features))
 
 
@@ -391,7 +360,7 @@ def _features(cases: Cases) -> dict[str, Array]:
 
 def distances_from(support: Support, cases: Cases) -> Array:
     """(cases,) from calibrated ranges, at most `FARTHEST`."""
-    away: Array = np.minimum(support.distances(_features(cases)), FARTHEST)
+    away = np.minimum(support.distances(_features(cases)), FARTHEST)
     return np.broadcast_to(away, (len(cases),))
 
 
@@ -406,157 +375,3 @@ def _seconds(rows: Sequence[Row]) -> Array:
 def ranges_of(rows: Sequence[Row]) -> Support:
     """Of the features of some runs."""
     return support_of(_features(_numbers(rows)))
-
-
-_FOR = " for "
-
-
-def calibration_of(model: StepModel, provenance: Provenance) -> Calibration:
-    """Content of a calibration file for a fitted model."""
-    fitted = model.constants
-    deviations = np.sqrt(np.diag(fitted.covariance))
-    names = tuple(_name(column) for column in fitted.columns)
-    constants = {}
-    rows = zip(names, fitted.columns, fitted.values, deviations, strict=True)
-    for name, column, value, deviation in rows:
-        constants[name] = _constant(column, float(value), float(deviation))
-    scale = np.outer(deviations, deviations)
-    return Calibration(
-        constants=constants,
-        order=names,
-        correlation=fitted.covariance / np.where(scale > 0.0, scale, 1.0),
-        residual=_points(model.residual),
-        quantiles=model.widths.quantiles,
-        floor=model.widths.floor,
-        coverage=model.widths.coverage,
-        support=model.support.ranges,
-        provenance=provenance,
-        places=model.places,
-    )
-
-
-def step_model_of(calibration: Calibration) -> StepModel:
-    """The model that a calibration describes.
-
-    Raises:
-        PlanError: It has constants that this version does not know, or lacks some.
-    """
-    columns = tuple(_column(name) for name in calibration.order)
-    missing = sorted(set(NAMES) - {column.constant for column in columns if column.level is None})
-    if missing:
-        raise PlanError(
-            f"the calibration lacks {', '.join(missing)}: calibrate again with this version"
-        )
-    values = np.array(
-        [
-            _value(column, calibration.constants[name])
-            for name, column in zip(calibration.order, columns, strict=True)
-        ]
-    )
-    return StepModel(
-        Fit(columns, values, calibration.covariance),
-        _residual(calibration.residual),
-        calibration.conformal,
-        calibration.ranges,
-        len(calibration.provenance.rows),
-        calibration.places,
-    )
-
-
-def shared(model: StepModel) -> StepModel:
-    """Keep what others can use: constants of chips, frameworks, interval widths.
-
-    Clusters and the points of single runs are left out, and intervals are those of a cluster that
-    nobody measured: no cluster of another owner is calibrated by them. Numbers are rounded,
-    correlations to three digits after a hundredth of the identity is mixed in, so that they stay
-    a correlation.
-    """
-    fitted = model.constants
-    kept = [index for index, column in enumerate(fitted.columns) if column.level != "cluster"]
-    covariance = fitted.covariance[np.ix_(kept, kept)]
-    deviations = _rounded(np.sqrt(np.diag(covariance)))
-    exact = covariance / np.sqrt(np.outer(np.diag(covariance), np.diag(covariance)))
-    correlation = np.round(0.99 * exact + 0.01 * np.eye(len(kept)), 3)
-    constants = Fit(
-        tuple(fitted.columns[index] for index in kept),
-        _rounded(fitted.values[kept]),
-        correlation * np.outer(deviations, deviations),
-    )
-    widths = replace(model.widths, quantiles={OTHERS: model.widths.quantiles[OTHERS]})
-    return StepModel(constants, None, widths, model.support, model.rows, model.places)
-
-
-def _rounded(values: Array) -> Array:
-    return np.array([float(f"{value:.5g}") for value in values])
-
-
-def _name(column: Column) -> str:
-    if column.level is None:
-        return column.constant
-    return f"{column.constant}{_FOR}{column.level} {column.group}"
-
-
-def _column(name: str) -> Column:
-    constant, _, belonging = name.partition(_FOR)
-    level, _, group = belonging.partition(" ")
-    known = [item for item in LEVELS if item == level]
-    if constant not in PRIORS or (belonging and not known):
-        raise PlanError(
-            f"constant {name!r} of the calibration is not one of this version's: calibrate again"
-        )
-    return Column(constant, known[0], group) if known else Column(constant)
-
-
-def _constant(column: Column, value: float, deviation: float) -> Constant:
-    """The common constant in its own unit; a group's as a factor (on the odds, below a bound)."""
-    prior = PRIORS[column.constant]
-    if column.level is not None:
-        return Constant(
-            float(np.exp(value)),
-            deviation,
-            "factor",
-            "calibrated",
-            f"{column.level} {column.group}",
-        )
-    median = unbounded(column.constant, np.array(prior.median))
-    return Constant(
-        float(bounded(column.constant, median + value)), deviation, prior.unit, "calibrated"
-    )
-
-
-def _value(column: Column, constant: Constant) -> float:
-    if column.level is not None:
-        return float(np.log(constant.value))
-    median = unbounded(column.constant, np.array(PRIORS[column.constant].median))
-    return float(unbounded(column.constant, np.array(constant.value)) - median)
-
-
-def _points(residual: Residual | None) -> ResidualPoints | None:
-    if residual is None:
-        return None
-    return ResidualPoints(
-        names=FEATURES,
-        features=residual.features,
-        places=residual.places,
-        residuals=residual.residuals,
-        noises=residual.noises,
-        amplitude=residual.amplitude,
-        length_scales=np.full(len(FEATURES), residual.length),
-    )
-
-
-def _residual(points: ResidualPoints | None) -> Residual | None:
-    if points is None:
-        return None
-    if points.names != FEATURES or np.ptp(points.length_scales) > 0.0:
-        raise PlanError(
-            "the calibration's residual has other features than this version's: calibrate again"
-        )
-    return Residual(
-        points.features,
-        points.places,
-        points.residuals,
-        points.noises,
-        points.amplitude,
-        float(points.length_scales[0]),
-    )

@@ -448,8 +448,7 @@ def step_parts(cases: Cases, constants: Constants) -> tuple[Part, ...]:
         "data": cases.data,
     }
     return tuple(
-        Part(name, values, STEP[name].formula, inputs, STEP[name].constants, STEP[name].source)
-        for name, values in (*plain, ("slowest node", tail))
+        STEP[name].part(name, values, inputs) for name, values in (*plain, ("slowest node", tail))
     )
 
 
