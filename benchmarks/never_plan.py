@@ -18,8 +18,7 @@ from outlast.hardware import devices
 from outlast.plan import Configuration, Training, cluster_of, predict, published, search
 from outlast.plan.api import published_constants
 from outlast.plan.cluster_file import shipped_clusters
-from outlast.plan.constraints import FRAMEWORKS
-from outlast.plan.context import CALIBRATED_AS
+from outlast.plan.constraints import CALIBRATED_AS, FRAMEWORKS
 from outlast.plan.estimate import Interval
 from outlast.plan.huggingface import MODELS
 from outlast.plan.memory_fit import Known

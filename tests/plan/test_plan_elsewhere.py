@@ -18,8 +18,7 @@ from outlast.plan.calibration import (
 )
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded, unbounded_deviation
-from outlast.plan.constraints import FRAMEWORKS, framework_key
-from outlast.plan.context import CALIBRATED_AS
+from outlast.plan.constraints import CALIBRATED_AS, FRAMEWORKS, framework_key
 from outlast.plan.huggingface import published
 from outlast.plan.mechanisms import HELD
 from outlast.plan.memory_fit import Known

@@ -10,7 +10,7 @@ from outlast.errors import PlanError
 from outlast.job import load_job
 from outlast.plan.api import Training, context_of, predict, published_constants, training_of
 from outlast.plan.cluster import FailureCause, Storage
-from outlast.plan.context import CALIBRATED_AS
+from outlast.plan.constraints import CALIBRATED_AS
 from outlast.plan.huggingface import transformer_of
 from outlast.plan.job import run_of
 from outlast.plan.memory_fit import COMPILED, Known, fit_device_memory

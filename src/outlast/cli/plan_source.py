@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outlast.plan.api import Training
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
-    from outlast.plan.context import Context
+    from outlast.plan.model import Context
     from outlast.plan.prediction import Estimate
     from outlast.plan.settings import Mechanisms, Settings
     from outlast.plan.space import Axes

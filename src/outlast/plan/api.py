@@ -16,8 +16,7 @@ from outlast.plan.calibration import from_text, read_calibration, step_model_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import checked, cluster_of
 from outlast.plan.configuration import Configuration
-from outlast.plan.constraints import framework_key, problems
-from outlast.plan.context import Context, calibrated_as
+from outlast.plan.constraints import calibrated_as, framework_key, problems
 from outlast.plan.feasibility import refuse_impossible
 from outlast.plan.job import mapped, run_of
 from outlast.plan.memory_fit import (
@@ -28,7 +27,7 @@ from outlast.plan.memory_fit import (
     device_memory_of,
     known_of,
 )
-from outlast.plan.model import evaluator
+from outlast.plan.model import Context, evaluator
 from outlast.plan.pareto import Front
 from outlast.plan.pareto import search as search_space
 from outlast.plan.prediction import Estimate

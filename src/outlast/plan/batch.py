@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -252,6 +252,15 @@ class Part:
     inputs: Mapping[str, Array] = field(default_factory=dict)
     constants: tuple[str, ...] = ()
     source: str = "own"
+
+
+def total_of(parts: Iterable[Part], count: int, names: Container[str] | None = None) -> Array:
+    """(count,) sum of the values of parts, or of those of some names."""
+    total = np.zeros(count)
+    for part in parts:
+        if names is None or part.name in names:
+            total = total + part.values
+    return total
 
 
 class Text(NamedTuple):

@@ -113,6 +113,12 @@ CALIBRATED_AS: Mapping[str, str] = {
 """Names that published runs have, by the names of frameworks; others keep their own."""
 
 
+def calibrated_as(framework: str) -> str:
+    """The name under which runs of a framework are calibrated: an unknown one's own."""
+    key = KEYS.get(framework.casefold(), framework)
+    return CALIBRATED_AS.get(key, key)
+
+
 def framework_key(name: str) -> str:
     """The key in `FRAMEWORKS` of a framework by any of its names.
 

@@ -43,8 +43,8 @@ from outlast.recover.cost import (
 if TYPE_CHECKING:
     from outlast.plan.batch import Array
     from outlast.plan.cluster import Cluster
-    from outlast.plan.context import Context
     from outlast.plan.mechanisms import Step
+    from outlast.plan.model import Context
     from outlast.plan.settings import Settings
     from outlast.plan.space import Block
 

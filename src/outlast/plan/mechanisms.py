@@ -7,7 +7,7 @@ arrays, and spread over the candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,8 +16,7 @@ import numpy as np
 from outlast.coding.cost import CostModel, coding_cost, straggler_factor
 from outlast.errors import PlanError
 from outlast.guard.cost import LIGHT_SHARE, LinearShape, check_seconds, covered_share
-from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import Part
+from outlast.plan.batch import Part, total_of
 from outlast.plan.block_time import half_side
 from outlast.plan.energy import activity_at, clock_factors
 from outlast.tensorize.cost import layer_cost, step_ratio
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from outlast.guard.policy import Level
     from outlast.plan.batch import Array, Cases
     from outlast.plan.constants import Constants
-    from outlast.plan.context import Context
+    from outlast.plan.model import Context
     from outlast.plan.settings import Settings
     from outlast.plan.space import Block
     from outlast.plan.transformer import Transformer
@@ -290,17 +289,17 @@ def with_mechanisms(
     """
     layouts, count = block.layouts, len(block.layouts)
     settings, setting = block.settings, block.setting
-    whole = _sum(plain, count)
-    products = _named(plain, ("matrix products",), count)
+    whole = total_of(plain, count)
+    products = total_of(plain, count, ("matrix products",))
     forms = [form_of(context.model, setting) for setting in settings]
-    kept = np.array([form.parameters for form in forms])[setting]
+    kept = block.by_setting([form.parameters for form in forms])
     spread = _fewer_parameters(plain, block, kept / float(context.model.parameters))
     structured = np.zeros(len(block))
     if any(setting.tensorize_form != "dense" for setting in settings):
         constants = context.step.constants.constants([context.whose])
         ratios = time_ratios(context.model, layouts, constants, settings)
         structured = products[block.layout] * (ratios[block.layout, setting] - 1.0)
-    base = _sum(spread, len(block))
+    base = total_of(spread, len(block))
     if least is not None:
         dense, limits = dense_flops(context, layouts), np.broadcast_to(least, (count,))
         shares = [operations_ratio(context.model, setting, dense) for setting in settings]
@@ -322,7 +321,7 @@ def with_mechanisms(
     computed = base + structured + guarded
     coding_ratio, claims = _coding(context, block, computed)
 
-    busy = _named(spread, BUSY, len(block)) + structured + guarded
+    busy = total_of(spread, len(block), BUSY) + structured + guarded
     clocks = _clocks(context, settings, (products / whole)[block.layout], block)
     slowed = np.zeros(len(block)) if clocks is None else busy * (clocks[0] - 1.0)
 
@@ -349,7 +348,7 @@ def with_mechanisms(
     parts = (*spread, *(part for part in extra if part.values.any()))
     return Step(
         parts=parts,
-        seconds=_sum(parts, len(block)),
+        seconds=total_of(parts, len(block)),
         busy_seconds=busy,
         clocks=clocks,
         guard_overhead=guarded / (base + structured),
@@ -369,17 +368,17 @@ def _fewer_parameters(plain: Sequence[Part], block: Block, ratio: Array) -> tupl
         block: The candidates.
         ratio: (candidates,) parameters over those of the dense model.
     """
-    count, found = len(block.layouts), []
-    fewer = bool((ratio != 1.0).any())
+    fewer, found = bool((ratio != 1.0).any()), []
     for part in plain:
-        rows: Array = np.broadcast_to(part.values, (count,))
-        values = rows[block.layout]
-        formula, inputs = part.formula, part.inputs
+        spread = replace(part, values=block.spread(part.values))
         if fewer and part.name in BY_PARAMETERS:
-            values = values * ratio
-            formula = f"({formula}) * parameters / dense parameters"
-            inputs = {**inputs, "parameters / dense parameters": ratio}
-        found.append(Part(part.name, values, formula, inputs, part.constants, part.source))
+            spread = replace(
+                spread,
+                values=spread.values * ratio,
+                formula=f"({part.formula}) * parameters / dense parameters",
+                inputs={**part.inputs, "parameters / dense parameters": ratio},
+            )
+        found.append(spread)
     return tuple(found)
 
 
@@ -392,37 +391,26 @@ def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
     tokens = layouts.micro_batch * layouts.sequence / layouts.context
     blocks = layouts.layers / layouts.pipeline
     wide = layouts.intermediate + layouts.experts_per_token * layouts.expert_intermediate
+    attention_inputs = layouts.query_width + 2.0 * layouts.kv_width
+
+    def shape(inputs: Array, outputs: Array) -> LinearShape:
+        # The guard's formulas only multiply and add sizes, so that these may be arrays.
+        sizes: list[Any] = [tokens, inputs, outputs / layouts.tensor, blocks]
+        return LinearShape(*sizes)
+
     shapes = [
-        _shape(tokens, layouts.hidden, (layouts.query_width + 2.0 * layouts.kv_width), blocks),
-        _shape(tokens, layouts.query_width, layouts.hidden, blocks),
-        _shape(tokens, layouts.hidden, wide * (layouts.matrices - 1.0), blocks),
-        _shape(tokens, wide, layouts.hidden, blocks),
+        shape(layouts.hidden, attention_inputs),
+        shape(layouts.query_width, layouts.hidden),
+        shape(layouts.hidden, wide * (layouts.matrices - 1.0)),
+        shape(wide, layouts.hidden),
     ]
-    shapes = [_per_rank(shape, layouts.tensor) for shape in shapes]
-    rate = float(layouts.memory_bytes_per_s.min()) * CHECK_SHARE
     # Queries, keys and values go into attention, and as wide as the queries comes out.
-    inside = _shape(
-        tokens,
-        (layouts.query_width + 2.0 * layouts.kv_width) / layouts.tensor,
-        layouts.query_width,
-        blocks,
-    )
+    inside = shape(attention_inputs / layouts.tensor, layouts.query_width)
+    rate = float(layouts.memory_bytes_per_s.min()) * CHECK_SHARE
+    bytes_each, batches = cast("int", layouts.value_bytes), cast("int", layouts.micro_batches)
     checked = {
-        level: np.broadcast_to(
-            np.asarray(
-                check_seconds(
-                    those,
-                    cast("int", layouts.value_bytes),
-                    rate,
-                    microbatches=cast("int", layouts.micro_batches),
-                )
-            ),
-            (count,),
-        )
-        for level, those in (
-            ("linear", shapes),
-            ("full", [*shapes, _per_rank(inside, layouts.tensor)]),
-        )
+        level: np.asarray(check_seconds(those, bytes_each, rate, microbatches=batches))
+        for level, those in (("linear", shapes), ("full", [*shapes, inside]))
     }
     linear = sum(np.asarray(shape.flop) for shape in shapes)
     attention = 12.0 * tokens * layouts.sequence * layouts.query_width / layouts.tensor * blocks
@@ -436,17 +424,6 @@ def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
     return seconds, coverages
 
 
-def _shape(tokens: Array, inputs: Array, outputs: Array, count: Array) -> LinearShape:
-    """A layer whose sizes are arrays: the guard's formulas only multiply and add them."""
-    every: list[Any] = [tokens, inputs, outputs, count]
-    return LinearShape(*every)
-
-
-def _per_rank(shape: LinearShape, ranks: Array) -> LinearShape:
-    outputs: Any = shape.outputs / ranks
-    return LinearShape(shape.tokens, shape.inputs, outputs, shape.count)
-
-
 def _coding(context: Context, block: Block, computed: Array) -> tuple[Array, Array]:
     """(candidates,): ratio of gradient coding, and seconds of its claims in a step.
 
@@ -456,13 +433,11 @@ def _coding(context: Context, block: Block, computed: Array) -> tuple[Array, Arr
         computed: (candidates,) seconds of a step without a code.
     """
     ratio, claims = np.ones(len(block)), np.zeros(len(block))
-    copies = np.array([setting.coding_copies for setting in block.settings])[block.setting]
+    copies = block.by_setting([setting.coding_copies for setting in block.settings])
     if copies.max() == 1:
         return ratio, claims
-    count = len(block.layouts)
-    data = np.broadcast_to(block.layouts.data, (count,))[block.layout]
-    batches = np.broadcast_to(block.layouts.micro_batches, (count,))[block.layout]
-    sharded = np.broadcast_to(block.layouts.sharding > 0.0, (count,))[block.layout]
+    data, batches = block.spread(block.layouts.data), block.spread(block.layouts.micro_batches)
+    sharded = block.spread(block.layouts.sharding) > 0.0
     # Sharded states go with no code (`feasibility`), and simulating one takes a millisecond.
     coded = np.flatnonzero((copies > 1) & ~sharded)
     claims[coded] = (
@@ -507,8 +482,7 @@ def _straggling(context: Context, block: Block, computed: Array) -> Array:
             )
         return found
 
-    data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
-    return _interpolated(factor, (data,), computed)
+    return _interpolated(factor, (block.spread(block.layouts.data),), computed)
 
 
 def _interpolated(value: Callable[..., float], counts: Sequence[Array], seconds: Array) -> Array:
@@ -534,7 +508,7 @@ def _clocks(
     context: Context, settings: Sequence[Settings], share: Array, block: Block
 ) -> tuple[Array, Array] | None:
     """(candidates,) factors of the clocks on busy seconds and watts."""
-    asked = np.array([setting.clock_mhz for setting in settings])[block.setting]
+    asked = block.by_setting([setting.clock_mhz for setting in settings])
     if not asked.any():
         return None
     constants, power = context.clocks, context.cluster.power
@@ -548,18 +522,4 @@ def _clocks(
     activity = activity_at(constants, drawn, top)
     # Ten classes of compute share are enough: the factors are smooth in it.
     rounded = np.round(share, 1)
-    factors = clock_factors(constants, activity, np.where(asked > 0.0, asked, top), rounded)
-    if isinstance(factors, Unavailable):
-        raise PlanError(f"clock_mhz = {asked.max():g}: {factors.reason}")
-    return factors
-
-
-def _named(parts: Sequence[Part], names: Sequence[str], count: int) -> Array:
-    return _sum([part for part in parts if part.name in names], count)
-
-
-def _sum(parts: Sequence[Part], count: int) -> Array:
-    total = np.zeros(count)
-    for part in parts:
-        total = total + part.values
-    return total
+    return clock_factors(constants, activity, np.where(asked > 0.0, asked, top), rounded)

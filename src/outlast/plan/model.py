@@ -11,18 +11,20 @@ carry a phrase that says so. Runs of the cluster at hand that reached more count
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.energy.cost import JOULES_PER_KWH
+from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
 from outlast.plan.constants import MemoryConstants, memory_constants
+from outlast.plan.constraints import calibrated_as
 from outlast.plan.energy import (
-    NORMAL_90,
     Bill,
     StepEnergy,
     bill,
@@ -30,6 +32,7 @@ from outlast.plan.energy import (
     measured_watts,
     step_energy,
 )
+from outlast.plan.estimate import NORMAL_90
 from outlast.plan.facts import facts
 from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance
 from outlast.plan.feasibility import possible
@@ -45,16 +48,86 @@ from outlast.plan.mechanisms import (
 )
 from outlast.plan.memory import CLIFF_HEADROOM, room
 from outlast.plan.objectives import Objectives
-from outlast.plan.reliability import HOUR_SECONDS
+from outlast.plan.reliability import HOUR_SECONDS, Restart
+from outlast.plan.step_fit import Belonging
 
 if TYPE_CHECKING:
+    from outlast.coding.delays import DelayModel
+    from outlast.energy.model.equations import DeviceConstants
     from outlast.plan.batch import Array, Cases
-    from outlast.plan.context import Context
+    from outlast.plan.cluster import Cluster
+    from outlast.plan.configuration import Configuration
     from outlast.plan.loss import Differences
+    from outlast.plan.memory_fit import MemoryFit
     from outlast.plan.space import Block
+    from outlast.plan.step_model import StepModel
+    from outlast.plan.transformer import Transformer
 
 
-"""Name of the term."""
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The job, the machines, and what is known of both.
+
+    Attributes:
+        model: What is trained.
+        cluster: On what.
+        step: The calibration.
+        tokens: Of the whole training.
+        baseline: The run whose steps are counted and whose precision losses are compared with, at
+            equal data; its division of the work does not count.
+        framework: Software that trains.
+        timed_as: Name under which the time of such runs was calibrated; empty for that of the
+            framework.
+        unique_tokens: Different ones in the data; infinite where nothing repeats.
+        deadline_seconds: Wall time within which the run should be finished; None without one.
+        restart: The way back after a stop; spares are the cluster's.
+        delays: How late workers are; None where nobody knows, so that coding gains nothing.
+        clocks: Power and time constants of the device; None where nobody fitted them.
+        memory: Fitted constants of the memory model; None for the priors.
+        memory_elsewhere: They are of published runs on other clusters.
+        busy_watts: What a busy device was measured to draw; None for the prior.
+        commits_without: A gradient code commits a step without the chunks that were lost; else
+            they are computed again and the gradient is exact.
+        unmapped: What of a job is no part of the prediction, a sentence each.
+    """
+
+    model: Transformer
+    cluster: Cluster
+    step: StepModel
+    tokens: float
+    baseline: Configuration
+    framework: str = "outlast"
+    timed_as: str = ""
+    unique_tokens: float = math.inf
+    deadline_seconds: float | None = None
+    restart: Restart = field(default_factory=lambda: Restart(replace_seconds=300.0))
+    delays: DelayModel | None = None
+    clocks: DeviceConstants | None = None
+    memory: MemoryFit | None = None
+    memory_elsewhere: bool = False
+    busy_watts: float | None = None
+    commits_without: bool = False
+    unmapped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.tokens < math.inf:
+            raise PlanError(f"tokens = {self.tokens:g}: give a finite number above 0")
+        if not self.unique_tokens > 0.0:
+            raise PlanError(f"unique_tokens = {self.unique_tokens:g}: give a number above 0")
+        if self.deadline_seconds is not None and not self.deadline_seconds > 0.0:
+            raise PlanError(f"deadline_seconds = {self.deadline_seconds:g}: give more than 0")
+
+    @property
+    def whose(self) -> Belonging:
+        """Whose runs these are, as calibrations count."""
+        framework = self.timed_as or calibrated_as(self.framework)
+        return Belonging(self.cluster.device, self.cluster.name, framework)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the training."""
+        return max(math.ceil(self.tokens / self.baseline.tokens), 1)
+
 
 _ALIKE: Mapping[str, tuple[str, ...]] = {
     "bf16": ("bf16", "fp16"),
@@ -215,12 +288,7 @@ def judge(context: Context, block: Block) -> Judged:
         context: The job, the cluster, the calibration.
         block: Layouts and settings.
     """
-    layouts, count = block.layouts, len(block.layouts)
-
-    def spread(values: Array) -> Array:
-        rows: Array = np.broadcast_to(values, (count,))[block.layout]
-        return rows
-
+    layouts, spread = block.layouts, block.spread
     plain = context.step.parts(layouts, context.whose)
     step = with_mechanisms(context, block, plain, least_seconds(context, layouts))
     widths = spread(context.step.half_widths(layouts, context.whose))
@@ -250,7 +318,7 @@ def judge(context: Context, block: Block) -> Judged:
         energy=energy,
         energy_half_widths=_energy_half_widths(energy, widths),
         run_joules=joules,
-        bill=bill(context.cluster.prices, device_hours, joules, context.cluster.sources),
+        bill=bill(context.cluster.prices, device_hours, joules),
         quality=quality(context, block, step),
         devices=devices,
     )
@@ -325,6 +393,11 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
 def _energy(context: Context, block: Block, step: Step) -> StepEnergy | Unavailable:
     """Joules of a step: computing, waiting for others, and with nothing to do."""
     cluster = context.cluster
+    if cluster.power is None:
+        return Unavailable(
+            "what the devices draw is not known",
+            "give limit_watts, blocked_watts and idle_watts under [power] of the cluster file",
+        )
     names = ("pipeline bubble", "host and kernel starts", "fixed", "uneven stages")
     idle = np.zeros(len(block))
     for part in step.parts:
@@ -335,22 +408,21 @@ def _energy(context: Context, block: Block, step: Step) -> StepEnergy | Unavaila
     idle = np.minimum(idle, np.maximum(step.seconds - slowed, 0.0))
     blocked = np.maximum(step.seconds - slowed - idle, 0.0)
     if context.busy_watts is not None:
-        draw: object = measured_watts(context.busy_watts, "given with the job")
+        draw = measured_watts(context.busy_watts, "given with the job")
     else:
         layouts = block.layouts
         per_token = context.model.flops_per_token(context.baseline.sequence)
         flops = per_token * context.baseline.tokens
         # Full recomputation computes the forward pass, a third of the rest, once more.
         computed = flops * np.where(layouts.recompute == 2.0, 4.0 / 3.0, 1.0)
-        share = computed / (layouts.peak_flop_per_s * layouts.devices)
-        spread = np.broadcast_to(share, (len(layouts),))[block.layout]
+        share = block.spread(computed / (layouts.peak_flop_per_s * layouts.devices))
         kept = [operations_ratio(context.model, setting, per_token) for setting in block.settings]
-        spread = spread * block.by_setting(kept)
-        activity = np.minimum(spread / np.maximum(busy, 1e-12), 1.0)
+        share = share * block.by_setting(kept)
+        activity = np.minimum(share / np.maximum(busy, 1e-12), 1.0)
         draw = busy_watts(cluster.power, activity)
     return step_energy(
         cluster.power,
-        draw,  # type: ignore[arg-type]
+        draw,
         (busy, blocked, idle),
         devices_per_node=cluster.devices_per_node,
         clocks=step.clocks,

@@ -25,8 +25,8 @@ from outlast.records import Predicted
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
-    from outlast.plan.context import Context
     from outlast.plan.goodput import Goodput
+    from outlast.plan.model import Context
 
 
 def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:

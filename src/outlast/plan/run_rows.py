@@ -40,7 +40,7 @@ from outlast.plan.calibration import check_keys, kinds_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
-from outlast.plan.context import calibrated_as
+from outlast.plan.constraints import calibrated_as
 from outlast.plan.huggingface import published, transformer_of
 from outlast.plan.job import run_of
 from outlast.plan.memory_fit import COMPILED, OUTLAST

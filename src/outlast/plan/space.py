@@ -379,7 +379,7 @@ class Block:
     def __len__(self) -> int:
         return len(self.layout)
 
-    def spread(self, values: Array) -> Array:
+    def spread(self, values: np.ndarray) -> np.ndarray:
         """(candidates,) of a number of each layout, (layouts,) or (1,)."""
         return np.broadcast_to(values, (len(self.layouts),))[self.layout]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outlast.plan.batch import Array, Cases, Part, texts
+from outlast.plan.batch import Array, Cases, Part, texts, total_of
 from outlast.plan.block_time import (
     Block,
     Group,
@@ -465,7 +465,4 @@ def _accumulation_seconds(cases: Cases, held: ShardSizes, bandwidth: Array) -> A
 
 def step_seconds(cases: Cases, constants: Constants) -> Array:
     """The sum of `step_parts`, of shape (cases,)."""
-    total = np.zeros(len(cases))
-    for part in step_parts(cases, constants):
-        total = total + part.values
-    return total
+    return total_of(step_parts(cases, constants), len(cases))
