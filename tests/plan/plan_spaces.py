@@ -33,8 +33,8 @@ def judged(power: float = 2.2, watts: float = 400.0) -> Callable[[Block], Object
 
     def evaluate(block: Block) -> Objectives:
         many = block.layouts.taken(block.layout)
-        clock = block.by_setting([each.clock_mhz or 2000.0 for each in block.settings]) / 2000.0
-        guarded = block.by_setting([each.guard != "off" for each in block.settings])
+        clock = block.by_setting(lambda each: each.clock_mhz or 2000.0) / 2000.0
+        guarded = block.by_setting(lambda each: each.guard != "off")
         waste = (many.pipeline - 1) / many.micro_batches / many.stages_per_rank
         slower = (1 + waste) * (1 + 0.02 * many.tensor) * (1 + 0.1 * many.recompute)
         hours = 1e22 / many.devices / many.peak_flop_per_s / clock * slower * (1 + 0.05 * guarded)

@@ -33,8 +33,8 @@ def front(clocks: int = 5, **changed: object) -> Front:
 
     def evaluate(block: Block) -> Objectives:
         many = block.layouts.taken(block.layout)
-        clock = block.by_setting([each.clock_mhz for each in block.settings]) / 2000.0
-        guarded = block.by_setting([each.guard != "off" for each in block.settings])
+        clock = block.by_setting(lambda each: each.clock_mhz) / 2000.0
+        guarded = block.by_setting(lambda each: each.guard != "off")
         hours = 500.0 / clock * (1 + 0.1 * guarded) * (1 + 0.01 * many.tensor)
         usual = Objectives(
             hours=hours,

@@ -268,7 +268,7 @@ def test_a_cluster_that_knows_one_precision_only_needs_no_other() -> None:
 
 def beyond_the_clock(block: Block) -> Objectives:
     """Like `judged`, where clocks above 1500 MHz are beyond what was calibrated."""
-    clocks = block.by_setting([each.clock_mhz for each in block.settings])
+    clocks = block.by_setting(lambda each: each.clock_mhz)
 
     def flags(row: int) -> tuple[str, ...]:
         return (f"clock = {clocks[row]:g} is above 1500",) if clocks[row] > 1500 else ()

@@ -133,7 +133,7 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
     Raises:
         PlanError: As `ranking`.
     """
-    from outlast.plan.feasibility import refuse_impossible
+    from outlast.plan.fault_tolerance import refuse_impossible
     from outlast.plan.model import evaluator
     from outlast.plan.pareto import search
     from outlast.plan.space import space

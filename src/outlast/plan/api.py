@@ -17,7 +17,7 @@ from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import checked, cluster_of
 from outlast.plan.configuration import Configuration
 from outlast.plan.constraints import calibrated_as, framework_key, problems
-from outlast.plan.feasibility import refuse_impossible
+from outlast.plan.fault_tolerance import refuse_impossible
 from outlast.plan.job import mapped, run_of
 from outlast.plan.memory_fit import (
     COMPILED,

@@ -610,7 +610,7 @@ def _gradient_error(context: Context, block: Block, step: Step) -> Array:
     that compute lost chunks again are exact, and so is a run without a code.
     """
     error, layouts = np.zeros(len(block)), block.layouts
-    copies = block.by_setting([float(setting.coding_copies) for setting in block.settings])
+    copies = block.by_setting(lambda setting: float(setting.coding_copies))
     if not context.commits_without or copies.max() == 1.0:
         return error
     data, chunks = block.spread(layouts.data), block.spread(layouts.micro_batches)

@@ -291,8 +291,7 @@ def with_mechanisms(
     settings, setting = block.settings, block.setting
     whole = total_of(plain, count)
     products = total_of(plain, count, ("matrix products",))
-    forms = [form_of(context.model, setting) for setting in settings]
-    kept = block.by_setting([form.parameters for form in forms])
+    kept = block.by_setting(lambda setting: form_of(context.model, setting).parameters)
     spread = _fewer_parameters(plain, block, kept / float(context.model.parameters))
     structured = np.zeros(len(block))
     if any(setting.tensorize_form != "dense" for setting in settings):
@@ -313,9 +312,7 @@ def with_mechanisms(
 
     checks, coverage = _guard(layouts, settings)
     checks, coverage = checks[block.layout, setting], coverage[block.layout, setting]
-    light = block.by_setting(
-        [LIGHT_SHARE if setting.guard == "light" else 0.0 for setting in settings]
-    )
+    light = block.by_setting(lambda setting: LIGHT_SHARE * (setting.guard == "light"))
     guarded = checks + light * (base + structured)
 
     computed = base + structured + guarded
@@ -433,12 +430,12 @@ def _coding(context: Context, block: Block, computed: Array) -> tuple[Array, Arr
         computed: (candidates,) seconds of a step without a code.
     """
     ratio, claims = np.ones(len(block)), np.zeros(len(block))
-    copies = block.by_setting([setting.coding_copies for setting in block.settings])
+    copies = block.by_setting(lambda setting: setting.coding_copies)
     if copies.max() == 1:
         return ratio, claims
     data, batches = block.spread(block.layouts.data), block.spread(block.layouts.micro_batches)
     sharded = block.spread(block.layouts.sharding) > 0.0
-    # Sharded states go with no code (`feasibility`), and simulating one takes a millisecond.
+    # Sharded states go with no code (`possible`), and simulating one takes a millisecond.
     coded = np.flatnonzero((copies > 1) & ~sharded)
     claims[coded] = (
         batches[coded] * CostModel(chunk_seconds=1.0, chunks_per_worker=1).claims_seconds
@@ -508,7 +505,7 @@ def _clocks(
     context: Context, settings: Sequence[Settings], share: Array, block: Block
 ) -> tuple[Array, Array] | None:
     """(candidates,) factors of the clocks on busy seconds and watts."""
-    asked = block.by_setting([setting.clock_mhz for setting in settings])
+    asked = block.by_setting(lambda setting: setting.clock_mhz)
     if not asked.any():
         return None
     constants, power = context.clocks, context.cluster.power

@@ -34,8 +34,7 @@ from outlast.plan.energy import (
 )
 from outlast.plan.estimate import NORMAL_90
 from outlast.plan.facts import facts
-from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance
-from outlast.plan.feasibility import possible
+from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance, possible
 from outlast.plan.goodput import Finish, finish
 from outlast.plan.loss import quality
 from outlast.plan.mechanisms import (
@@ -340,7 +339,7 @@ def _shares(context: Context, block: Block) -> Array | None:
     """(candidates,) parameters of the blocks' layers over the dense ones'; None where all are."""
     if all(setting.tensorize_form == "dense" for setting in block.settings):
         return None
-    return block.by_setting([form_of(context.model, setting).share for setting in block.settings])
+    return block.by_setting(lambda setting: form_of(context.model, setting).share)
 
 
 def beyond(context: Context, layouts: Cases) -> tuple[str, ...]:
@@ -416,8 +415,9 @@ def _energy(context: Context, block: Block, step: Step) -> StepEnergy | Unavaila
         # Full recomputation computes the forward pass, a third of the rest, once more.
         computed = flops * np.where(layouts.recompute == 2.0, 4.0 / 3.0, 1.0)
         share = block.spread(computed / (layouts.peak_flop_per_s * layouts.devices))
-        kept = [operations_ratio(context.model, setting, per_token) for setting in block.settings]
-        share = share * block.by_setting(kept)
+        share = share * block.by_setting(
+            lambda setting: operations_ratio(context.model, setting, per_token)
+        )
         activity = np.minimum(share / np.maximum(busy, 1e-12), 1.0)
         draw = busy_watts(cluster.power, activity)
     return step_energy(

@@ -12,7 +12,7 @@ from outlast.plan.batch import Part, cases
 from outlast.plan.constants import MEMORY_PRIORS, PRIORS
 from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
-from outlast.plan.feasibility import in_cliff, out_of_memory, why_impossible
+from outlast.plan.fault_tolerance import why_impossible
 from outlast.plan.goodput import SMALLEST, finish, goodput
 from outlast.plan.mechanisms import HELD, form_of, operations_ratio
 from outlast.plan.memory import LOG_DEVIATION, block_state_bytes, demand, memory_parts
@@ -101,14 +101,27 @@ def _why_prior(context: Context) -> str:
 
 def why_unfit(context: Context, block: Block, run: Configuration, judged: Judged) -> str:
     """Why the run does not run as it should; empty where it does."""
-    impossible = why_impossible(context.cluster, block)
-    if impossible:
+    if impossible := why_impossible(context.cluster, block):
         return impossible
+    said = (
+        f"micro_batch = {run.micro_batch}, sharding = {run.sharding}, tensor = {run.tensor}, "
+        f"recompute = {run.recompute}"
+    )
     if not judged.fits[0]:
-        usable = memory_of(context).usable_share * context.cluster.memory_bytes
-        return out_of_memory(run, float(judged.pressing[0]), first_of(np.asarray(usable)))
+        usable = first_of(memory_of(context).usable_share * context.cluster.memory_bytes)
+        needed = float(judged.pressing[0]) * usable / 2**30
+        return (
+            f"out of memory: {needed:,.1f} GiB are needed and the allocator can get "
+            f"{usable / 2**30:,.1f} GiB with {said}; recompute, shard or divide more, lower "
+            "micro_batch, or take more devices"
+        )
     if judged.cliff[0]:
-        return in_cliff(run, float(judged.memory_bytes[0]), float(judged.capacity_bytes[0]))
+        reserved, capacity = judged.memory_bytes[0] / 2**30, judged.capacity_bytes[0] / 2**30
+        return (
+            f"in the memory cliff: {reserved:,.1f} GiB of {capacity:,.1f} GiB are reserved with "
+            f"{said}, so that the allocator gives back and asks again in every step; recompute, "
+            "shard or divide more, or lower micro_batch"
+        )
     return ""
 
 

@@ -7,14 +7,14 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.batch import SHARDING, Array, Cases, case, refuse_unknown_precision
+from outlast.plan.batch import SHARDING, Cases, case, refuse_unknown_precision
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import (
     Balance,
@@ -383,9 +383,9 @@ class Block:
         """(candidates,) of a number of each layout, (layouts,) or (1,)."""
         return np.broadcast_to(values, (len(self.layouts),))[self.layout]
 
-    def by_setting(self, values: Sequence[float]) -> np.ndarray:
-        """(candidates,) of a number for each of `settings`."""
-        return np.asarray(values, dtype=float)[self.setting]
+    def by_setting(self, value: Callable[[Settings], float]) -> np.ndarray:
+        """(candidates,) of a number that follows from the settings."""
+        return np.asarray([value(setting) for setting in self.settings])[self.setting]
 
 
 @dataclass(frozen=True, slots=True)
