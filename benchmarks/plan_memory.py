@@ -14,13 +14,12 @@ import numpy as np
 from harness import Bar, at_least, at_most
 from plan_models import first_stage_allocated, first_stage_reserved
 
-from outlast.plan.batch import Array, cases
+from outlast.plan.batch import Array, cases, stage
 from outlast.plan.conformal import folds
 from outlast.plan.constants import memory_constants
 from outlast.plan.memory import CLIFF_HEADROOM, memory_parts, room
 from outlast.plan.memory_fit import MemoryRuns, fit_memory, runs_of
 from outlast.plan.rows import Row
-from outlast.plan.shard_sizes import stage
 from outlast.plan.table_rows import read_rows
 
 GIB = 2**30

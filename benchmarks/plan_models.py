@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from outlast.plan.batch import Cases
+from outlast.plan.batch import Cases, stage
 from outlast.plan.conformal import OTHERS, Conformal, Support
 from outlast.plan.constants import MemoryConstants
 from outlast.plan.memory import demand
-from outlast.plan.shard_sizes import stage
 from outlast.plan.step_fit import Fit, believed
 from outlast.plan.step_model import StepModel
 

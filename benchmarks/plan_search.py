@@ -17,11 +17,10 @@ from plan_time import SWEEP, fitting_rows
 from outlast.plan.api import Training, search
 from outlast.plan.batch import cases
 from outlast.plan.cluster_file import cluster_of
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Mechanisms
 from outlast.plan.conformal import Support
 from outlast.plan.huggingface import published
 from outlast.plan.rows import Row, clean
-from outlast.plan.settings import Mechanisms
 from outlast.plan.step_model import StepModel, belonging, fitted, validate
 from outlast.plan.table_rows import read_rows
 

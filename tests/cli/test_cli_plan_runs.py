@@ -13,7 +13,7 @@ from plan_commands import Plan
 
 from outlast.job import load_job, to_toml
 from outlast.plan.api import published_constants
-from outlast.plan.batch import cases
+from outlast.plan.batch import cases, stage
 from outlast.plan.calibration import (
     Provenance,
     calibration_of,
@@ -27,7 +27,6 @@ from outlast.plan.huggingface import published
 from outlast.plan.memory import demand
 from outlast.plan.memory_fit import RESIDENT_PRIORS, Resident, resident_constants
 from outlast.plan.run_rows import read_run_row
-from outlast.plan.shard_sizes import stage
 from outlast.records import (
     AttemptStarted,
     MemoryMeasured,

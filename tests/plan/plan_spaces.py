@@ -9,8 +9,8 @@ import numpy as np
 from plan_runs import NODE, SHORT
 
 from outlast.plan.cluster import Cluster, Prices
+from outlast.plan.configuration import Mechanisms
 from outlast.plan.objectives import Objectives
-from outlast.plan.settings import Mechanisms
 from outlast.plan.space import Block
 
 SMALL = replace(SHORT, batch=16)

@@ -11,7 +11,7 @@ from plan_runs import H100, LLAMA_8B
 
 from outlast.errors import PlanError
 from outlast.plan.api import Training, context_of, predict, published_constants, published_memory
-from outlast.plan.batch import cases
+from outlast.plan.batch import cases, stage
 from outlast.plan.calibration import (
     Calibration,
     Provenance,
@@ -29,7 +29,6 @@ from outlast.plan.memory_fit import (
     fit_device_memory,
 )
 from outlast.plan.rows import Row
-from outlast.plan.shard_sizes import stage
 
 TRUE = memory_constants({"fragment_share": 0.5, "library_bytes": 4e9})
 

@@ -338,7 +338,7 @@ def test_the_best_published_run_is_one_of_the_same_precision_or_says_that_it_is_
 
 
 def test_structured_layers_do_not_count_operations_that_they_spare():
-    from outlast.plan.settings import Settings
+    from outlast.plan.configuration import Settings
 
     dense = predict(TRAINING, "h100x64")
     thin = replace(TRAINING, settings=Settings(tensorize_form="low_rank", tensorize_rank=0.1))

@@ -8,11 +8,10 @@ from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.api import Training, context_of, predict, published_constants, training_of
+from outlast.plan.api import Training, context_of, predict, published_constants, run_of, training_of
 from outlast.plan.cluster import FailureCause, Storage
 from outlast.plan.constraints import CALIBRATED_AS
 from outlast.plan.huggingface import transformer_of
-from outlast.plan.job import run_of
 from outlast.plan.memory_fit import COMPILED, Known, fit_device_memory
 from outlast.plan.rows import Row
 from outlast.plan.step_model import step_model

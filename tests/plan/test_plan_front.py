@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outlast.errors import PlanError
-from outlast.plan import nondominated as fronts
-from outlast.plan.nondominated import (
+from outlast.plan import pareto as fronts
+from outlast.plan.pareto import (
     extremes,
     knee,
     nondominated,
@@ -77,7 +77,7 @@ def test_a_dominated_point_changes_nothing(values: np.ndarray, pick: int) -> Non
 
 def test_large_spaces_go_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(3).random((3000, 3))
-    monkeypatch.setattr(fronts, "BLOCK", 1000)
+    monkeypatch.setattr(fronts, "PASS", 1000)
     assert (nondominated(values) == by_definition(values)).all()
     with pytest.raises(PlanError, match="fewer options"):
         nondominated(np.random.default_rng(3).dirichlet(np.ones(3), 3000))

@@ -14,19 +14,17 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, TINY, configuration
 from outlast.cli.plan import scenario_of
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.api import Training, context_of, predict, search
+from outlast.plan.api import Training, context_of, mapped, predict, run_of, search
 from outlast.plan.batch import cases
 from outlast.plan.cluster import Cluster, FailureCause, Storage
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Mechanisms, Recovery, Settings
 from outlast.plan.estimate import Interval
 from outlast.plan.fault_tolerance import in_memory_checkpoints
 from outlast.plan.goodput import goodput
-from outlast.plan.job import mapped, run_of
 from outlast.plan.mechanisms import with_mechanisms
 from outlast.plan.model import judge
 from outlast.plan.prediction import Estimate
 from outlast.plan.reliability import Reliability, Scenario
-from outlast.plan.settings import Mechanisms, Recovery, Settings
 from outlast.plan.simulate import simulate
 from outlast.plan.space import Block
 from outlast.recover.cost import RECONNECT_SECONDS, SILENCE_SHARE, lost_seconds

@@ -14,9 +14,9 @@ from outlast.errors import PlanError
 from outlast.plan.api import Training, context_of, predict, search
 from outlast.plan.batch import cases
 from outlast.plan.cluster import Storage
+from outlast.plan.configuration import Mechanisms, Settings
 from outlast.plan.mechanisms import form_of, operations_ratio
 from outlast.plan.model import judge
-from outlast.plan.settings import Mechanisms, Settings
 from outlast.plan.space import Block
 
 SITE = replace(H100, storage=Storage(shared_bytes_per_s=8e9))

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from plan_runs import LLAMA_8B, MIXTURE, first_stage_allocated, first_stage_reserved
 
-from outlast.plan.batch import Cases, cases
+from outlast.plan.batch import Cases, cases, last_blocks, most_blocks, stage, stages_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, memory_constants
 from outlast.plan.huggingface import published
 from outlast.plan.memory import CLIFF_HEADROOM, MEMORY, Room, memory_parts, room
-from outlast.plan.shard_sizes import last_blocks, most_blocks, stage, stages_of
 from outlast.plan.transformer import Transformer
 
 GIB = 2**30

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.plan.batch import Cases
+from outlast.plan.batch import PLACES, Cases, stage
 from outlast.plan.constants import memory_constants
 from outlast.plan.memory import memory_parts, room
-from outlast.plan.shard_sizes import PLACES, stage
 
 ENOUGH = 1e15
 """Bytes of a device on which nothing is squeezed out of the cache."""

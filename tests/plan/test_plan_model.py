@@ -13,7 +13,7 @@ from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.api import Training, predict, search
 from outlast.plan.cluster import FailureCause, Power, Prices, Storage
-from outlast.plan.settings import Mechanisms, Settings
+from outlast.plan.configuration import Mechanisms, Settings
 
 POWER = Power(limit_watts=700, blocked_watts=150, idle_watts=70, node_watts=2000, pue=1.2)
 CRASH = FailureCause(name="crash", per_node_day=0.0065, repair_hours=12.0)

@@ -10,11 +10,10 @@ from plan_runs import NODE, SHORT, TINY
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
-from outlast.plan.configuration import Configuration, layout_words
+from outlast.plan.configuration import Configuration, Mechanisms, layout_words, settings_words
 from outlast.plan.objectives import Objectives
 from outlast.plan.pareto import Front, kept, search
 from outlast.plan.pareto_page import SHOWN, page
-from outlast.plan.settings import Mechanisms, settings_words
 from outlast.plan.space import Axes, Block, space
 
 

@@ -11,8 +11,8 @@ from plan_probe_machine import MACHINE, Simulated
 
 from outlast.errors import PlanError
 from outlast.job import job_from_text, load_job, to_toml
+from outlast.plan.api import run_of
 from outlast.plan.batch import cases
-from outlast.plan.job import run_of
 from outlast.plan.probes import (
     Probing,
     _ended,

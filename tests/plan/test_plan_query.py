@@ -8,9 +8,9 @@ from plan_runs import NODE, SHORT, TINY
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
+from outlast.plan.configuration import Mechanisms
 from outlast.plan.objectives import Objectives, limits, parse
 from outlast.plan.pareto import Front, kept, search
-from outlast.plan.settings import Mechanisms
 from outlast.plan.space import Axes, Block, Space, space
 
 HOURS = np.array([10.0, 20.0, 40.0, 80.0])

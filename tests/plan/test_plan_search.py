@@ -17,11 +17,10 @@ from outlast.hardware import Unavailable
 from outlast.plan import pareto
 from outlast.plan.batch import Cases, cases
 from outlast.plan.cluster import Prices
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Mechanisms, Settings
 from outlast.plan.constraints import problems
 from outlast.plan.objectives import Objectives, joined
 from outlast.plan.pareto import search
-from outlast.plan.settings import Mechanisms, Settings
 from outlast.plan.space import Axes, Block, divisors, space
 from outlast.plan.transformer import Transformer
 

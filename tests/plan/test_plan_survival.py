@@ -9,7 +9,7 @@ from plan_runs import H100, LLAMA_8B, configuration
 from outlast.errors import PlanError
 from outlast.plan.api import Training, predict, search
 from outlast.plan.cluster import FailureCause, Storage
-from outlast.plan.settings import Mechanisms, Settings
+from outlast.plan.configuration import Mechanisms, Settings
 
 CRASH = FailureCause(name="crash", per_node_day=0.0065, repair_hours=12.0)
 SITE = replace(H100, storage=Storage(shared_bytes_per_s=8e9), failures=(CRASH,), spares=1)

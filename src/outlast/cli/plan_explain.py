@@ -81,8 +81,7 @@ def explain(asked: PlanOptions, layout: Layout, json: AsJson = False) -> None:
 def _print_explanation(console: Console, planned: Planned, found: Chosen) -> None:
     from outlast.cli.plan_rank import answers, print_planned
     from outlast.hardware.figure import Unavailable
-    from outlast.plan.configuration import layout_words
-    from outlast.plan.settings import settings_words
+    from outlast.plan.configuration import layout_words, settings_words
 
     each = found.estimate
     print_planned(console, planned)

@@ -392,7 +392,7 @@ def _without_mechanisms(planned: Planned) -> Planned:
     """Of a job, without what only Outlast can do: the other framework runs without it."""
     from dataclasses import replace as with_fields
 
-    from outlast.plan.settings import Settings
+    from outlast.plan.configuration import Settings
 
     kept = Settings(checkpoint_seconds=planned.training.settings.checkpoint_seconds)
     return with_fields(planned, training=with_fields(planned.training, settings=kept))

@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     from outlast.cli.plan_search import Choice, Ranking
     from outlast.cli.plan_source import Planned
     from outlast.cluster.cost import Chain
-    from outlast.plan.configuration import Configuration
+    from outlast.plan.configuration import Configuration, Settings
     from outlast.plan.estimate import Interval
     from outlast.plan.prediction import Estimate
-    from outlast.plan.settings import Settings
 
 
 @with_options
@@ -282,8 +281,7 @@ def _row(
 
 def _layouts(found: Ranking) -> tuple[str, list[str]]:
     """Settings common to the rows, and those particular to each."""
-    from outlast.plan.configuration import layout_words
-    from outlast.plan.settings import settings_words
+    from outlast.plan.configuration import layout_words, settings_words
 
     split = [
         [*layout_words(choice.run).split(" \N{MIDDLE DOT} "),

@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
     from outlast.cli.options import Layout
     from outlast.cli.plan_source import Planned
-    from outlast.plan.configuration import Configuration
+    from outlast.plan.configuration import Configuration, Settings
     from outlast.plan.objectives import Objectives
     from outlast.plan.pareto import Evaluate, Front
     from outlast.plan.prediction import Estimate
-    from outlast.plan.settings import Settings
     from outlast.plan.space import Block, Space
 
 
@@ -200,8 +199,7 @@ class Nearest:
 
 def _filled(rows: Sequence[int], more: Sequence[int], space: Space, top: int) -> list[int]:
     """The rows with the next best behind them, no layout twice."""
-    from outlast.plan.configuration import layout_words
-    from outlast.plan.settings import settings_words
+    from outlast.plan.configuration import layout_words, settings_words
 
     found: dict[str, int] = {}
     for row in (*rows, *more):

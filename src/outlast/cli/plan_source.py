@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.plan.api import Training
     from outlast.plan.cluster import Cluster
-    from outlast.plan.configuration import Configuration
+    from outlast.plan.configuration import Configuration, Mechanisms, Settings
     from outlast.plan.model import Context
     from outlast.plan.prediction import Estimate
-    from outlast.plan.settings import Mechanisms, Settings
     from outlast.plan.space import Axes
     from outlast.plan.transformer import Transformer
 
@@ -91,7 +90,7 @@ class Planned:
     @property
     def mechanisms(self) -> Mechanisms:
         """Their settings: those asked for, else the job's own."""
-        from outlast.plan.settings import Mechanisms, Recovery
+        from outlast.plan.configuration import Mechanisms, Recovery
 
         asked, own = self.asked, self.training.settings
         return Mechanisms(

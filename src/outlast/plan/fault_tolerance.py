@@ -18,6 +18,7 @@ import numpy as np
 
 from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
 from outlast.errors import PlanError
+from outlast.plan.configuration import NO_RECOVERY
 from outlast.plan.goodput import Goodput, goodput
 from outlast.plan.reliability import (
     DAY_SECONDS,
@@ -28,7 +29,6 @@ from outlast.plan.reliability import (
     Tier,
     lost_nodes,
 )
-from outlast.plan.settings import NO_RECOVERY
 from outlast.recover.cost import (
     RECONNECT_SECONDS,
     SILENCE_SHARE,
@@ -43,9 +43,9 @@ from outlast.recover.cost import (
 if TYPE_CHECKING:
     from outlast.plan.batch import Array
     from outlast.plan.cluster import Cluster
+    from outlast.plan.configuration import Settings
     from outlast.plan.mechanisms import Step
     from outlast.plan.model import Context
-    from outlast.plan.settings import Settings
     from outlast.plan.space import Block
 
 

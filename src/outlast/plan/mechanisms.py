@@ -17,16 +17,16 @@ from outlast.coding.cost import CostModel, coding_cost, straggler_factor
 from outlast.errors import PlanError
 from outlast.guard.cost import LIGHT_SHARE, LinearShape, check_seconds, covered_share
 from outlast.plan.batch import Part, total_of
-from outlast.plan.block_time import half_side
 from outlast.plan.energy import activity_at, clock_factors
+from outlast.plan.step_time import half_side
 from outlast.tensorize.cost import layer_cost, step_ratio
 
 if TYPE_CHECKING:
     from outlast.guard.policy import Level
     from outlast.plan.batch import Array, Cases
+    from outlast.plan.configuration import Settings
     from outlast.plan.constants import Constants
     from outlast.plan.model import Context
-    from outlast.plan.settings import Settings
     from outlast.plan.space import Block
     from outlast.plan.transformer import Transformer
 

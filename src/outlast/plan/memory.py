@@ -7,16 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.plan.batch import Array, Cases, Part, texts
-from outlast.plan.constants import MemoryConstants
-from outlast.plan.shard_sizes import (
+from outlast.plan.batch import (
+    Array,
+    Cases,
+    Part,
     Stage,
     block_parameters,
     embedding_parameters,
     routed_parameters,
     stage,
     stage_parameters,
+    texts,
 )
+from outlast.plan.constants import MemoryConstants
 
 SCORE_VALUES = 2.5
 """Of unfused attention per head and pair of tokens: softmax, its dropout's mask (one byte) and

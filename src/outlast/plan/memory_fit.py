@@ -23,13 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.batch import Array, Cases, cases
+from outlast.plan.batch import Array, Cases, cases, stage, stage_parameters
 from outlast.plan.calibration import Calibration, Constant, step_model_of
 from outlast.plan.conformal import folds, scale_of_few
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, MemoryConstants, memory_constants
 from outlast.plan.memory import LOG_DEVIATION, demand
 from outlast.plan.rows import Row
-from outlast.plan.shard_sizes import stage, stage_parameters
 from outlast.plan.step_fit import most_probable
 from outlast.plan.step_model import StepModel
 

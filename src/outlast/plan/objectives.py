@@ -11,22 +11,26 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, time, timedelta
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
+from outlast.plan.batch import Array, Mask
 from outlast.plan.estimate import Interval
-from outlast.plan.nondominated import Floats, Mask, Scale
 
 Flags: TypeAlias = Callable[[int], tuple[str, ...] | None]
 """From a row to why its figures are beyond what was calibrated, a phrase each; empty within.
 
 None where nobody knows.
 """
-Column: TypeAlias = Floats | Unavailable
+Column: TypeAlias = Array | Unavailable
+
+
+Scale: TypeAlias = Literal["log", "linear"]
+"""How differences along an axis count: by ratio, or by difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +102,9 @@ class Objectives:
             of candidates that are read. None where nobody knows.
     """
 
-    hours: Floats
-    memory_bytes: Floats
-    capacity_bytes: Floats
+    hours: Array
+    memory_bytes: Array
+    capacity_bytes: Array
     fits: Mask
     cliff: Mask
     kwh: Column = _NOT_GIVEN
@@ -110,7 +114,7 @@ class Objectives:
     device_hours: Column = _NOT_GIVEN
     money: Column = _NOT_GIVEN
     grams_co2: Column = _NOT_GIVEN
-    half_widths: Mapping[str, Floats] = field(default_factory=dict)
+    half_widths: Mapping[str, Array] = field(default_factory=dict)
     flags: Flags | None = None
 
     def __len__(self) -> int:
@@ -119,7 +123,7 @@ class Objectives:
         return next(iter(sizes - {1}), 1)
 
     @property
-    def headroom_bytes(self) -> Floats:
+    def headroom_bytes(self) -> Array:
         """Memory of the fullest device that stays free."""
         return np.asarray(self.capacity_bytes - self.memory_bytes)
 
@@ -133,7 +137,7 @@ class Objectives:
         found: Column = getattr(self, name)
         return found if isinstance(found, Unavailable) else np.broadcast_to(found, (len(self),))
 
-    def known(self, name: str) -> Floats:
+    def known(self, name: str) -> Array:
         """(candidates,) of a figure.
 
         Raises:
@@ -148,7 +152,7 @@ class Objectives:
         """Those of `names` that every candidate has."""
         return tuple(n for n in names if not isinstance(self.column(n), Unavailable))
 
-    def half_width(self, name: str) -> Floats:
+    def half_width(self, name: str) -> Array:
         """(candidates,) half the interval of a figure; 0 where the model gives none."""
         return np.broadcast_to(self.half_widths.get(name, np.zeros(1)), (len(self),))
 
@@ -181,7 +185,7 @@ class Objectives:
         return Objectives(**named)  # type: ignore[arg-type]
 
 
-def ends(objectives: Objectives, name: str) -> tuple[Floats, Floats, Floats]:
+def ends(objectives: Objectives, name: str) -> tuple[Array, Array, Array]:
     """Low end, middle and high end of a figure, each (candidates,).
 
     Raises:
@@ -196,7 +200,7 @@ def ends(objectives: Objectives, name: str) -> tuple[Floats, Floats, Floats]:
     return low, middle, high
 
 
-def minimised(objectives: Objectives, axes: Sequence[str]) -> Floats:
+def minimised(objectives: Objectives, axes: Sequence[str]) -> Array:
     """(candidates, axes) of what is to be as small as possible.
 
     Raises:

@@ -12,11 +12,10 @@ import numpy as np
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
-from outlast.plan.configuration import layout_words
+from outlast.plan.configuration import layout_words, settings_words
 from outlast.plan.objectives import COVERAGE, FIGURES, ends
 from outlast.plan.objectives import limits as limits_of
 from outlast.plan.pareto import Front, finite_json, kept, rounded, why_none
-from outlast.plan.settings import settings_words
 
 SHOWN = 500
 """Most points of a page: a picture with more tells no more."""

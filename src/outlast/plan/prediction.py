@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import Part, cases
+from outlast.plan.batch import Part, cases, stages_of
+from outlast.plan.configuration import Settings
 from outlast.plan.constants import MEMORY_PRIORS, PRIORS
 from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
@@ -17,8 +18,6 @@ from outlast.plan.goodput import SMALLEST, finish, goodput
 from outlast.plan.mechanisms import HELD, form_of, operations_ratio
 from outlast.plan.memory import LOG_DEVIATION, block_state_bytes, demand, memory_parts
 from outlast.plan.model import Judged, beyond, in_time, judge, memory_of
-from outlast.plan.settings import Settings
-from outlast.plan.shard_sizes import stages_of
 from outlast.plan.space import Block
 from outlast.records import Predicted
 

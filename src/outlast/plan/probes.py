@@ -40,12 +40,12 @@ import numpy as np
 
 from outlast.errors import OutlastError, PlanError
 from outlast.hardware import Machine, Unavailable, this_machine
+from outlast.plan.api import run_of
 from outlast.plan.batch import Array, Cases, cases
 from outlast.plan.cluster import divided
 from outlast.plan.cluster_file import read_cluster, this_cluster
 from outlast.plan.constants import memory_constants
 from outlast.plan.huggingface import SYNONYMS
-from outlast.plan.job import run_of
 from outlast.plan.memory import room
 from outlast.plan.run_rows import FRAMEWORK, read_run_row
 from outlast.plan.step_fit import NOISE, Belonging, believed, fit

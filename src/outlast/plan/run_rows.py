@@ -35,6 +35,7 @@ import numpy as np
 
 from outlast.errors import PlanError
 from outlast.job.load import job_from_text
+from outlast.plan.api import run_of
 from outlast.plan.batch import Array
 from outlast.plan.calibration import check_keys, kinds_of
 from outlast.plan.cluster import Cluster
@@ -42,7 +43,6 @@ from outlast.plan.cluster_file import cluster_of
 from outlast.plan.configuration import Configuration
 from outlast.plan.constraints import calibrated_as
 from outlast.plan.huggingface import published, transformer_of
-from outlast.plan.job import run_of
 from outlast.plan.memory_fit import COMPILED, OUTLAST
 from outlast.plan.rows import Row
 from outlast.plan.transformer import Transformer

@@ -14,20 +14,27 @@ from typing import Any, TypeAlias, get_args
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.batch import SHARDING, Cases, case, refuse_unknown_precision
+from outlast.plan.batch import (
+    SHARDING,
+    Cases,
+    Integers,
+    Mask,
+    case,
+    refuse_unknown_precision,
+)
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import (
     Balance,
     Configuration,
+    Mechanisms,
     Precision,
     Recompute,
     Schedule,
+    Settings,
     Sharding,
 )
 from outlast.plan.constraints import legal
 from outlast.plan.emit.targets import TARGETS, can_express, divides_sequences, problem, unwritten
-from outlast.plan.nondominated import Integers, Mask
-from outlast.plan.settings import Mechanisms, Settings
 from outlast.plan.transformer import Transformer
 
 

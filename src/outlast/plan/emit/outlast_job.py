@@ -6,9 +6,9 @@ import tomllib
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
+from outlast.plan.api import MEMORY_FOLDERS
+from outlast.plan.configuration import Settings
 from outlast.plan.emit.settings import CONFIG, Plan, commented
-from outlast.plan.job import MEMORY_FOLDERS
-from outlast.plan.settings import Settings
 from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:

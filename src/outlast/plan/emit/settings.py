@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
-from outlast.plan.settings import Settings as Mechanisms
+from outlast.plan.configuration import Settings as Mechanisms
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
