@@ -22,6 +22,7 @@ from outlast.plan.calibration import from_text, read_calibration, step_model_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import checked, cluster_of
 from outlast.plan.configuration import (
+    MEMORY_FOLDERS,
     NO_RECOVERY,
     TIERS,
     Configuration,
@@ -394,10 +395,6 @@ def _micro_batch(job: Job, data: int, stages: int) -> int:
     # The trainer takes as many micro-batches as keep each within the limit, and makes them equal.
     passes = -(-share // job.train.micro_batch_size)
     return -(-share // passes)
-
-
-MEMORY_FOLDERS = ("/dev/shm", "/run/shm")
-"""Folders that a node keeps in its memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,8 @@ def layout_words(run: Configuration) -> str:
     return " · ".join(parts)
 
 
+MEMORY_FOLDERS = ("/dev/shm", "/run/shm")
+"""Folders that a node keeps in its memory."""
 TIERS = ("memory", "peer", "local", "shared")
 """Where a checkpoint can go, from the fastest to the safest; see `outlast.plan.cluster.Storage`."""
 MODES = ("off", "restart", "live")

@@ -6,8 +6,7 @@ import tomllib
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
-from outlast.plan.api import MEMORY_FOLDERS
-from outlast.plan.configuration import Settings
+from outlast.plan.configuration import MEMORY_FOLDERS, Settings
 from outlast.plan.emit.settings import CONFIG, Plan, commented
 from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
