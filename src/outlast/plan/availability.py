@@ -336,8 +336,7 @@ class ConcurrentFailures:
         left = np.maximum(self.number - 1.0, 0.0) - absent
         there = 1.0 / (1.0 + self.down)
         inside = betainc(np.maximum(left, 1e-9), absent + 1.0, there)
-        found: Array = np.where(left <= 0.0, 1.0, inside)
-        return found
+        return np.asarray(np.where(left <= 0.0, 1.0, inside))
 
 
 def concurrent_failures(

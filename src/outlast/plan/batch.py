@@ -115,8 +115,7 @@ class Cases:
     @property
     def shards(self) -> Array:
         """Ranks of one sharding group, with the context ranks that hold the same weights."""
-        shards: Array = self.sharding_ranks * self.context
-        return shards
+        return np.asarray(self.sharding_ranks * self.context)
 
     @property
     def gathers_once(self) -> NDArray[np.bool_]:
@@ -125,8 +124,7 @@ class Cases:
         A pipeline would otherwise gather its stage again for every micro-batch (torchtitan, whose
         default is `reshard_after_forward = "default"`).
         """
-        once: NDArray[np.bool_] = (self.pipeline > 1.0) & (self.micro_batches > 1.0)
-        return once
+        return np.asarray((self.pipeline > 1.0) & (self.micro_batches > 1.0))
 
     def taken(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Cases:
         """The cases of some rows.
@@ -151,60 +149,29 @@ def case(model: Transformer, run: Configuration, cluster: Cluster) -> dict[str, 
     """
     refuse_unknown_precision(cluster, run.precision)
     products = cluster.matmul_flop_per_s
-    return {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "query_width": model.query_width,
-        "kv_width": model.kv_width,
-        "attention_parameters": model.attention_parameters,
-        "intermediate": model.intermediate,
-        "matrices": model.matrices,
-        "vocabulary": model.vocabulary,
-        "tied": model.tied,
-        "mixture_layers": model.mixture_layers,
-        "experts": model.experts,
-        "experts_per_token": model.experts_per_token,
-        "expert_intermediate": model.expert_intermediate,
-        "shared_intermediate": model.shared_intermediate,
-        "data": run.data,
-        "tensor": run.tensor,
-        "sequence_parallel": run.sequence_parallel,
-        "context": run.context,
-        "pipeline": run.pipeline,
-        "stages_per_rank": run.stages_per_rank,
+    derived = {
         "zero_bubble": run.schedule == "zero_bubble",
         "gpipe": run.schedule == "gpipe",
         "by_cost": run.balance == "cost",
-        "expert": run.expert,
         "sharding": SHARDING[run.sharding],
         "sharding_ranks": run.sharding_ranks or run.data,
-        "sequence": run.sequence,
-        "micro_batch": run.micro_batch,
-        "batch": run.batch,
-        "micro_batches": run.micro_batches,
         "recompute": RECOMPUTE[run.recompute],
         "value_bytes": WEIGHT_BYTES[run.precision],
         "half": run.precision != "fp32",
         "quantized": run.precision == "fp8",
-        "gradient_bytes": run.gradient_bytes,
-        "fused_attention": run.fused_attention,
-        "loss_bytes": run.loss_bytes,
         "muon": run.optimizer == "muon",
-        "devices": run.devices,
-        "devices_per_node": cluster.devices_per_node,
-        "fast_domain": cluster.fast_domain,
         "peak_flop_per_s": cluster.peak_flop_per_s[run.precision],
-        "matmul_flop_per_s": cluster.matmul_flop_per_s[run.precision],
-        "memory_bytes": cluster.memory_bytes,
-        "memory_bytes_per_s": cluster.memory_bytes_per_s,
-        "fast_bytes_per_s": cluster.fast_bytes_per_s,
-        "fabric_bytes_per_s": cluster.fabric_bytes_per_s,
-        "fabric_latency_seconds": cluster.fabric_latency_seconds,
-        "processor": cluster.processor,
+        "matmul_flop_per_s": products[run.precision],
         "cores": max(cluster.host_cores / cluster.devices_per_node, 1.0),
         "fp32_flop_per_s": products.get("fp32", min(products.values())),
         "newton_flop_per_s": products.get("bf16", min(products.values())),
+    }
+    # All others have one name here and there; devices are the run's.
+    plain = [item.name for item in fields(Cases) if item.name not in derived]
+    owners = (model, run, cluster)
+    return derived | {
+        name: next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+        for name in plain
     }
 
 

@@ -65,8 +65,7 @@ class FailureCause:
 
         A run on fewer nodes than stop together lies in one rack, and stops whenever this does.
         """
-        found: Array = nodes * self.per_node_day / np.minimum(self.nodes_hit, nodes)
-        return found
+        return np.asarray(nodes * self.per_node_day / np.minimum(self.nodes_hit, nodes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -448,8 +448,7 @@ def _recoverable(cluster: Cluster, block: Block) -> np.ndarray:
     found, inverse = np.unique(np.column_stack([nodes, largest]), axis=0, return_inverse=True)
     groups = [parity_groups(int(count), int(most))[0] for count, most in found]
     smallest = np.array(groups)[inverse.ravel()]
-    possible: np.ndarray = ~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity))
-    return possible
+    return np.asarray(~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity)))
 
 
 def _why_not_recoverable(cluster: Cluster, block: Block, row: int) -> str:

@@ -667,8 +667,7 @@ class Finish:
         variance = np.log1p(self.shape * (self.scale_seconds / mean) ** 2)
         at_ease = ndtr((deadline - np.log(self.undisturbed_seconds)) / spread)
         delayed = ndtr((deadline - np.log(mean) + variance / 2.0) / np.sqrt(variance + spread**2))
-        in_time: Array = free * at_ease + (1.0 - free) * delayed
-        return in_time
+        return np.asarray(free * at_ease + (1.0 - free) * delayed)
 
 
 def finish(run: Goodput, productive_seconds: Number) -> Finish:

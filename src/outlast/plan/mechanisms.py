@@ -271,8 +271,7 @@ def dense_flops(context: Context, layouts: Cases) -> Array:
     """(cases,) FLOPs of a token, forward and backward, in a model without structured layers."""
     model = context.model
     attention = 12.0 * model.layers * model.query_width * (layouts.sequence - 1.0)
-    flops: Array = model.flops_per_token(1) + attention
-    return flops
+    return np.asarray(model.flops_per_token(1) + attention)
 
 
 def with_mechanisms(
@@ -497,8 +496,7 @@ def _interpolated(value: Callable[..., float], counts: Sequence[Array], seconds:
         for row in different
     ]
     low, high = np.array(values)[inverse.ravel()].reshape(2, -1)
-    found: Array = low + (place - below) * (high - low)
-    return found
+    return np.asarray(low + (place - below) * (high - low))
 
 
 def _clocks(

@@ -199,8 +199,7 @@ def least_seconds(context: Context, layouts: Cases) -> Array | None:
     if share is None:
         return None
     flops = dense_flops(context, layouts) * layouts.batch * layouts.sequence
-    seconds: Array = flops / (layouts.devices * layouts.peak_flop_per_s * share)
-    return seconds
+    return np.asarray(flops / (layouts.devices * layouts.peak_flop_per_s * share))
 
 
 def why_held(context: Context, layouts: Cases) -> tuple[str, ...]:
@@ -235,8 +234,7 @@ def _limits(context: Context, layouts: Cases) -> Array | None:
         for name in ("fp8", "bf16", "fp32")
     }
     half = np.where(layouts.half > 0.0, shares["bf16"], shares["fp32"])
-    limits: Array = np.where(layouts.quantized > 0.0, shares["fp8"], half)
-    return limits
+    return np.asarray(np.where(layouts.quantized > 0.0, shares["fp8"], half))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,8 +432,7 @@ def _energy_half_widths(energy: StepEnergy | Unavailable, widths: Array) -> Arra
     """(candidates,) in log space: errors of the watts and of the time are independent."""
     if isinstance(energy, Unavailable):
         return widths
-    found: Array = np.hypot(widths, NORMAL_90 * energy.deviation / energy.joules)
-    return found
+    return np.asarray(np.hypot(widths, NORMAL_90 * energy.deviation / energy.joules))
 
 
 def _run_joules(
@@ -449,8 +446,7 @@ def _run_joules(
     waiting = np.maximum(done.expected_seconds - computing, 0.0)
     rest = power.idle_watts + power.node_watts / energy.devices_per_node
     each = energy.joules * computing / step.seconds + waiting * rest * power.pue
-    joules: Array = devices * each
-    return joules
+    return np.asarray(devices * each)
 
 
 def _scaled(values: Array | Unavailable, factor: float) -> Array | Unavailable:

@@ -135,21 +135,21 @@ class Fit:
 
         One `Belonging` may stand for all runs: then `runs` is 1, which broadcasts.
         """
-        counted: Array = np.array(
-            [
-                [float(column.counts_for(belonging)) for belonging in whose]
-                for column in self.columns
-            ]
+        return np.asarray(
+            np.array(
+                [
+                    [float(column.counts_for(belonging)) for belonging in whose]
+                    for column in self.columns
+                ]
+            )
         )
-        return counted
 
     def positions(self, shares: Array, values: Array | None = None) -> Array:
         """(constants, runs) on the unbounded scale."""
         own = self.values if values is None else values
         positions = np.zeros((len(NAMES), shares.shape[1]))
         np.add.at(positions, self._rows, own[:, None] * shares)
-        whole: Array = positions + _MEDIANS[:, None]
-        return whole
+        return np.asarray(positions + _MEDIANS[:, None])
 
     def constants(self, whose: Sequence[Belonging]) -> Constants:
         """Of some runs; a group that was not fitted has the common position."""
@@ -159,8 +159,7 @@ class Fit:
         """(runs, columns): derivative of the log of a step's time by the fitted numbers."""
         shares = self.shares(whose)
         slopes = _slopes(cases, self.positions(shares))
-        gradient: Array = (slopes[self._rows] * shares).T
-        return gradient
+        return np.asarray((slopes[self._rows] * shares).T)
 
     def log_deviation(self, cases: Cases, whose: Sequence[Belonging]) -> Array:
         """(runs,): standard deviation of the log of a step's time that the constants cause.
@@ -190,8 +189,7 @@ class Fit:
                 )
                 spread = Column(name, level, "").deviation
                 variance = variance + unknown * (slopes[index] * spread) ** 2
-        deviation: Array = np.sqrt(variance)
-        return deviation
+        return np.asarray(np.sqrt(variance))
 
 
 def most_probable(
@@ -378,8 +376,7 @@ class Residual:
 
     @cached_property
     def _weights(self) -> Array:
-        weights: Array = self._inverse @ self.residuals
-        return weights
+        return np.asarray(self._inverse @ self.residuals)
 
     def correction(self, cases: Cases, place: Sequence[str]) -> tuple[Array, Array]:
         """Correction of log seconds, and the variance that is left of it.
@@ -408,8 +405,7 @@ class Residual:
 def features_of(cases: Cases) -> Array:
     """(cases, features): binary logarithms."""
     columns = [np.broadcast_to(getattr(cases, name), (len(cases),)) for name in FEATURES]
-    logarithms: Array = np.log2(np.maximum(np.stack(columns, axis=1), 1.0))
-    return logarithms
+    return np.asarray(np.log2(np.maximum(np.stack(columns, axis=1), 1.0)))
 
 
 def fit_residual(cases: Cases, residuals: Array, place: Sequence[str]) -> Residual:
@@ -443,8 +439,7 @@ def fit_residual(cases: Cases, residuals: Array, place: Sequence[str]) -> Residu
 
 def _same(places: Sequence[str]) -> Array:
     names = np.array(places)
-    same: Array = (names[:, None] == names[None]).astype(np.float64)
-    return same
+    return np.asarray((names[:, None] == names[None]).astype(np.float64))
 
 
 def _robust(kernel: Array, residuals: Array) -> tuple[Array, Array]:
@@ -462,5 +457,4 @@ def _kernel(first: Array, second: Array, amplitude: float, length: float) -> Arr
         np.sum(first**2, axis=1)[:, None] + np.sum(second**2, axis=1)[None] - 2.0 * first @ second.T
     )
     distance = np.sqrt(3.0 * np.maximum(square, 0.0)) / length
-    kernel: Array = amplitude**2 * (1.0 + distance) * np.exp(-distance)
-    return kernel
+    return np.asarray(amplitude**2 * (1.0 + distance) * np.exp(-distance))

@@ -183,8 +183,7 @@ def score_blocks_seconds(cases: Cases, constants: Constants) -> Array:
     blocks = np.ceil(cases.sequence / SCORE_KEYS) * np.ceil(cases.sequence / queries)
     heads = cases.micro_batch * cases.heads / cases.tensor / cases.cores
     slow = cases.processor * cases.half * (cases.fused_attention > 0.0)
-    seconds: Array = slow * heads * blocks * SCORE_KERNELS * constants.kernel_seconds
-    return seconds
+    return np.asarray(slow * heads * blocks * SCORE_KERNELS * constants.kernel_seconds)
 
 
 def host_seconds(cases: Cases, constants: Constants) -> Array:
@@ -741,8 +740,7 @@ def _accumulation_seconds(cases: Cases, held: ShardSizes, bandwidth: Array) -> A
     divided = (cases.sharding > 1.0) & ~cases.gathers_once
     summed = np.where(divided, owned(cases, held), held.all)
     added = 2.0 * cases.gradient_bytes + cases.value_bytes + casts * CAST_BYTES
-    seconds: Array = cases.micro_batches * summed * added / bandwidth
-    return seconds
+    return np.asarray(cases.micro_batches * summed * added / bandwidth)
 
 
 def step_seconds(cases: Cases, constants: Constants) -> Array:
