@@ -212,7 +212,7 @@ def search(
         training.run,
         machines,
         axes,
-        mechanisms or _as_mechanisms(training.settings),
+        mechanisms or Mechanisms.of(training.settings),
         framework=training.framework,
     )
     refuse_impossible(machines, candidates.whole)
@@ -281,18 +281,6 @@ def _training(job: Job | Training, cluster: Cluster, calibration: Known) -> Trai
     if isinstance(job, Training):
         return with_interval(job, cluster, calibration)
     return training_of(job, cluster.devices, cluster, calibration=calibration)
-
-
-def _as_mechanisms(settings: Settings) -> Mechanisms:
-    return Mechanisms(
-        checkpoint_seconds=(settings.checkpoint_seconds,),
-        tiers=(settings.tiers,),
-        guard=(settings.guard,),
-        coding_copies=(settings.coding_copies,),
-        tensorize=((settings.tensorize_form, settings.tensorize_rank),),
-        clock_mhz=(settings.clock_mhz,),
-        recovery=(settings.recovery,),
-    )
 
 
 def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from outlast.errors import PlanError
 from outlast.hardware import Device, Figure, Node, Quantity, Unavailable, devices, link
-from outlast.plan.cluster import FailureCause, Power
+from outlast.plan.cluster import FailureCause, Power, Storage
 from outlast.plan.estimate import Source
 from outlast.plan.facts import facts
 
@@ -80,14 +80,14 @@ def matmul_prior(precision: str, known: Mapping[str, Known]) -> Known:
     peak = known[f"peak_flop_per_s.{precision}"]
     if isinstance(peak, Unavailable):
         return peak
-    own = [
-        share
+    pairs = [
+        (known.get(f"matmul_flop_per_s.{other}"), known.get(f"peak_flop_per_s.{other}"))
         for other in PRECISIONS
-        if (
-            share := _share(
-                known.get(f"matmul_flop_per_s.{other}"), known.get(f"peak_flop_per_s.{other}")
-            )
-        )
+    ]
+    own = [
+        matmul.value / limit.value
+        for matmul, limit in pairs
+        if isinstance(matmul, Source) and isinstance(limit, Source) and matmul.origin != "prior"
     ]
     share = min(own) if own else median_share()
     of_whom = "the part's other precisions" if own else "the median over measured parts"
@@ -180,13 +180,6 @@ def _source(figure: Figure, share: float = 1.0) -> Source:
     return Source(figure.value * share, figure.unit, figure.kind, figure.source)
 
 
-def _share(matmul: Known | None, peak: Known | None) -> float:
-    """Of a measured product; 0 where there is none."""
-    if isinstance(matmul, Source) and isinstance(peak, Source) and matmul.origin != "prior":
-        return matmul.value / peak.value
-    return 0.0
-
-
 def _idle(limit: Known) -> Known:
     if isinstance(limit, Unavailable):
         return limit
@@ -220,8 +213,8 @@ def _rest_of_node(node: Node | None, limit: Known) -> Known:
     return Source(0.0, "W", "prior", "not known and left out: energy is the devices' alone")
 
 
-POWER = ("limit_watts", "blocked_watts", "idle_watts", "node_watts", "pue")
-STORAGE = ("memory_bytes_per_s", "peer_bytes_per_s", "local_bytes_per_s", "shared_bytes_per_s")
+POWER = tuple(field.name for field in fields(Power))
+STORAGE = tuple(field.name for field in fields(Storage))
 _COUNTS = {"nodes", "devices", "devices_per_node", "fast_domain", "spares", "host_cores"}
 _ORIGINS = ("datasheet", "measured", "published", "unverified", "calibrated", "prior")
 

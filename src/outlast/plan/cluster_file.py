@@ -35,7 +35,7 @@ from outlast.hardware import (
     nodes,
     this_machine,
 )
-from outlast.plan.cluster import Cluster, FailureCause, Prices, Storage
+from outlast.plan.cluster import Cluster, FailureCause, Power, Prices, Storage
 from outlast.plan.cluster_defaults import (
     DEVICES_PER_NODE,
     PRECISIONS,
@@ -55,6 +55,8 @@ from outlast.plan.cluster_defaults import (
 from outlast.plan.estimate import Source
 
 TEXT, COUNT, AMOUNT, TABLE, YES_NO = "text", "count", "amount", "table", "yes or no"
+_TYPES = {"str": TEXT, "int": COUNT, "bool": YES_NO, "float": AMOUNT, "float | None": AMOUNT}
+"""By the type of a field."""
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "cluster": {
@@ -77,33 +79,14 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "fabric_bytes_per_s": AMOUNT,
         "fabric_latency_seconds": AMOUNT,
     },
-    "power": {
-        "limit_watts": AMOUNT,
-        "blocked_watts": AMOUNT,
-        "idle_watts": AMOUNT,
-        "node_watts": AMOUNT,
-        "pue": AMOUNT,
-    },
-    "prices": {
-        "currency": TEXT,
-        "per_device_hour": AMOUNT,
-        "per_kwh": AMOUNT,
-        "grams_per_kwh": AMOUNT,
-    },
-    "storage": {
-        "memory_bytes_per_s": AMOUNT,
-        "peer_bytes_per_s": AMOUNT,
-        "local_bytes_per_s": AMOUNT,
-        "shared_bytes_per_s": AMOUNT,
-    },
-    "failures": {
-        "name": TEXT,
-        "per_node_day": AMOUNT,
-        "nodes_hit": COUNT,
-        "detection_seconds": AMOUNT,
-        "repair_hours": AMOUNT,
-        "silent": YES_NO,
-        "shape": AMOUNT,
+    **{
+        section: {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+        for section, kind in (
+            ("power", Power),
+            ("prices", Prices),
+            ("storage", Storage),
+            ("failures", FailureCause),
+        )
     },
 }
 """What a cluster file may say; `[sources]` may name any of its numbers beside."""

@@ -266,6 +266,13 @@ class Mechanisms:
     clock_mhz: tuple[float, ...] = (0.0,)
     recovery: tuple[Recovery, ...] = (NO_RECOVERY,)
 
+    @classmethod
+    def of(cls, settings: Settings) -> Mechanisms:
+        """The only choice of each mechanism."""
+        names = [field.name for field in fields(cls) if field.name != "tensorize"]
+        form = settings.tensorize_form, settings.tensorize_rank
+        return cls(**{name: (getattr(settings, name),) for name in names}, tensorize=(form,))
+
     def settings(self) -> tuple[Settings, ...]:
         """All combinations, each once.
 

@@ -46,6 +46,7 @@ class Linear:
         outputs: Features out.
         count: How many, each expert by itself.
         expert: They are routed experts.
+        used: Share of them that a token goes through.
         divides_inputs: Tensor ranks divide the inputs, else the outputs.
     """
 
@@ -53,6 +54,7 @@ class Linear:
     outputs: int
     count: int
     expert: bool = False
+    used: float = 1.0
     divides_inputs: bool = False
 
 
@@ -71,11 +73,6 @@ class Form:
     share: float
 
 
-def form_of(model: Transformer, settings: Settings) -> Form:
-    """Operations and parameters of a model with some settings."""
-    return _form(model, settings.tensorize_form, settings.tensorize_rank)
-
-
 def operations_ratio(model: Transformer, settings: Settings, flops_per_token: Any) -> Any:
     """Operations of a model with some settings over those of the dense one.
 
@@ -85,11 +82,7 @@ def operations_ratio(model: Transformer, settings: Settings, flops_per_token: An
         flops_per_token: Of the dense model, forward and backward.
     """
     linear = sum(
-        (model.experts_per_token / model.experts if layer.expert else 1.0)
-        * 6.0
-        * layer.count
-        * layer.inputs
-        * layer.outputs
+        layer.used * 6.0 * layer.count * layer.inputs * layer.outputs
         for layer in linear_layers(model)
     )
     return 1.0 - linear / flops_per_token * (1.0 - form_of(model, settings).flops_ratio)
@@ -109,8 +102,9 @@ def linear_layers(model: Transformer) -> tuple[Linear, ...]:
         (model.shared_intermediate, model.mixture_layers, False),
     ):
         if width and count:
-            found.append(Linear(model.hidden, width, into * count, expert))
-            found.append(Linear(width, model.hidden, count, expert, divides_inputs=True))
+            used = model.experts_per_token / model.experts if expert else 1.0
+            found.append(Linear(model.hidden, width, into * count, expert, used))
+            found.append(Linear(width, model.hidden, count, expert, used, divides_inputs=True))
     return tuple(found)
 
 
@@ -161,38 +155,36 @@ def product_efficiency(
     tokens = layouts.micro_batch * layouts.sequence / layouts.context
     dense = structured = operations = np.zeros(1)
     for layer in linear_layers(model):
-        used = model.experts_per_token / model.experts if layer.expert else 1.0
-        rows = tokens * used * layouts.expert if layer.expert else tokens
+        rows = tokens * layer.used * layouts.expert if layer.expert else tokens
         divided = layer.inputs if layer.divides_inputs else layer.outputs
         whole = layer.outputs if layer.divides_inputs else layer.inputs
         shortest = np.maximum(np.minimum(np.minimum(rows, whole), divided / layouts.tensor), 1.0)
         narrow = np.minimum(shortest, _width(form, rank_share, layer))
-        work = used * layer.count * layer.inputs * layer.outputs
+        work = layer.used * layer.count * layer.inputs * layer.outputs
         reduced = work * _flops_ratio(form, rank_share, layer)
         dense = dense + work * (1.0 + half / shortest)
         structured = structured + reduced * (1.0 + half / narrow)
         operations = operations + work
-    flops = _form(model, form, rank_share).flops_ratio
+    flops = form_of(model, settings).flops_ratio
     efficiency = np.minimum(flops * dense / structured, 1.0)
     return np.array(np.broadcast_to(efficiency, (len(layouts),)))
 
 
 @cache
-def _form(model: Transformer, form: str, rank_share: float) -> Form:
+def form_of(model: Transformer, settings: Settings) -> Form:
+    """Operations and parameters of a model with some settings."""
+    form, rank_share = settings.tensorize_form, settings.tensorize_rank
     whole = float(model.parameters)
     if form == "dense":
         return Form(1.0, whole, 1.0)
     dense = structured = flops = operations = 0.0
     for layer in linear_layers(model):
         size = layer.inputs * layer.outputs
-        used = model.experts_per_token / model.experts if layer.expert else 1.0
+        cost = layer_cost(form, layer.inputs, layer.outputs, _rank(rank_share, layer))
         dense += layer.count * size
-        structured += (
-            layer.count
-            * layer_cost(form, layer.inputs, layer.outputs, _rank(rank_share, layer)).parameters
-        )
-        operations += used * layer.count * size
-        flops += used * layer.count * size * _flops_ratio(form, rank_share, layer)
+        structured += layer.count * cost.parameters
+        operations += layer.used * layer.count * size
+        flops += layer.used * layer.count * size * _flops_ratio(form, rank_share, layer)
     return Form(flops / operations, whole - dense + structured, structured / dense)
 
 

@@ -60,9 +60,6 @@ CONVENTIONS: Mapping[str, Convention] = {
 
 REFUSED_GROUPS: Mapping[str, str] = _TABLES["refused"]
 
-_LATENT = "latent attention stands in as grouped-query attention of equal weights"
-_WINDOW = "attention over a window in every second block is taken in full"
-
 
 def mixture(name: str) -> tuple[Transformer, str] | None:
     """A mixture model that the table names without its sizes, and what is assumed of it.
@@ -72,30 +69,12 @@ def mixture(name: str) -> tuple[Transformer, str] | None:
     Returns:
         None for a model that is not known, or that is not all attention (Nemotron 3).
     """
-    base = name.partition(" (")[0]
-    if base == "DeepSeekV3":
-        model = published("deepseek-v3")
-        if "w/o MTP" in name:
-            return model, _LATENT
-        # The FLOPs per token that the rows report need one block more: the module that predicts a
-        # second token.
-        return replace(model, layers=62), f"{_LATENT}; one block more predicts a second token"
-    if base == "Kimi_K2":
-        # As DeepSeek-V3 with half of the heads (101 M weights of attention per block) and other
-        # experts; from its Hugging Face configuration as remembered.
-        model = replace(
-            published("deepseek-v3"),
-            heads=64,
-            kv_heads=8,
-            head_width=98,
-            vocabulary=163840,
-            experts=384,
-            dense_layers=1,
-        )
-        return model, f"{_LATENT}; shape from memory"
-    if base in _TABLES["mixtures"]:
-        return published(_TABLES["mixtures"][base]), _WINDOW if base.startswith("GPT OSS") else ""
-    return None
+    base, _, remark = name.partition(" (")
+    alone = _TABLES["mixtures"].get(f"{base} w/o MTP") if "w/o MTP" in remark else None
+    known = alone or _TABLES["mixtures"].get(base)
+    if known is None:
+        return None
+    return replace(published(known["model"]), **known.get("changes", {})), known.get("text", "")
 
 
 # DGX-A100 with eight 200 Gb/s adapters is the catalogue's. MosaicML states 1600 Gb/s per node of
