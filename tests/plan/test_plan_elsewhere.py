@@ -17,7 +17,7 @@ from outlast.plan.calibration import (
     to_text,
 )
 from outlast.plan.cluster_file import cluster_of
-from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded, unbounded_deviation
+from outlast.plan.constants import NAMES, PRIORS, constants
 from outlast.plan.constraints import CALIBRATED_AS, FRAMEWORKS, framework_key
 from outlast.plan.huggingface import published
 from outlast.plan.mechanisms import HELD
@@ -57,9 +57,9 @@ def drawn_site(random, number):
     for name in NAMES:
         prior = PRIORS[name]
         spread = sum(each**2 for each in prior.spreads.values()) ** 0.5
-        position = unbounded(name, np.array(prior.median))
-        position = position + random.normal(0.0, unbounded_deviation(name, spread))
-        values[name] = bounded(name, position)
+        position = prior.unbounded(np.array(prior.median))
+        position = position + random.normal(0.0, prior.unbounded_deviation(spread))
+        values[name] = prior.bounded(position)
     rows = []
     for tensor, data in ((1, 8), (2, 4), (8, 8)):
         for micro_batch in (1, 4):

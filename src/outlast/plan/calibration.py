@@ -27,7 +27,7 @@ import numpy as np
 from outlast.errors import PlanError
 from outlast.plan.batch import Array
 from outlast.plan.conformal import Conformal, Place, Support
-from outlast.plan.constants import LEVELS, NAMES, PRIORS, bounded, unbounded
+from outlast.plan.constants import LEVELS, NAMES, PRIORS
 from outlast.plan.step_fit import FEATURES, Column, Fit, Residual
 from outlast.plan.step_model import StepModel
 
@@ -279,18 +279,17 @@ def _constant(column: Column, value: float, deviation: float) -> Constant:
             "calibrated",
             f"{column.level} {column.group}",
         )
-    median = unbounded(column.constant, np.array(prior.median))
-    return Constant(
-        float(bounded(column.constant, median + value)), deviation, prior.unit, "calibrated"
-    )
+    median = prior.unbounded(np.array(prior.median))
+    return Constant(float(prior.bounded(median + value)), deviation, prior.unit, "calibrated")
 
 
 def _position(column: Column, constant: Constant) -> float:
     """The inverse of `_constant`."""
     if column.level is not None:
         return float(np.log(constant.value))
-    median = unbounded(column.constant, np.array(PRIORS[column.constant].median))
-    return float(unbounded(column.constant, np.array(constant.value)) - median)
+    prior = PRIORS[column.constant]
+    median = prior.unbounded(np.array(prior.median))
+    return float(prior.unbounded(np.array(constant.value)) - median)
 
 
 FORMAT = 2

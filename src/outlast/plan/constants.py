@@ -47,11 +47,24 @@ class Prior:
         most = self.most
         return np.exp(position) if math.isinf(most) else most / (1.0 + np.exp(-position))
 
+    def unbounded_deviation(self, log_deviation: float) -> float:
+        """A log standard deviation at the median, on the scale of `unbounded`."""
+        # The derivative of the logit by the logarithm; where the median is close to the bound it
+        # is cut, or noise of a few per cent would count for nothing.
+        return log_deviation / max(1.0 - self.median / self.most, 0.2)
+
 
 def _priors(model: str) -> dict[str, Prior]:
     return {
         name: Prior(**{"spreads": {}, "most": math.inf} | table)
         for name, table in facts("priors")[model].items()
+    }
+
+
+def _filled(priors: Mapping[str, Prior], given: Mapping[str, float | Array]) -> dict[str, Array]:
+    return {
+        name: np.atleast_1d(np.asarray(given.get(name, prior.median), dtype=np.float64))
+        for name, prior in priors.items()
     }
 
 
@@ -101,33 +114,7 @@ def constants(values: Mapping[str, float | Array] | None = None) -> Constants:
     Args:
         values: By name, of shape (), (1,) or (cases,).
     """
-    given = values or {}
-    return Constants(
-        **{name: np.atleast_1d(np.asarray(given.get(name, PRIORS[name].median))) for name in NAMES}
-    )
-
-
-def unbounded(name: str, value: Array) -> Array:
-    """A constant on the scale on which it is fitted: logit of its share of a bound, or logarithm.
-
-    Args:
-        name: Of the constant.
-        value: Below its bound and above zero.
-    """
-    return PRIORS[name].unbounded(value)
-
-
-def bounded(name: str, position: Array) -> Array:
-    """The inverse of `unbounded`: never above the bound."""
-    return PRIORS[name].bounded(position)
-
-
-def unbounded_deviation(name: str, log_deviation: float) -> float:
-    """A log standard deviation at the prior's median, on the scale of `unbounded`."""
-    prior = PRIORS[name]
-    # The derivative of the logit by the logarithm; where the median is close to the bound it is
-    # cut, or noise of a few per cent would count for nothing.
-    return log_deviation / max(1.0 - prior.median / prior.most, 0.2)
+    return Constants(**_filled(PRIORS, values or {}))
 
 
 MEMORY_PRIORS: dict[str, Prior] = _priors("memory")
@@ -163,12 +150,4 @@ def memory_constants(values: Mapping[str, float | Array] | None = None) -> Memor
     Args:
         values: By name, of shape (), (1,) or (cases,).
     """
-    given = values or {}
-    return MemoryConstants(
-        **{
-            name: np.atleast_1d(
-                np.asarray(given.get(name, MEMORY_PRIORS[name].median), dtype=np.float64)
-            )
-            for name in MEMORY_NAMES
-        }
-    )
+    return MemoryConstants(**_filled(MEMORY_PRIORS, values or {}))

@@ -22,6 +22,7 @@ from outlast.energy.cost import (
 )
 from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
+from outlast.plan.batch import texts
 from outlast.plan.estimate import NORMAL_90, Interval, Source, Term, Total
 
 if TYPE_CHECKING:
@@ -166,8 +167,7 @@ NODE_DEVIATION = 0.15
 _UNITS = dict.fromkeys(("limit_watts", "blocked_watts", "idle_watts", "node_watts"), "W")
 _UNITS["pue"] = "1"
 _GIVEN_POWER = "the cluster's [power]"
-_ABOUT_DEVICE = "outlast.energy.cost.step_joules"
-_ABOUT_NODE = "outlast.energy.cost.node_joules"
+_TEXTS = texts("energy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,63 +231,51 @@ class StepEnergy:
         power = self.power
         seconds = {name: float(values[row]) for name, values in self.seconds.items()}
         slower, weaker = (float(clock[row]) for clock in self.clocks)
-        share = {"devices": devices, "step seconds": math.fsum(seconds.values())}
         watts = self.draw.watts
-        busy = {
-            "devices": devices,
-            "busy seconds": seconds["busy"],
-            "busy watts": weaker * float(watts[row if watts.size > 1 else 0]),
-            "clock's factor of seconds": slower,
-            "clock's factor of watts": weaker,
-        }
         given = {
             name: self.sources.get(
                 f"power.{name}", Source(getattr(power, name), unit, "given", _GIVEN_POWER)
             )
             for name, unit in _UNITS.items()
         }
-        own = {"busy watts": self.draw.source}
-        activity = self.draw.activity
-        if activity is not None:
-            busy["activity"] = float(activity[row if activity.size > 1 else 0])
-            own = {"scale": self.draw.source}
-            own |= {"limit": given["limit_watts"], "idle": given["idle_watts"]}
+        inputs: dict[str, dict[str, float]] = {name: {"devices": devices} for name in _TEXTS}
+        for name in ("blocked", "idle"):
+            inputs[name][f"{name} seconds"] = seconds[name]
+        inputs["node's rest"] |= {
+            "step seconds": math.fsum(seconds.values()),
+            "devices_per_node": self.devices_per_node,
+        }
+        inputs["busy"] |= {
+            "busy seconds": seconds["busy"],
+            "busy watts": weaker * float(watts[row if watts.size > 1 else 0]),
+            "clock's factor of seconds": slower,
+            "clock's factor of watts": weaker,
+        }
+        constants = {
+            "busy": {"busy watts": self.draw.source},
+            "blocked": {"blocked watts": given["blocked_watts"]},
+            "idle": {"idle watts": given["idle_watts"]},
+            "node's rest": {"node watts": given["node_watts"]},
+            "building": {"PUE": given["pue"]},
+        }
+        if (activity := self.draw.activity) is not None:
+            inputs["busy"]["activity"] = float(activity[row if activity.size > 1 else 0])
+            constants["busy"] = {
+                "scale": self.draw.source,
+                "limit": given["limit_watts"],
+                "idle": given["idle_watts"],
+            }
+        values = (self.busy, self.blocked, self.idle, self.node, self.building)
         return [
             Term(
-                "busy",
-                devices * float(self.busy[row]),
-                f"devices * busy seconds * busy watts, the latter {self.draw.formula}",
-                busy,
-                own,
-                _ABOUT_DEVICE,
-            ),
-            *(
-                Term(
-                    name,
-                    devices * float(getattr(self, name)[row]),
-                    f"devices * {name} seconds * {name} watts",
-                    {"devices": devices, f"{name} seconds": seconds[name]},
-                    {f"{name} watts": given[f"{name}_watts"]},
-                    _ABOUT_DEVICE,
-                )
-                for name in ("blocked", "idle")
-            ),
-            Term(
-                "node's rest",
-                devices * float(self.node[row]),
-                "devices / devices_per_node * step seconds * node watts",
-                share | {"devices_per_node": self.devices_per_node},
-                {"node watts": given["node_watts"]},
-                _ABOUT_NODE,
-            ),
-            Term(
-                "building",
-                devices * float(self.building[row]),
-                "(PUE - 1) * all of the above",
-                {"devices": devices},
-                {"PUE": given["pue"]},
-                _ABOUT_NODE,
-            ),
+                name,
+                devices * float(joules[row]),
+                f"{text.formula} {self.draw.formula}" if name == "busy" else text.formula,
+                inputs[name],
+                constants[name],
+                text.source,
+            )
+            for (name, text), joules in zip(_TEXTS.items(), values, strict=True)
         ]
 
 

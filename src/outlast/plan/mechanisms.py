@@ -16,7 +16,7 @@ import numpy as np
 from outlast.coding.cost import CostModel, coding_cost, straggler_factor
 from outlast.errors import PlanError
 from outlast.guard.cost import LIGHT_SHARE, LinearShape, check_seconds, covered_share
-from outlast.plan.batch import Part, total_of
+from outlast.plan.batch import Part, texts, total_of
 from outlast.plan.energy import activity_at, clock_factors
 from outlast.plan.step_time import half_side
 from outlast.tensorize.cost import layer_cost, step_ratio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 HELD = "held to the best published MFU"
-TABLE = "best_utilisation.toml"
+TEXTS = texts("mechanisms")
 WHOLE_PRODUCTS = ("sltrain",)
 """Forms that rebuild the dense weight, so that their products are as wide as the dense ones."""
 
@@ -296,9 +296,8 @@ def with_mechanisms(
         lowered = np.stack([limits * share for share in shares], axis=-1)[block.layout, setting]
         missing = np.maximum(lowered - (base + structured), 0.0)
         if missing.any():
-            text = "max(model FLOPs / (devices * peak * best published MFU) - all other terms, 0)"
             limit = {"seconds at the best published MFU": lowered}
-            spread, base = (*spread, Part(HELD, missing, text, limit, (), TABLE)), base + missing
+            spread, base = (*spread, TEXTS[HELD].part(HELD, missing, limit)), base + missing
         whole = np.maximum(whole, limits)
 
     checks, coverage = _guard(layouts, settings)
@@ -313,27 +312,14 @@ def with_mechanisms(
     clocks = _clocks(context, settings, (products / whole)[block.layout], block)
     slowed = np.zeros(len(block)) if clocks is None else busy * (clocks[0] - 1.0)
 
-    extra = [
-        Part(
-            "structured layers",
-            structured,
-            "matrix products * (ratio of operations / efficiency of narrower products - 1)",
-            {},
-            ("matmul_half_side",),
-            "outlast.tensorize.cost",
-        ),
-        Part(
-            "guard",
-            guarded,
-            "micro-batches * checks of its products, or a share of the step where they are few",
-            {},
-            (),
-            "outlast.guard.cost",
-        ),
-        Part("gradient coding", claims, "micro-batches * a claim", {}, (), "outlast.coding.cost"),
-        Part("lower clocks", slowed, "busy seconds * (factor - 1)", {}, (), "outlast.energy.cost"),
-    ]
-    parts = (*spread, *(part for part in extra if part.values.any()))
+    extra = {
+        "structured layers": structured,
+        "guard": guarded,
+        "gradient coding": claims,
+        "lower clocks": slowed,
+    }
+    added = (TEXTS[name].part(name, values, {}) for name, values in extra.items() if values.any())
+    parts = (*spread, *added)
     return Step(
         parts=parts,
         seconds=total_of(parts, len(block)),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import Part, cases, stages_of
+from outlast.plan.batch import Part, cases, stages_of, texts
 from outlast.plan.configuration import Settings
 from outlast.plan.constants import MEMORY_PRIORS, PRIORS, Constants, MemoryConstants, Prior
 from outlast.plan.constraints import warnings
@@ -40,15 +40,9 @@ def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:
             found.append(parts)
             continue
         held = block_state_bytes(layouts, demand(layouts, constants, item), item)
-        share = np.full(1, form.share)
-        spared = Part(
-            "structured layers",
-            held * (share - 1.0),
-            "states of the blocks * (parameters of their layers / dense ones - 1)",
-            {"states of the blocks": held, "parameters of their layers / dense ones": share},
-            (),
-            "outlast.tensorize.cost",
-        )
+        share, name = np.full(1, form.share), "structured layers"
+        inputs = {"states of the blocks": held, "parameters of their layers / dense ones": share}
+        spared = texts("mechanisms_memory")[name].part(name, held * (share - 1.0), inputs)
         found.append((*parts, spared))
     return tuple(found)
 

@@ -19,10 +19,7 @@ from outlast.plan.constants import (
     PRIORS,
     Constants,
     Level,
-    bounded,
     constants,
-    unbounded,
-    unbounded_deviation,
 )
 from outlast.plan.step_time import step_seconds
 
@@ -84,18 +81,16 @@ class Column:
         """Prior standard deviation, on the unbounded scale."""
         prior = PRIORS[self.constant]
         log_deviation = prior.log_deviation if self.level is None else prior.spreads[self.level]
-        return unbounded_deviation(self.constant, log_deviation)
+        return prior.unbounded_deviation(log_deviation)
 
     @property
     def mean(self) -> float:
         """Prior mean, on the unbounded scale: 0, or what is known of a chip."""
         if self.level != "chip":
             return 0.0
-        median = PRIORS[self.constant].median
-        known = median * KNOWN_OF_CHIPS.get((self.constant, self.group), 1.0)
-        return float(
-            unbounded(self.constant, np.array(known)) - unbounded(self.constant, np.array(median))
-        )
+        prior = PRIORS[self.constant]
+        known = prior.median * KNOWN_OF_CHIPS.get((self.constant, self.group), 1.0)
+        return float(prior.unbounded(np.array(known)) - prior.unbounded(np.array(prior.median)))
 
     def counts_for(self, whose: Belonging) -> bool:
         """True if a run's constant contains it."""
@@ -299,11 +294,13 @@ def believed(whose: Sequence[Belonging] = (), prior: Fit | None = None) -> Fit:
     return Fit(columns, values, covariance)
 
 
-_MEDIANS = np.array([float(unbounded(name, np.array(PRIORS[name].median))) for name in NAMES])
+_MEDIANS = np.array([PRIORS[name].unbounded(np.array(PRIORS[name].median)) for name in NAMES])
 
 
 def _constants(positions: Array) -> Constants:
-    return constants({name: bounded(name, positions[index]) for index, name in enumerate(NAMES)})
+    return constants(
+        {name: PRIORS[name].bounded(positions[index]) for index, name in enumerate(NAMES)}
+    )
 
 
 def _log_seconds(cases: Cases, positions: Array) -> Array:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outlast.plan.batch import Array, Cases, Part, cases
+from outlast.plan.batch import Array, Cases, Part, cases, texts, total_of
 from outlast.plan.conformal import (
     OTHERS,
     Conformal,
@@ -95,18 +95,10 @@ class StepModel:
         parts = step_parts(cases, self.constants.constants([whose]))
         if self.residual is None or whose.place not in self.residual.places:
             return parts
-        total: Array = np.zeros(1)
-        for part in parts:
-            total = total + part.values
         mean, _ = self.residual.correction(cases, [whose.place])
-        correction = Part(
-            "correction from similar runs",
-            total * np.expm1(mean),
-            "(exp(mean of a Gaussian process over calibrated runs) - 1) * all other terms",
-            {"mean": mean},
-            (),
-            "Rasmussen and Williams 2006, equation 2.25",
-        )
+        name = "correction from similar runs"
+        values = total_of(parts, 1) * np.expm1(mean)
+        correction = texts("mechanisms")[name].part(name, values, {"mean": mean})
         return (*parts, correction)
 
     def half_widths(self, cases: Cases, whose: Belonging) -> Array:
