@@ -175,7 +175,7 @@ def test_compare_predicts_the_memory_that_is_measured_on_processors(
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER.replace("nodes", "processor = true\nnodes", 1))
     resident = Resident(
-        {name: each[0] for name, each in RESIDENT_PRIORS.items()}, np.eye(6), 0.04, 4
+        {name: each["mean"] for name, each in RESIDENT_PRIORS.items()}, np.eye(6), 0.04, 4
     )
     step = calibration_of(published_constants(), Provenance(date="today", version="0"))
     constants = {**step.constants, **resident_constants(resident, "this machine")}

@@ -14,7 +14,7 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, TINY, configuration
 from outlast.cli.plan import scenario_of
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.api import Training, context_of, mapped, predict, run_of, search
+from outlast.plan.api import Training, context_of, predict, search, training_of
 from outlast.plan.batch import cases
 from outlast.plan.cluster import Cluster, FailureCause, Storage
 from outlast.plan.configuration import Configuration, Mechanisms, Recovery, Settings
@@ -261,7 +261,7 @@ def test_numbers_that_are_out_of_range_are_refused(wrong: dict[str, float]) -> N
 
 def recovery_of(*changes: str, devices: int = 4) -> tuple[Recovery, tuple[str, ...]]:
     job = load_job(None, list(changes))
-    found = mapped(job, *run_of(job, devices))
+    found = training_of(job, devices)
     return found.settings.recovery, found.unmapped
 
 

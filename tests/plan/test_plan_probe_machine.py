@@ -85,7 +85,9 @@ def _rows(memory, count=12, noise=0.0):
 
 
 def _truth():
-    values = {name: mean + 0.8 * spread for name, (mean, spread, _) in RESIDENT_PRIORS.items()}
+    values = {
+        name: item["mean"] + 0.8 * item["deviation"] for name, item in RESIDENT_PRIORS.items()
+    }
     return Resident(values, np.zeros((len(RESIDENT_PRIORS), len(RESIDENT_PRIORS))), 0.0, 0)
 
 

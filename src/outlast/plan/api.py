@@ -118,16 +118,33 @@ def training_of(
         PlanError: A model that only a program can describe.
     """
     model, run = run_of(job, devices)
-    found = mapped(job, model, run, cluster)
+    left: list[str] = []
+    form, rank = _tensorize(job, model, left)
+    steps = _steps(job, left)
+    settings = Settings(
+        tiers=_tiers(job, cluster, left),
+        guard=job.guard.policy,
+        coding_copies=_copies(job, run, left),
+        tensorize_form=form,
+        tensorize_rank=rank,
+        recovery=_recovery(job, run, left),
+    )
+    if settings.recovery.mode == "restart" and {"memory", "local"} & set(settings.tiers):
+        left.append(
+            f"checkpoint.fast = {job.checkpoint.fast!r} counts as unused: states in memory "
+            "(recover.mode) are newer and survive as much"
+        )
+    if job.guard.modules:
+        left.append("guard.modules is not predicted: guard.policy counts for all modules")
     training = Training(
         model=model,
         run=run,
         tokens=float(job.train.steps) * run.tokens,
         compiled=job.train.compile,
-        settings=found.settings,
-        checkpoint_steps=found.checkpoint_steps,
-        commits_without=found.commits_without,
-        unmapped=found.unmapped,
+        settings=settings,
+        checkpoint_steps=steps,
+        commits_without=settings.coding_copies > 1 and job.coding.lost == "commit",
+        unmapped=tuple(left),
     )
     return training if cluster is None else with_interval(training, cluster, calibration)
 
@@ -383,56 +400,6 @@ def _micro_batch(job: Job, data: int, stages: int) -> int:
     # The trainer takes as many micro-batches as keep each within the limit, and makes them equal.
     passes = -(-share // job.train.micro_batch_size)
     return -(-share // passes)
-
-
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """A job's mechanisms.
-
-    Attributes:
-        settings: All but the interval between saves.
-        checkpoint_steps: Between two saves; 0 for the interval with the least waste.
-        commits_without: A code commits steps without the chunks that were lost.
-        unmapped: What is no part of a prediction, a sentence each.
-    """
-
-    settings: Settings
-    checkpoint_steps: int
-    commits_without: bool
-    unmapped: tuple[str, ...]
-
-
-def mapped(
-    job: Job, model: Transformer, run: Configuration, cluster: Cluster | None = None
-) -> Mapped:
-    """The mechanisms of a job.
-
-    Args:
-        job: Checked.
-        model: Of the job.
-        run: Of the job.
-        cluster: Whose tiers can be used; None where it is not known yet.
-    """
-    left: list[str] = []
-    form, rank = _tensorize(job, model, left)
-    steps = _steps(job, left)
-    settings = Settings(
-        tiers=_tiers(job, cluster, left),
-        guard=job.guard.policy,
-        coding_copies=_copies(job, run, left),
-        tensorize_form=form,
-        tensorize_rank=rank,
-        recovery=_recovery(job, run, left),
-    )
-    if settings.recovery.mode == "restart" and {"memory", "local"} & set(settings.tiers):
-        left.append(
-            f"checkpoint.fast = {job.checkpoint.fast!r} counts as unused: states in memory "
-            "(recover.mode) are newer and survive as much"
-        )
-    if job.guard.modules:
-        left.append("guard.modules is not predicted: guard.policy counts for all modules")
-    commits = settings.coding_copies > 1 and job.coding.lost == "commit"
-    return Mapped(settings, steps, commits, tuple(left))
 
 
 def _tensorize(job: Job, model: Transformer, left: list[str]) -> tuple[str, float]:

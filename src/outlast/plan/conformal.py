@@ -28,28 +28,11 @@ from numpy.typing import NDArray
 
 from outlast.errors import PlanError
 from outlast.plan.batch import Array
+from outlast.plan.facts import facts
 
 _SLACK = 1.0 + 1e-9
 
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "sharding": (
-        "without sharding",
-        "that shards the optimizer",
-        "that shards gradients",
-        "that shards parameters",
-    ),
-    "recompute": (
-        "without recomputation",
-        "that recomputes attention",
-        "that recomputes whole blocks",
-    ),
-    "zero_bubble": ("of another schedule than zero_bubble", "of the zero_bubble schedule"),
-    "gpipe": ("of another schedule than gpipe", "of the gpipe schedule"),
-    "quantized": ("in another precision than fp8", "in fp8"),
-    "half": ("in fp32", "in 16 bits"),
-    "muon": ("with another optimizer than Muon", "with Muon"),
-    "unfused": ("with fused attention", "with unfused attention"),
-}
+KINDS: Mapping[str, Sequence[str]] = facts("kinds")
 """Features that tell kinds of runs, and in words a run of each kind."""
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from outlast.plan.batch import Array, Cases, cases, stage, stage_parameters
 from outlast.plan.calibration import Calibration, Constant, step_model_of
 from outlast.plan.conformal import folds, scale_of_few
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, MemoryConstants, memory_constants
+from outlast.plan.facts import facts
 from outlast.plan.memory import LOG_DEVIATION, demand
 from outlast.plan.rows import Row
 from outlast.plan.step_fit import most_probable
@@ -397,15 +399,8 @@ RESIDENT_NOISE = 0.04
 _QUANTILE = 2.0
 """90 % of Student's distribution with six degrees of freedom or so, which a dozen probes leave."""
 
-RESIDENT_PRIORS: dict[str, tuple[float, float, str]] = {
-    "process": (600.0, 100.0, "MiB of a process that has imported torch and computed once"),
-    "started rank": (-100.0, 60.0, "MiB by which a rank that a launcher started has less"),
-    "states": (1.4, 0.4, "of the bytes of weights, gradients and moments"),
-    "activations": (1.2, 0.3, "of the bytes that fp32 blocks keep for the backward pass"),
-    "activations, bf16": (0.85, 0.3, "of the bytes that fp32 blocks would keep, with autocast"),
-    "logits": (3.0, 1.0, "fp32 copies of a micro-batch's logits"),
-}
-"""Mean and standard deviation of each coefficient, and what it is."""
+RESIDENT_PRIORS: Mapping[str, Mapping[str, Any]] = facts("priors")["resident"]
+"""Mean, standard deviation and unit of each coefficient, and what it is."""
 
 
 @dataclass(frozen=True)
@@ -451,8 +446,10 @@ def fit_resident(rows: Sequence[Row]) -> Resident:
     numbers = cases([(row.model, row.run, row.cluster) for row in known])
     measured = np.array([row.reserved_bytes for row in known], dtype=np.float64)
     design = _design(numbers) / measured[:, None] / RESIDENT_NOISE
-    means = np.array([mean for mean, _, _ in RESIDENT_PRIORS.values()])
-    spreads = np.array([spread for _, spread, _ in RESIDENT_PRIORS.values()])
+    means, spreads = (
+        np.array([prior[name] for prior in RESIDENT_PRIORS.values()])
+        for name in ("mean", "deviation")
+    )
     weights = np.ones(len(known))
     for _ in range(8):
         # Huber's weights: a probe during which the machine ran short of memory counts less.
@@ -480,13 +477,9 @@ def resident_constants(memory: Resident, group: str) -> dict[str, Constant]:
     deviations = np.sqrt(np.diag(memory.covariance))
     found = {
         _RESIDENT_PREFIX + name: Constant(
-            memory.values[name],
-            float(deviation),
-            ("MiB" if text.startswith("MiB") else "1"),
-            "calibrated",
-            group,
+            memory.values[name], float(deviation), prior["unit"], "calibrated", group
         )
-        for (name, (_, _, text)), deviation in zip(RESIDENT_PRIORS.items(), deviations, strict=True)
+        for (name, prior), deviation in zip(RESIDENT_PRIORS.items(), deviations, strict=True)
     }
     spread = Constant(memory.log_deviation, 0.0, "1", "calibrated", group)
     return {**found, _RESIDENT_PREFIX + _RESIDENT_SPREAD: spread}
