@@ -141,6 +141,11 @@ class Cases:
         )
 
 
+def remainder(dividend: Array, divisor: Array) -> Mask:
+    """Mask of cases in which a division of whole numbers leaves a remainder."""
+    return np.asarray(np.mod(dividend, divisor) != 0.0)
+
+
 def case(model: Transformer, run: Configuration, cluster: Cluster) -> dict[str, float]:
     """The numbers of one run, by the names of `Cases`.
 

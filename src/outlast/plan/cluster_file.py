@@ -592,8 +592,18 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
     processor = given.get("processor", part is not None and part.category == "cpu")
     causes, causes_from = _failures(tables, key, accelerators=not processor)
     spares, spares_from = _spares(given, shape.nodes, processor=processor)
-    precisions = [precision for precision in PRECISIONS if f"peak_flop_per_s.{precision}" in known]
     drawn = power(known, tables, name)
+    numbers: dict[str, Any] = {
+        table: {
+            precision: figure_value(known, f"{table}.{precision}", name)
+            for precision in PRECISIONS
+            if f"peak_flop_per_s.{precision}" in known
+        }
+        for table in ("peak_flop_per_s", "matmul_flop_per_s")
+    }
+    for field, kind in SECTIONS["cluster"].items():
+        if kind == AMOUNT:
+            numbers[field] = figure_value(known, field, name)
     prices = tables.get("prices", {})
     sources = {field: figure for field, figure in known.items() if isinstance(figure, Source)}
     if drawn is None:
@@ -605,19 +615,7 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
             nodes=shape.nodes,
             devices_per_node=shape.devices_per_node,
             fast_domain=shape.fast_domain,
-            peak_flop_per_s={
-                precision: figure_value(known, f"peak_flop_per_s.{precision}", name)
-                for precision in precisions
-            },
-            matmul_flop_per_s={
-                precision: figure_value(known, f"matmul_flop_per_s.{precision}", name)
-                for precision in precisions
-            },
-            memory_bytes=figure_value(known, "memory_bytes", name),
-            memory_bytes_per_s=figure_value(known, "memory_bytes_per_s", name),
-            fast_bytes_per_s=figure_value(known, "fast_bytes_per_s", name),
-            fabric_bytes_per_s=fabric,
-            fabric_latency_seconds=figure_value(known, "fabric_latency_seconds", name),
+            **numbers,
             host_cores=given.get("host_cores", 0),
             spares=spares,
             power=drawn,

@@ -606,11 +606,7 @@ def _noticed(
 
 
 LARGEST_SECONDS = 1e290
-
-
 LARGEST_LOSS = 1e100
-
-
 """Seconds of one loss, whose square is a float as well."""
 
 

@@ -9,24 +9,20 @@ Which limits a target has and how they are said is in `facts/targets.toml`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.batch import RECOMPUTE, SHARDING, WEIGHT_BYTES, Array, Cases, cases
+from outlast.plan.batch import RECOMPUTE, SHARDING, WEIGHT_BYTES, Cases, Mask, cases, remainder
 from outlast.plan.cluster import Cluster
 from outlast.plan.facts import facts
 
 if TYPE_CHECKING:
     from outlast.plan.configuration import Configuration
     from outlast.plan.transformer import Transformer
-
-
-Flags: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +40,18 @@ class Target:
 
     name: str
     title: str
-    files: tuple[str, ...]
+    files: Sequence[str]
     expresses: str
     fp16: bool
-    limits: tuple[str, ...]
+    limits: Sequence[str]
 
 
 TARGETS: Mapping[str, Target] = {
-    name: Target(
-        name,
-        table["title"],
-        tuple(table["files"]),
-        table["expresses"],
-        table["fp16"],
-        tuple(table["limits"]),
-    )
-    for name, table in facts("targets")["targets"].items()
+    name: Target(name=name, **table) for name, table in facts("targets")["targets"].items()
 }
 
 
-def remainder(dividend: Array, divisor: Array) -> Flags:
-    """Mask of cases in which a division of whole numbers leaves a remainder."""
-    return np.asarray(np.mod(dividend, divisor) > 0.0)
-
-
-def beyond(many: Cases) -> dict[str, Flags]:
+def beyond(many: Cases) -> dict[str, Mask]:
     """Masks of the cases in which a target would have to say what it cannot, by limit.
 
     Returns:
@@ -167,7 +150,7 @@ def target_named(name: str) -> Target:
     return TARGETS[name]
 
 
-def can_express(target: str, many: Cases, *, fp16: Flags | bool = False) -> Flags:
+def can_express(target: str, many: Cases, *, fp16: Mask | bool = False) -> Mask:
     """Mask of cases that the configuration of a target can express.
 
     Args:
