@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -392,17 +392,15 @@ def stage(cases: Cases, place: Place) -> Stage:
         place: Which.
     """
     piped = cases.pipeline > 1.0
-    most, last = _ends(cases)
-    whole = np.where(cases.tied > 0.0, 1.0, 2.0)
-    first = Stage(
-        most, np.where(piped, 1.0, whole), np.where(piped, 0.0, 1.0), in_flight(cases, np.zeros(1))
-    )
+    head, whole = head_blocks(cases), np.where(cases.tied > 0.0, 1.0, 2.0)
+    most = np.where(piped, most_blocks(cases, head), cases.layers)
+    last = np.where(piped, last_blocks(cases, head), cases.layers)
+    ends = np.where(piped, 1.0, whole)
+    first = Stage(most, ends, np.where(piped, 0.0, 1.0), in_flight(cases, np.zeros(1)))
     if place == "first":
         return first
     if place == "last":
-        return Stage(
-            last, np.where(piped, 1.0, whole), np.ones(1), in_flight(cases, cases.pipeline - 1.0)
-        )
+        return Stage(last, ends, np.ones(1), in_flight(cases, cases.pipeline - 1.0))
     between = cases.pipeline > 2.0
     inner = np.clip(
         (cases.layers - most - last) / np.where(between, cases.pipeline - 2.0, 1.0), 0.0, most
@@ -424,16 +422,8 @@ def stages_of(case: Cases) -> tuple[Stage, ...]:
     ranks = int(case.pipeline[0])
     middle = stage(case, "middle")
     inner = [
-        Stage(middle.blocks, middle.ends, middle.head, in_flight(case, np.full(1, float(index))))
+        replace(middle, in_flight=in_flight(case, np.full(1, float(index))))
         for index in range(1, ranks - 1)
     ]
     last = [stage(case, "last")] if ranks > 1 else []
     return (stage(case, "first"), *inner, *last)
-
-
-def _ends(cases: Cases) -> tuple[Array, Array]:
-    """Blocks of the first and of the last stage."""
-    head = head_blocks(cases)
-    piped = cases.pipeline > 1.0
-    most = np.where(piped, most_blocks(cases, head), cases.layers)
-    return most, np.where(piped, last_blocks(cases, head), cases.layers)

@@ -243,7 +243,15 @@ def _processors(machine: Machine, ranks: int) -> dict[str, Any]:
             f"{_REMEDY}"
         )
     share = machine.usable_cores / facts.core_count.value / ranks
-    peaks, texts = _peaks(facts, share)
+    figures_here = {kind: getattr(facts, f"{kind}_peak_flop_per_s") for kind in _KINDS}
+    known = {kind: figure for kind, figure in figures_here.items() if isinstance(figure, Figure)}
+    peaks = {kind: figure.value * min(share, 1.0) for kind, figure in known.items()}
+    texts = {
+        f"peak_flop_per_s.{kind}": (
+            f"{figure.kind}: {figure.source}; {share:.3g} of the processor's cores"
+        )
+        for kind, figure in known.items()
+    }
     if not peaks or isinstance(facts.memory_peak_bytes_per_s, Unavailable):
         raise PlanError(f"the peak of {facts.name} is not recorded: {_REMEDY}")
     bandwidth = facts.memory_peak_bytes_per_s.value * min(share, 1.0)
@@ -267,19 +275,6 @@ def _processors(machine: Machine, ranks: int) -> dict[str, Any]:
             "fast_bytes_per_s": "prior: a copy in memory that the ranks share",
         },
     }
-
-
-def _peaks(facts: Device, share: float) -> tuple[dict[str, float], dict[str, str]]:
-    peaks: dict[str, float] = {}
-    texts: dict[str, str] = {}
-    for kind in _KINDS:
-        figure = getattr(facts, f"{kind}_peak_flop_per_s")
-        if not isinstance(figure, Unavailable):
-            peaks[kind] = figure.value * min(share, 1.0)
-            texts[f"peak_flop_per_s.{kind}"] = (
-                f"{figure.kind}: {figure.source}; {share:.3g} of the processor's cores"
-            )
-    return peaks, texts
 
 
 _OTHER_PART = "or give `device` the name of the part that it is"

@@ -248,7 +248,12 @@ def fault_tolerance(context: Context, block: Block, step: Step) -> FaultToleranc
     if kept is not None:
         given = block.by_setting(lambda setting: setting.checkpoint_seconds)
         most = np.where(given > 0.0, np.inf, MOST_KEPT)
-        base, times = _counted(kept, interval, np.maximum(shortest, most * kept.every_seconds))
+        longest = np.maximum(shortest, most * kept.every_seconds)
+        base = np.where(kept.used, kept.every_seconds, interval)
+        # Base intervals from checkpoint to checkpoint: a whole number, and no save begins before
+        # the last one is durable.
+        times = np.ceil(np.minimum(interval, longest) / base * (1.0 - 1e-9))
+        times = np.where(kept.used, np.maximum(times, 1.0), 1.0)
         interval = base * times
     tiers = []
     for (name, outlives), price in zip(SURVIVES.items(), prices.swapaxes(0, 1), strict=True):
@@ -288,14 +293,6 @@ def fault_tolerance(context: Context, block: Block, step: Step) -> FaultToleranc
         ),
     )
     return FaultTolerance(run, goodput(run), interval)
-
-
-def _counted(kept: InMemoryCheckpoints, interval: Array, longest: Array) -> tuple[Array, Array]:
-    """Running time of a base interval, and base intervals between checkpoints, (candidates,)."""
-    every = np.where(kept.used, kept.every_seconds, interval)
-    # It must be a whole number, and no save begins before the last one is durable.
-    times = np.ceil(np.minimum(interval, longest) / every * (1.0 - 1e-9))
-    return every, np.where(kept.used, np.maximum(times, 1.0), 1.0)
 
 
 def _rate(cluster: Cluster, tier: str) -> float:

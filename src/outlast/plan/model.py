@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,12 +127,7 @@ class Context:
         return max(math.ceil(self.tokens / self.baseline.tokens), 1)
 
 
-_ALIKE: Mapping[str, tuple[str, ...]] = {
-    "bf16": ("bf16", "fp16"),
-    "fp16": ("bf16", "fp16"),
-    "fp8": ("fp8",),
-    "fp32": ("fp32",),
-}
+_ALIKE = {"bf16": ("bf16", "fp16"), "fp16": ("bf16", "fp16")}
 """Precisions with one peak."""
 
 
@@ -158,10 +152,8 @@ class Best:
     source: str
 
 
-@cache
-def published_best() -> tuple[Best, ...]:
-    """The table of best published utilisations."""
-    return tuple(Best(**entry) for entry in facts("best_utilisation")["best"])
+BEST = tuple(Best(**entry) for entry in facts("best_utilisation")["best"])
+"""The best published utilisations."""
 
 
 def best_of(chip: str, precision: str) -> tuple[float, str]:
@@ -171,12 +163,11 @@ def best_of(chip: str, precision: str) -> tuple[float, str]:
     a chip that has none, all of its runs do; of one of which nobody published any, those of all
     chips. Words say which of these it is.
     """
-    known = published_best()
     alike = _ALIKE.get(precision, (precision,))
-    own = [best for best in known if best.chip == chip]
-    same = [best for best in own or known if best.precision in alike]
+    own = [best for best in BEST if best.chip == chip]
+    same = [best for best in own or BEST if best.precision in alike]
     dense = [best for best in same if best.dense]
-    best = max(dense or same or own or known, key=lambda best: best.share)
+    best = max(dense or same or own or BEST, key=lambda best: best.share)
     remarks = []
     if not own:
         remarks.append(f"of any chip, since none is published of {chip}")
@@ -230,7 +221,10 @@ def _limits(context: Context, layouts: Cases) -> Array | None:
         place = context.step.places.get(whose.group(mixture=mixture))
         reached = {} if place is None else place.utilisation
     shares = {
-        name: max(best_of(whose.chip, name)[0], *(reached.get(item, 0.0) for item in _ALIKE[name]))
+        name: max(
+            best_of(whose.chip, name)[0],
+            *(reached.get(item, 0.0) for item in _ALIKE.get(name, (name,))),
+        )
         for name in ("fp8", "bf16", "fp32")
     }
     half = np.where(layouts.half > 0.0, shares["bf16"], shares["fp32"])
@@ -289,7 +283,10 @@ def judge(context: Context, block: Block) -> Judged:
     plain = context.step.parts(layouts, context.whose)
     step = with_mechanisms(context, block, plain, least_seconds(context, layouts))
     widths = spread(context.step.half_widths(layouts, context.whose))
-    memory = room(layouts, memory_of(context), block.layout, _shares(context, block))
+    shares = None
+    if any(setting.tensorize_form != "dense" for setting in block.settings):
+        shares = block.by_setting(lambda setting: form_of(context.model, setting).share)
+    memory = room(layouts, memory_of(context), block.layout, shares)
     capacity = spread(layouts.memory_bytes)
     alive = fault_tolerance(context, block, step)
     going = possible(context.cluster, block)
@@ -313,7 +310,12 @@ def judge(context: Context, block: Block) -> Judged:
         survival=alive,
         finish=done,
         energy=energy,
-        energy_half_widths=_energy_half_widths(energy, widths),
+        energy_half_widths=(
+            widths
+            if isinstance(energy, Unavailable)
+            # Errors of the watts and of the time are independent.
+            else np.hypot(widths, NORMAL_90 * energy.deviation / energy.joules)
+        ),
         run_joules=joules,
         bill=bill(context.cluster.prices, device_hours, joules),
         quality=quality(context, block, step),
@@ -333,13 +335,6 @@ def memory_of(context: Context) -> MemoryConstants:
     return context.memory.constants((context.whose.framework,))
 
 
-def _shares(context: Context, block: Block) -> Array | None:
-    """(candidates,) parameters of the blocks' layers over the dense ones'; None where all are."""
-    if all(setting.tensorize_form == "dense" for setting in block.settings):
-        return None
-    return block.by_setting(lambda setting: form_of(context.model, setting).share)
-
-
 def beyond(context: Context, layouts: Cases) -> tuple[str, ...]:
     """Why the first of some layouts is beyond what was calibrated, a phrase each."""
     return (*context.step.outside(layouts, context.whose), *why_held(context, layouts))
@@ -355,6 +350,9 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
             missed = 1.0 - in_time(judged, context.deadline_seconds)
         half, joules = judged.step_half_widths, judged.energy_half_widths
         money = half if judged.bill.rented else joules
+        energy = judged.run_joules
+        if not isinstance(energy, Unavailable):
+            energy = energy * (1.0 / JOULES_PER_KWH)
         nats = (judged.quality.high - judged.quality.low) / 2.0
         return Objectives(
             hours=judged.finish.expected_seconds / HOUR_SECONDS,
@@ -363,7 +361,7 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
             capacity_bytes=judged.capacity_bytes,
             fits=judged.fits,
             cliff=judged.cliff,
-            kwh=_scaled(judged.run_joules, 1.0 / JOULES_PER_KWH),
+            kwh=energy,
             lost_hours=(1.0 - judged.survival.goodput.ettr)
             * judged.finish.expected_seconds
             / HOUR_SECONDS,
@@ -428,13 +426,6 @@ def _energy(context: Context, block: Block, step: Step) -> StepEnergy | Unavaila
     )
 
 
-def _energy_half_widths(energy: StepEnergy | Unavailable, widths: Array) -> Array:
-    """(candidates,) in log space: errors of the watts and of the time are independent."""
-    if isinstance(energy, Unavailable):
-        return widths
-    return np.asarray(np.hypot(widths, NORMAL_90 * energy.deviation / energy.joules))
-
-
 def _run_joules(
     context: Context, energy: StepEnergy | Unavailable, devices: Array, step: Step, done: Finish
 ) -> Array | Unavailable:
@@ -447,7 +438,3 @@ def _run_joules(
     rest = power.idle_watts + power.node_watts / energy.devices_per_node
     each = energy.joules * computing / step.seconds + waiting * rest * power.pue
     return np.asarray(devices * each)
-
-
-def _scaled(values: Array | Unavailable, factor: float) -> Array | Unavailable:
-    return values if isinstance(values, Unavailable) else values * factor

@@ -337,7 +337,9 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
     text, where = _text(Path(log)), str(settings)
     failed = _ran_out(text, table.get("framework", ""))
     figures = _figures(text, table.get("framework", ""), failed, where)
-    model, run = _model(table["model"], Path(settings)), _run(table["run"], where)
+    model = _model(table["model"], Path(settings))
+    check_keys(table["run"], *kinds_of(Configuration), f"{where}: run")
+    run = Configuration(**table["run"])
     if cluster is None:
         if "cluster" not in table:
             raise PlanError(f'{where} lacks cluster: name one, for example cluster = "h100x64"')
@@ -439,8 +441,3 @@ def _model(table: Mapping[str, Any], settings: Path) -> Transformer:
         return transformer_of(settings.parent / table["huggingface"])
     check_keys(table, *kinds_of(Transformer), where)
     return Transformer(**table)
-
-
-def _run(table: Mapping[str, Any], where: str) -> Configuration:
-    check_keys(table, *kinds_of(Configuration), f"{where}: run")
-    return Configuration(**table)

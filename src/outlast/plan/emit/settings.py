@@ -107,7 +107,7 @@ class EmitSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written out.
+    """A plan that is to be written out.
 
     Attributes:
         model: What is trained.
