@@ -18,6 +18,11 @@ SMALL = replace(SHORT, batch=16)
 CLOCKS = Mechanisms(clock_mhz=(1200.0, 1500.0, 1800.0), guard=("off", "linear"))
 
 
+def candidates_of(front):
+    """Of all points."""
+    return [front.candidate(point) for point in range(len(front))]
+
+
 def cluster(nodes: int, name: str = "h100", **more: object) -> Cluster:
     """Nodes of the shared tests with fp8, without prices."""
     usual = {

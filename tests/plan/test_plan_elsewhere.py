@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plan_runs import H100, LLAMA_8B, MIXTURE, configuration, shared
+from plan_spaces import candidates_of
 
 from outlast.errors import PlanError
 from outlast.plan.api import Training, predict, published_constants, search
@@ -275,7 +276,7 @@ def test_nothing_recommended_uses_more_of_a_chip_than_anybody_published(cluster,
     for precision, share in best.items():
         training = replace(TRAINING, framework=framework, run=replace(RUN, precision=precision))
         front = search(training, cluster)
-        for candidate in front.candidates:
+        for candidate in candidates_of(front):
             run = candidate.configuration
             chosen = predict(replace(training, run=run), cluster)
             assert chosen.utilisation.middle <= best.get(run.precision, share) * (1 + 1e-9)

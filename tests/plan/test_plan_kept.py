@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, MIXTURE, TINY, configuration
+from plan_spaces import candidates_of
 
 from outlast.cli.plan import scenario_of
 from outlast.errors import PlanError
@@ -240,7 +241,7 @@ def test_live_groups_do_not_go_with_a_gradient_code() -> None:
 def test_a_search_leaves_out_what_is_not_possible() -> None:
     ways = (Recovery(), Recovery(mode="live"))
     found = search(training("off"), SITE, mechanisms=Mechanisms(recovery=ways))
-    for each in found.candidates:
+    for each in candidates_of(found):
         if each.settings.recovery.mode == "live":
             assert each.configuration.sharding == "none"
 

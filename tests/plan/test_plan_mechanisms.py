@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, configuration
+from plan_spaces import candidates_of
 
 from outlast.coding.cost import CostModel, coding_cost
 from outlast.coding.delays import FailStop, ShiftedExponential
@@ -181,9 +182,9 @@ def test_a_search_over_mechanisms_agrees_with_predictions():
         guard=("off", "full"), tensorize=(("dense", 0.0), ("low_rank", 0.25)), coding_copies=(1, 2)
     )
     front = search(TRAINING, SITE, mechanisms=mechanisms)
-    forms = {each.settings.tensorize_form for each in front.candidates}
+    forms = {each.settings.tensorize_form for each in candidates_of(front)}
     assert forms == {"dense", "low_rank"}
-    for row, candidate in enumerate(front.candidates[:12]):
+    for row, candidate in enumerate(candidates_of(front)[:12]):
         alone = predict(
             replace(TRAINING, run=candidate.configuration, settings=candidate.settings), SITE
         )

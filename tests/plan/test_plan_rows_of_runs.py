@@ -96,7 +96,6 @@ def test_plan_rows_of_runs_memory_of_the_fullest_process(tmp_path):
         row = read_run_row(path, CLUSTER)
         assert (row.reserved_bytes, row.allocated_bytes) == expected
         assert row.fits_memory
-        assert bool(row.assumptions) == (name == "cpu")
 
 
 def test_plan_rows_of_runs_layout_that_the_start_resolved(tmp_path):

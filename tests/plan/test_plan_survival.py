@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from plan_runs import H100, LLAMA_8B, configuration
+from plan_spaces import candidates_of
 
 from outlast.errors import PlanError
 from outlast.plan.api import Training, predict, search
@@ -75,7 +76,7 @@ def test_a_search_in_which_nothing_is_possible_says_why():
 def test_a_search_leaves_out_what_is_impossible():
     mechanisms = Mechanisms(tiers=(("shared",), ("peer", "shared")))
     front = search(TRAINING, SITE, mechanisms=mechanisms)
-    assert {each.settings.tiers for each in front.candidates} == {("shared",)}
+    assert {each.settings.tiers for each in candidates_of(front)} == {("shared",)}
 
 
 @pytest.mark.parametrize("tiers", [("shared",), ("memory", "shared")])

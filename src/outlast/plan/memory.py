@@ -242,7 +242,6 @@ class Demand:
         after_step: What the time after the optimizer's step needs beyond that of the passes.
         allocated: After a step: no activations.
         peak: The most that tensors hold at once.
-        needed: The larger of passes and what follows the step, with buffers and libraries.
         fragments: Cached pieces that fit no tensor.
         ahead: Cached tensors that wait for collectives.
         copies: Cached buffers of the optimizer's step.
@@ -257,7 +256,6 @@ class Demand:
     after_step: Array
     allocated: Array
     peak: Array
-    needed: Array
     fragments: Array
     ahead: Array
     copies: Array
@@ -316,7 +314,6 @@ def demand(cases: Cases, constants: MemoryConstants, stage: Stage) -> Demand:
         after_step=after_step,
         allocated=stepped + floor,
         peak=np.maximum(busy, stepped + held.step_copies) + floor,
-        needed=needed,
         fragments=between * share,
         ahead=between * (1.0 - share),
         copies=copies,

@@ -322,11 +322,6 @@ class Front:
         return self.space.candidate(int(self.rows[point]))
 
     @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """Of all points."""
-        return tuple(self.candidate(point) for point in range(len(self)))
-
-    @property
     def knee(self) -> int:
         """The point where giving up more of one figure begins to buy little of the others.
 

@@ -43,7 +43,6 @@ class Row:
         stated_micro_batches: Passes of one replica in a step.
         stated_flop_per_s: Of one device, in whatever convention the source counts.
         stated_tokens_per_s: Of one device.
-        assumptions: What the source does not say and was taken to be so, a phrase each.
         flags: Why the row is kept out of every fit, a sentence each; empty where it is not.
         time_flags: Why its time alone is.
     """
@@ -64,7 +63,6 @@ class Row:
     stated_micro_batches: int | None = None
     stated_flop_per_s: float | None = None
     stated_tokens_per_s: float | None = None
-    assumptions: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     time_flags: tuple[str, ...] = ()
 

@@ -107,7 +107,7 @@ def read_run_row(path: Path | str, cluster: Cluster) -> Row:
         for number, event in started.items()
         if (event.world_size, event.parallel) == (last.world_size, last.parallel)
     }
-    reserved, allocated, assumptions = _memory_bytes(run, max(started))
+    reserved, allocated = _memory_bytes(run, max(started))
     # The job with the degrees that the start resolved, e.g. `replicate` in place of 0.
     degrees: dict[str, Any] = {
         name: last.parallel[name]
@@ -130,7 +130,6 @@ def read_run_row(path: Path | str, cluster: Cluster) -> Row:
         reserved_bytes=reserved,
         allocated_bytes=allocated,
         stated_devices=last.world_size,
-        assumptions=assumptions,
         time_flags=_time_flags(run.name, job),
     )
 
@@ -146,18 +145,16 @@ def _step_seconds(run: Run, attempts: set[int]) -> float:
     return steady_median(series)
 
 
-def _memory_bytes(run: Run, attempt: int) -> tuple[float | None, float | None, tuple[str, ...]]:
-    """Reserved and allocated bytes of the fullest process, and what stands for what."""
+def _memory_bytes(run: Run, attempt: int) -> tuple[float | None, float | None]:
+    """Reserved (on a CPU, resident) and allocated bytes of the fullest process."""
     events = [event for record, event in run.of(MemoryMeasured) if record.attempt == attempt]
     if not events:
-        return None, None, ()
+        return None, None
     most = {kind: events[-1].most(kind) for kind in ("reserved", "allocated", "resident")}
     found = {kind: None if largest is None else largest[1] for kind, largest in most.items()}
-    if found["reserved"] is None and found["resident"] is not None:
-        resident = "reserved memory is the resident memory of the process"
-        return found["resident"], None, (resident,)
-    allocated = None if found["reserved"] is None else found["allocated"]
-    return found["reserved"], allocated, ()
+    if found["reserved"] is None:
+        return found["resident"], None
+    return found["reserved"], found["allocated"]
 
 
 def _time_flags(name: str, job: Job) -> tuple[str, ...]:
@@ -345,7 +342,7 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
             raise PlanError(f'{where} lacks cluster: name one, for example cluster = "h100x64"')
         cluster = cluster_of(table["cluster"])
     name = table.get("name", Path(log).stem)
-    seconds, assumptions = _seconds(figures, run)
+    seconds = _seconds(figures, run)
     return Row(
         name=name,
         model=model,
@@ -362,7 +359,6 @@ def read_log_row(log: Path | str, settings: Path | str, cluster: Cluster | None 
         out_of_memory=failed,
         stated_flop_per_s=figures.median("flop_per_s"),
         stated_tokens_per_s=figures.median("tokens_per_s"),
-        assumptions=assumptions,
         flags=_flags(name, figures, run),
     )
 
@@ -397,19 +393,17 @@ def _figures(text: str, framework: str, failed: bool, settings: str) -> LogFigur
     return LogFigures(framework, {})
 
 
-def _seconds(figures: LogFigures, run: Configuration) -> tuple[float | None, tuple[str, ...]]:
-    """Time of a step, and what was assumed to have it; None where no line says it."""
+def _seconds(figures: LogFigures, run: Configuration) -> float | None:
+    """Time of a step; None where no line says it."""
     seconds = figures.median("step_seconds")
     if seconds is not None:
-        return seconds, ()
+        return seconds
     tokens = figures.median("tokens_per_s")
     if tokens is not None:
-        return run.tokens / (tokens * run.devices), ()
+        return run.tokens / (tokens * run.devices)
+    # Of Hugging Face's Trainer with start, evaluation and checkpoints.
     samples = figures.median("samples_per_s")
-    if samples is None:
-        return None, ()
-    whole = ("time includes start, evaluation and checkpoints",)
-    return run.batch / samples, whole if figures.framework == "HF Trainer" else ()
+    return None if samples is None else run.batch / samples
 
 
 def _flags(name: str, figures: LogFigures, run: Configuration) -> tuple[str, ...]:

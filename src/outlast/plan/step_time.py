@@ -563,7 +563,6 @@ class Layer:
 
     Attributes:
         block: Its forward pass.
-        tensor_group: Ranks that divide its matrices.
         products: Matrix products, those that are computed again included.
         attention: Likewise.
         elementwise: Likewise.
@@ -575,7 +574,6 @@ class Layer:
     """
 
     block: Block
-    tensor_group: Group
     products: Array
     attention: Array
     elementwise: Array
@@ -632,7 +630,6 @@ def layer(cases: Cases, constants: Constants) -> Layer:
     joined = np.where(cases.processor > 0.0, device + host, joined)
     return Layer(
         forward,
-        tensor_group,
         products,
         attention,
         elementwise,

@@ -35,7 +35,6 @@ class Convention:
         sequence: Where the column is empty; 0 to refuse such rows.
         micro_batch: Where the column is empty; 0 to refuse such rows.
         vocabulary: Where the column is empty.
-        assumptions: What all rows of the group take for granted.
         time_flag: Why no time of the group is fitted; empty where it is.
     """
 
@@ -48,21 +47,19 @@ class Convention:
     sequence: int = 0
     micro_batch: int = 0
     vocabulary: int = 0
-    assumptions: tuple[str, ...] = ()
     time_flag: str = ""
 
 
 _TABLES = facts("published_runs")
 CONVENTIONS: Mapping[str, Convention] = {
-    group: Convention(**table | {"assumptions": tuple(table.get("assumptions", ()))})
-    for group, table in _TABLES["conventions"].items()
+    group: Convention(**table) for group, table in _TABLES["conventions"].items()
 }
 
 REFUSED_GROUPS: Mapping[str, str] = _TABLES["refused"]
 
 
-def mixture(name: str) -> tuple[Transformer, str] | None:
-    """A mixture model that the table names without its sizes, and what is assumed of it.
+def mixture(name: str) -> Transformer | None:
+    """A mixture model that the table names without its sizes.
 
     A remark in brackets does not count, except whether DeepSeek-V3 predicts a second token.
 
@@ -72,9 +69,7 @@ def mixture(name: str) -> tuple[Transformer, str] | None:
     base, _, remark = name.partition(" (")
     alone = _TABLES["mixtures"].get(f"{base} w/o MTP") if "w/o MTP" in remark else None
     known = alone or _TABLES["mixtures"].get(base)
-    if known is None:
-        return None
-    return replace(published(known["model"]), **known.get("changes", {})), known.get("text", "")
+    return known and replace(published(known["model"]), **known.get("changes", {}))
 
 
 # DGX-A100 with eight 200 Gb/s adapters is the catalogue's. MosaicML states 1600 Gb/s per node of
@@ -250,7 +245,7 @@ def _row(name: str, cells: _Cells) -> Row:
     if "LoRA" in cells.text("notes"):
         raise _RefusedRowError("only adapters are trained, which a configuration cannot say")
     convention = CONVENTIONS[group]
-    model, model_text = _model(cells, convention)
+    model = _model(cells, convention)
     cluster = published_cluster(cells.text("gpu"), cells.whole("num_gpus"), group)
     if cluster is None:
         raise _RefusedRowError(f"gpu = {cells.text('gpu')!r}: no peak of it is known")
@@ -276,20 +271,18 @@ def _row(name: str, cells: _Cells) -> Row:
         stated_micro_batches=None if accumulation is None else int(accumulation),
         stated_flop_per_s=None if flop_per_s is None else flop_per_s * 1e12,
         stated_tokens_per_s=cells.number("tok_s_gpu"),
-        assumptions=tuple(filter(None, [*convention.assumptions, model_text])),
         flags=flags,
         time_flags=time_flags,
     )
 
 
-def _model(cells: _Cells, convention: Convention) -> tuple[Transformer, str]:
+def _model(cells: _Cells, convention: Convention) -> Transformer:
     name = cells.text("model")
     if not cells.text("layers"):
         known = mixture(name)
         if known is None:
             raise _RefusedRowError(f"model = {name!r}: its shape is not stated and not known")
-        model, text = known
-        return replace(model, name=name), text
+        return replace(known, name=name)
     heads, hidden = cells.whole("heads"), cells.whole("hidden")
     vocabulary = cells.whole("vocab", convention.vocabulary or None)
     shape: dict[str, Any] = {
@@ -309,8 +302,8 @@ def _model(cells: _Cells, convention: Convention) -> tuple[Transformer, str]:
     if stated is None or abs(tied.parameters - 1e9 * stated) < abs(
         untied.parameters - 1e9 * stated
     ):
-        return tied, "head and embedding are one matrix, by the stated size"
-    return untied, ""
+        return tied
+    return untied
 
 
 def _configuration(cells: _Cells, convention: Convention) -> Configuration:
