@@ -59,10 +59,9 @@ def part_figures(part: Device) -> dict[str, Known]:
     found: dict[str, Known] = {}
     for precision in PRECISIONS:
         key = "bf16" if precision == "fp16" and part.category == "gpu" else precision
-        peak = getattr(part, f"{key}_peak_flop_per_s", _absent(part, precision))
-        found[f"peak_flop_per_s.{precision}"] = _one(part, peak)
-        matmul = getattr(part, f"{key}_matmul_flop_per_s", _absent(part, precision))
-        found[f"matmul_flop_per_s.{precision}"] = _one(part, matmul)
+        absent = Unavailable(f"no {precision} figure is recorded for {part.name}")
+        for table in ("peak_flop_per_s", "matmul_flop_per_s"):
+            found[f"{table}.{precision}"] = _one(part, getattr(part, f"{key}_{table}", absent))
     found["memory_bytes"] = _one(part, part.memory_bytes)
     found["memory_bytes_per_s"] = _one(part, part.memory_peak_bytes_per_s)
     return found
@@ -162,10 +161,6 @@ def storage_figures(
             "memory)",
         ),
     }
-
-
-def _absent(part: Device, precision: str) -> Unavailable:
-    return Unavailable(f"no {precision} figure is recorded for {part.name}")
 
 
 def _one(part: Device | None, quantity: Quantity) -> Known:

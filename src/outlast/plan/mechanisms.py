@@ -126,24 +126,21 @@ def time_ratios(
     Returns:
         (layouts, settings), 1 for dense layers and never below the ratio of the operations.
     """
-    found = np.ones((len(layouts), len(settings)))
-    known: dict[tuple[str, float], Array] = {}
-    for column, setting in enumerate(settings):
-        key = setting.tensorize_form, setting.tensorize_rank
-        if setting.tensorize_form == "dense":
+    known: dict[tuple[str, float], Array] = {("dense", 0.0): np.ones(len(layouts))}
+    keys = [(setting.tensorize_form, setting.tensorize_rank) for setting in settings]
+    for key, setting in zip(keys, settings, strict=True):
+        if key in known:
             continue
-        if key not in known:
-            flops = form_of(model, setting).flops_ratio
-            efficiency = product_efficiency(model, layouts, constants, setting)
-            # Few layouts differ in tokens and ranks, so few numbers are different.
-            levels, places = np.unique(efficiency, return_inverse=True)
-            ratios = [
-                step_ratio(linear_share=1.0, flops_ratio=flops, efficiency=float(level))
-                for level in levels
-            ]
-            known[key] = np.array(ratios)[places.ravel()]
-        found[:, column] = known[key]
-    return found
+        flops = form_of(model, setting).flops_ratio
+        efficiency = product_efficiency(model, layouts, constants, setting)
+        # Few layouts differ in tokens and ranks, so few numbers are different.
+        levels, places = np.unique(efficiency, return_inverse=True)
+        ratios = [
+            step_ratio(linear_share=1.0, flops_ratio=flops, efficiency=float(level))
+            for level in levels
+        ]
+        known[key] = np.array(ratios)[places.ravel()]
+    return np.stack([known[key] for key in keys], axis=-1)
 
 
 def product_efficiency(

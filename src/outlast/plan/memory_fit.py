@@ -70,14 +70,12 @@ class MemoryRuns:
     def taken(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> MemoryRuns:
         """Some of the runs, by indices or a mask."""
         places = np.arange(len(self.software))[rows]
-        return MemoryRuns(
+        names = ("allocated_bytes", "peak_bytes", "reserved_bytes", "out_of_memory")
+        return replace(
+            self,
             cases=self.cases.taken(places),
-            allocated_bytes=self.allocated_bytes[places],
-            peak_bytes=self.peak_bytes[places],
-            reserved_bytes=self.reserved_bytes[places],
-            out_of_memory=self.out_of_memory[places],
             software=tuple(self.software[place] for place in places),
-            first_stage=self.first_stage,
+            **{name: getattr(self, name)[places] for name in names},
         )
 
     def log_errors(self, constants: MemoryConstants) -> tuple[Array, Array, Array, Array]:

@@ -12,7 +12,7 @@ carry a phrase that says so. Runs of the cluster at hand that reached more count
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -122,6 +122,11 @@ class Context:
         return Belonging(self.cluster.device, self.cluster.name, framework)
 
     @property
+    def calibrated(self) -> bool:
+        """True if runs of this very framework, chip and cluster were measured."""
+        return self.step.calibrated(self.whose, mixture=self.model.experts > 1)
+
+    @property
     def steps(self) -> int:
         """Optimizer steps of the training."""
         return max(math.ceil(self.tokens / self.baseline.tokens), 1)
@@ -212,14 +217,10 @@ def _limits(context: Context, layouts: Cases) -> Array | None:
     The peak of processors is a rate that was measured of products, which others come close to.
     """
     whose = context.whose
-    mixture = context.model.experts > 1
-    calibrated = context.step.calibrated(whose, mixture=mixture)
-    if calibrated and context.cluster.processor:
+    if context.calibrated and context.cluster.processor:
         return None
-    reached: Mapping[str, float] = {}
-    if calibrated:
-        place = context.step.places.get(whose.group(mixture=mixture))
-        reached = {} if place is None else place.utilisation
+    place = context.step.places.get(whose.group(mixture=context.model.experts > 1))
+    reached = place.utilisation if place and context.calibrated else {}
     shares = {
         name: max(
             best_of(whose.chip, name)[0],

@@ -212,9 +212,8 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     outside = beyond(context, block.layouts)
     # With an interval that ends where the devices' peak does.
     least_seconds = _least_seconds(context, run, block.settings[0])
-    calibrated = context.step.calibrated(context.whose, mixture=context.model.experts > 1)
     published = "published" if context.step.rows else "prior"
-    origin = "calibrated" if calibrated else published
+    origin = "calibrated" if context.calibrated else published
     constants = context.step.constants.constants([context.whose])
     terms = tuple(_term(part, constants, PRIORS, origin) for part in judged.step.parts)
     middle = sum(term.value for term in terms)
@@ -247,7 +246,7 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     shared, restart = judged.survival.run.tiers[-1], judged.survival.run.restart
     return Estimate(
         step_seconds=step,
-        calibrated=calibrated,
+        calibrated=context.calibrated,
         tokens_per_s=rate,
         utilisation=rate.scaled(flops / context.cluster.peak_flop_per_s[run.precision]),
         memory=memory_total(context, stages[int(np.argmax(held))], outside),

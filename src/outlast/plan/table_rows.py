@@ -359,12 +359,10 @@ def _sharding(cells: _Cells) -> Sharding:
 def _precision(text: str) -> Precision:
     # "FP8-CS", "FP8-MX", "MXFP8", "amp_fp8" and a longer remark about FP8 are spellings of fp8;
     # NVFP4 is read as fp8 too and flagged, since its peak is another.
-    if "fp8" in text.casefold() or "fp4" in text.casefold():
-        return "fp8"
-    if "bf16" in text.casefold():
-        return "bf16"
-    if "fp16" in text.casefold():
-        return "fp16"
+    spellings: dict[str, Precision] = {"fp8": "fp8", "fp4": "fp8", "bf16": "bf16", "fp16": "fp16"}
+    for spelling, precision in spellings.items():
+        if spelling in text.casefold():
+            return precision
     raise _RefusedRowError(f"precision = {text!r} is none of fp16, bf16, fp8")
 
 
