@@ -17,15 +17,14 @@ from outlast.errors import OutlastError
 from outlast.hardware import devices
 from outlast.plan import Configuration, Training, cluster_of, predict, published, search
 from outlast.plan.api import published_constants
-from outlast.plan.calibration.memory_fit import Known
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import step_model
 from outlast.plan.cluster_file import shipped_clusters
-from outlast.plan.constraints import FRAMEWORKS
-from outlast.plan.context import CALIBRATED_AS
+from outlast.plan.constraints import CALIBRATED_AS, FRAMEWORKS
 from outlast.plan.estimate import Interval
 from outlast.plan.huggingface import MODELS
+from outlast.plan.memory_fit import Known
 from outlast.plan.prediction import Estimate
+from outlast.plan.rows import Row
+from outlast.plan.step_model import step_model
 
 Check: TypeAlias = tuple[bool, str]
 """Whether it holds, and what is wrong where it does not."""

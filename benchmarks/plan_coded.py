@@ -12,10 +12,9 @@ import numpy as np
 from harness import Bar
 
 from outlast.plan.cluster import FailureCause
-from outlast.plan.reliability.goodput import goodput
-from outlast.plan.reliability.recovery import Reliability, Replicas, Restart, Tier
-from outlast.plan.reliability.scenario import Scenario
-from outlast.plan.reliability.simulate import simulate
+from outlast.plan.goodput import goodput
+from outlast.plan.reliability import Reliability, Replicas, Restart, Scenario, Tier
+from outlast.plan.simulate import simulate
 
 SEED = 2_207_196_483
 """Of scenarios that had no part in building the model."""

@@ -24,16 +24,15 @@ import numpy as np
 from energy_measured import DEVICES, PIPELINES, Pipeline, measured
 from harness import Bar, at_most
 
+from outlast.energy.cost import cap_effect
 from outlast.energy.model.equations import DeviceConstants
 from outlast.energy.schedule import ExecutedStep, Schedule
-from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Power
 from outlast.plan.energy import (
     Factors,
     StepEnergy,
     activity_at,
     busy_watts,
-    cap_factors,
     clock_factors,
     step_energy,
 )
@@ -161,8 +160,6 @@ def stages_energy(
         clocks = np.ones(1), np.append(clocks[1], rest)
     draw = busy_watts(power, 1.0)
     found = step_energy(power, draw, seconds, clocks=clocks)
-    if isinstance(found, Unavailable):
-        raise TypeError(found.reason)
     return found, [*stages, *range(pipeline.stages)]
 
 
@@ -184,8 +181,6 @@ def plan_errors(pipeline: Pipeline, data: Path, quick: bool) -> Errors:
         factors = clock_factors(
             constants_of(pipeline.gpu), activity(pipeline.gpu, data), np.array(step.clocks_mhz)
         )
-        if isinstance(factors, Unavailable):
-            raise TypeError(factors.reason)
         found, _ = stages_energy(pipeline, schedule, step, factors)
         whole = sum(step.joules)
         errors.append(float(found.device_joules.sum()) / whole - 1.0)
@@ -208,18 +203,17 @@ def cap_errors(pipeline: Pipeline, data: Path, *, times_known: bool) -> Errors:
     whole = sweep[max(sweep)].seconds
     caps = np.array([cap for cap in sorted(sweep) if cap < max(sweep)])
     watts, share = activity(pipeline.gpu, data), governed(pipeline.gpu, data)
-    factors = cap_factors(constants_of(pipeline.gpu), watts, caps, share)
-    if isinstance(factors, Unavailable):
-        raise TypeError(factors.reason)
+    device = constants_of(pipeline.gpu)
+    # Time is linear in the share that the clock governs, and power depends on the cap alone.
+    slower = np.array([cap_effect(device, watts, float(cap))[0] for cap in caps])
+    weaker = np.array([cap_effect(device, watts, float(cap), compute_share=0.0)[1] for cap in caps])
     ran = np.array([sweep[cap].seconds for cap in caps])
-    span = ran if times_known else whole * factors[0]
+    span = ran if times_known else whole * (1.0 + share * (slower - 1.0))
     power = power_of(pipeline.gpu)
     # All operations slow down together, and with them the time that devices wait.
     seconds = (busy * span, (1.0 - busy) * span, 0.0)
-    clocks = np.ones(1), factors[1]
+    clocks = np.ones(1), weaker
     found = step_energy(power, busy_watts(power, 1.0), seconds, clocks=clocks)
-    if isinstance(found, Unavailable):
-        raise TypeError(found.reason)
     drawn = ran * np.array([sweep[cap].watts for cap in caps])
     return Errors(tuple(found.joules / drawn - 1.0), tuple(LIMIT_WATTS * ran / drawn - 1.0))
 

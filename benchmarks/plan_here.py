@@ -19,8 +19,7 @@ from harness import Bar, publish
 from outlast.cli.plan_calibrate import Here, most_ranks, probed
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.calibration.fit import Belonging
-from outlast.plan.calibration.probes import (
+from outlast.plan.probes import (
     LONGEST_STEP_SECONDS,
     SHORTEST_STEP_SECONDS,
     Probe,
@@ -29,7 +28,8 @@ from outlast.plan.calibration.probes import (
     numbers_of,
     run_probe,
 )
-from outlast.plan.calibration.run_rows import FRAMEWORK
+from outlast.plan.run_rows import FRAMEWORK
+from outlast.plan.step_fit import Belonging
 
 PROBE_SECONDS = 300.0
 UNSEEN = 20

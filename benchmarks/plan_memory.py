@@ -12,21 +12,15 @@ from pathlib import Path
 
 import numpy as np
 from harness import Bar, at_least, at_most
+from plan_models import first_stage_allocated, first_stage_reserved
 
-from outlast.plan.batch import Array, cases
-from outlast.plan.calibration.conformal import folds
-from outlast.plan.calibration.memory_fit import MemoryRuns, fit_memory, runs_of
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.table_rows import read_rows
+from outlast.plan.batch import Array, cases, stage
+from outlast.plan.conformal import folds
 from outlast.plan.constants import memory_constants
-from outlast.plan.memory import (
-    first_stage_allocated,
-    first_stage_reserved,
-    fits,
-    headroom,
-    memory_parts,
-    pressing_shares,
-)
+from outlast.plan.memory import CLIFF_HEADROOM, memory_parts, room
+from outlast.plan.memory_fit import MemoryRuns, fit_memory, runs_of
+from outlast.plan.rows import Row
+from outlast.plan.table_rows import read_rows
 
 GIB = 2**30
 NEAR = (40.0, 120.0)
@@ -91,9 +85,10 @@ def held_out(table: Sequence[Row], count: int, seed: int = 0) -> HeldOut:
         constants = fitted.constants(some.software)
         found[0, inside] = first_stage_allocated(some.cases, constants)
         found[1, inside] = first_stage_reserved(some.cases, constants)
-        found[2, inside] = (1.0 - headroom(some.cases, constants)) * some.cases.memory_bytes
-        found[3, inside] = pressing_shares(some.cases, constants)
-        found[4, inside] = fits(some.cases, constants)
+        memory = room(some.cases, constants)
+        found[2, inside] = (1.0 - memory.headroom) * some.cases.memory_bytes
+        found[3, inside] = memory.pressing
+        found[4, inside] = (memory.headroom >= CLIFF_HEADROOM) & (memory.pressing < 1.0)
     return HeldOut(*found)
 
 
@@ -154,7 +149,7 @@ def _prior_bars(runs: MemoryRuns) -> list[Bar]:
     known = ~runs.out_of_memory
     reserved = first_stage_reserved(runs.cases, constants)
     error = 100 * float(np.median(np.abs(reserved / runs.reserved_bytes - 1.0)[known]))
-    right = (pressing_shares(runs.cases, constants) > 1.0) == runs.out_of_memory
+    right = (room(runs.cases, constants).pressing > 1.0) == runs.out_of_memory
     accuracy = 100 * float(right.mean())
     peer = "no run of the framework was fitted"
     return [
@@ -195,7 +190,9 @@ def _published_bars(table: Sequence[Row]) -> list[Bar]:
     ]
     # Dropout's masks are one value of two bytes beside the four of norms and products.
     constants = memory_constants({"hidden_values": 5.0, "attention_values": 2.0})
-    parts = {part.name: part.values for part in memory_parts(cases(runs), constants)}
+    numbers = cases(runs)
+    terms = memory_parts(numbers, constants, stage(numbers, "first"))
+    parts = {part.name: part.values for part in terms}
     errors = [
         abs(float(found) / GIB / stated[row.name] - 1.0)
         for row, found in zip(chosen, parts["activations"], strict=True)

@@ -2,11 +2,11 @@
 
     python benchmarks/plan_published.py --data DIR [--out FOLDER]
 
-DIR holds `throughput.csv`, the published table that docs/plan.md names. `published.toml` has the
-constants of step times, without those of clusters and the points of single runs: what is left is
-what another site can use. `published_memory.toml` has the memory constants of the framework whose
-published runs say how much they held, failed runs included. `best_utilisation.toml` has the run of
-each chip and precision that reached the largest share of the peak.
+DIR holds `throughput.csv`, the published table that docs/plan.md names. `published_time.toml` has
+the constants of step times, without those of clusters and the points of single runs: what is left
+is what another site can use. `published_memory.toml` has the memory constants of the framework
+whose published runs say how much they held, failed runs included. `best_utilisation.toml` has the
+run of each chip and precision that reached the largest share of the peak.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from plan_models import shared
 from plan_time import SWEEP, fitting_rows
 
-import outlast.plan.calibration
+import outlast.plan.facts
 from outlast.plan.api import PUBLISHED, PUBLISHED_MEMORY
-from outlast.plan.calibration.calibration_file import Calibration, Provenance, write_calibration
-from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.memory_fit import device_constants, fit_device_memory, usable
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import calibration_of, shared, step_model
-from outlast.plan.calibration.table_rows import read_rows
-from outlast.plan.model import TABLE
+from outlast.plan.calibration import (
+    Calibration,
+    Provenance,
+    calibration_of,
+    write_calibration,
+)
+from outlast.plan.conformal import Conformal, Support
+from outlast.plan.memory_fit import device_constants, fit_device_memory, usable
+from outlast.plan.rows import Row, clean
+from outlast.plan.step_model import step_model
+from outlast.plan.table_rows import read_rows
 from outlast.version import __version__
 
-SHIPPED = Path(outlast.plan.calibration.__file__).parent
+SHIPPED = Path(outlast.plan.facts.__file__).parent
 BEST_HEAD = """\
 # The best published utilisation (MFU) of each chip and precision: model FLOPs per second, attention
 # in full and nothing recomputed, over the dense peak; of a mixture of experts where no dense run is
@@ -59,9 +64,8 @@ def memory(data: Path) -> Calibration:
         constants=device_constants(fits),
         order=(),
         correlation=np.zeros((0, 0)),
-        quantiles={},
-        floor=0.0,
-        support={},
+        widths=Conformal(quantiles={}, floor=0.0),
+        support=Support({}),
         provenance=provenance(rows, text),
     )
 
@@ -109,7 +113,9 @@ def main() -> None:
     parser.add_argument("--best", type=Path, metavar="FILE", help="default: the shipped table")
     options = parser.parse_args()
     table = options.data / "throughput.csv"
-    (options.best or options.out.parent / TABLE).write_text(best(table), encoding="utf-8")
+    (options.best or options.out / "best_utilisation.toml").write_text(
+        best(table), encoding="utf-8"
+    )
     write_calibration(memory(table), options.out / PUBLISHED_MEMORY)
     write_calibration(times(table), options.out / PUBLISHED)
 

@@ -17,10 +17,18 @@ from harness import Bar, at_most
 from plan_coded import coded
 
 from outlast.plan.cluster import FailureCause
-from outlast.plan.reliability.goodput import finish, goodput
-from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
-from outlast.plan.reliability.scenario import Lemons, Scenario
-from outlast.plan.reliability.simulate import simulate
+from outlast.plan.goodput import finish, goodput
+from outlast.plan.reliability import (
+    Guard,
+    Lemons,
+    Pace,
+    Reliability,
+    Replicas,
+    Restart,
+    Scenario,
+    Tier,
+)
+from outlast.plan.simulate import simulate
 
 SEED = 8_405_710_240
 SCENARIOS = 50

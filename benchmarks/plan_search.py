@@ -11,19 +11,18 @@ from pathlib import Path
 import numpy as np
 from harness import Bar
 from plan_memory import held_out
+from plan_models import uncalibrated
 from plan_time import SWEEP, fitting_rows
 
 from outlast.plan.api import Training, search
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import Support
-from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import StepModel, belonging, fitted, uncalibrated, validate
-from outlast.plan.calibration.table_rows import read_rows
 from outlast.plan.cluster_file import cluster_of
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Mechanisms
+from outlast.plan.conformal import Support
 from outlast.plan.huggingface import published
-from outlast.plan.pareto.settings import Mechanisms
+from outlast.plan.rows import Row, clean
+from outlast.plan.step_model import StepModel, belonging, fitted, validate
+from outlast.plan.table_rows import read_rows
 
 MOST_SECONDS = 2.0
 

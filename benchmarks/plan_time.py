@@ -16,29 +16,27 @@ from pathlib import Path
 
 import numpy as np
 from harness import Bar
+from plan_models import shared, uncalibrated
 
 from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import Support
-from outlast.plan.calibration.clean import clean
-from outlast.plan.calibration.conformal import OTHERS, conformal, folds, interval_groups
-from outlast.plan.calibration.fit import NOISE, Belonging, Fit, believed
-from outlast.plan.calibration.probes import MISSED, Budget, choose_probes, directions
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import (
+from outlast.plan.conformal import OTHERS, Support, conformal, folds
+from outlast.plan.probes import MISSED, choose_probes, directions
+from outlast.plan.rows import Row, clean
+from outlast.plan.step_fit import NOISE, Belonging, Fit, believed
+from outlast.plan.step_model import (
     UNSEEN,
     StepModel,
     belonging,
     distances_from,
     fitted,
+    interval_groups,
     ranges_of,
-    shared,
-    uncalibrated,
     utilisation,
     validate,
 )
-from outlast.plan.calibration.table_rows import read_rows
 from outlast.plan.step_time import step_seconds
+from outlast.plan.table_rows import read_rows
 
 FEWEST = 0.1
 """Share of the peak below which the sweep's runs are broken: they are fitted and not scored."""
@@ -120,7 +118,7 @@ def _shipped_errors(rows: Sequence[Row], count: int) -> np.ndarray:
 
 
 def _general(model: StepModel) -> StepModel:
-    """Without what it knows of clusters; as `outlast.plan.calibration.step_model.shared`."""
+    """Without what it knows of clusters; as `plan_models.shared`."""
     quantiles = {OTHERS: model.widths.quantiles.get(OTHERS, 1.0)}
     return shared(replace(model, widths=replace(model.widths, quantiles=quantiles)))
 
@@ -164,7 +162,7 @@ def _site_errors(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log of measured over predicted, and half-widths: both from the other sites alone.
 
-    As `outlast.plan.calibration.step_model` makes them; the floor of the scale is that of all
+    As `outlast.plan.step_model` makes them; the floor of the scale is that of all
     rows, which hardly depends on one site.
     """
     errors, widths = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
@@ -343,7 +341,7 @@ def _transferred(
 def _informative(base: Sequence[Row], there: Sequence[Row]) -> set[int]:
     """The runs that `outlast plan calibrate` would choose of these, knowing nothing of their times.
 
-    As there (`Probing._design`): what is unknown are the constants, and a straight line in each
+    As there (`Probing._choose`): what is unknown are the constants, and a straight line in each
     direction for what the formulas miss.
     """
     constants, _ = fitted(base)
@@ -357,9 +355,7 @@ def _informative(base: Sequence[Row], there: Sequence[Row]) -> set[int]:
         ],
         axis=1,
     )
-    budget = Budget(seconds=float(PROBES), fewest=PROBES, most=PROBES)
-    costs = np.ones(len(there))
-    return set(choose_probes(design, np.ones(design.shape[1]), costs, budget, NOISE).rows.tolist())
+    return set(choose_probes(design / NOISE, np.ones(len(there)), float(PROBES), PROBES)[0])
 
 
 def _unmeasured_bars(rows: Sequence[Row]) -> Iterator[Bar]:

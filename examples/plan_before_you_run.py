@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outlast.hardware import Unavailable
 from outlast.plan import Configuration, Training, predict, published, search, transformer_of
-from outlast.plan.pareto.page import page
+from outlast.plan.pareto_page import page
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
     front = search(training, cluster)
     best = min(range(len(front.objectives)), key=lambda row: front.objectives.hours[row])
-    chosen = front.candidates[best].configuration
+    chosen = front.candidate(best).configuration
     faster = predict(replace(training, run=chosen), cluster)
     saved = 1 - faster.finish_seconds.middle / estimate.finish_seconds.middle
     print(f"of {front.searched:,} ways the fastest saves {saved:.0%} of the time: {chosen}")

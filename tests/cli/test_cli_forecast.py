@@ -15,7 +15,7 @@ from outlast.cli.main import main
 from outlast.errors import EXIT_DONE
 from outlast.job import load_job, to_toml
 from outlast.job.sections import ModelSection
-from outlast.plan.calibration.here import Rates, machine_text
+from outlast.plan.probes import Rates, machine_text
 from outlast.records import Predicted, forecast_of, read_run
 from outlast.train.run import run_directory
 

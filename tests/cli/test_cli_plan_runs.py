@@ -13,21 +13,20 @@ from plan_commands import Plan
 
 from outlast.job import load_job, to_toml
 from outlast.plan.api import published_constants
-from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import (
+from outlast.plan.batch import cases, stage
+from outlast.plan.calibration import (
     Provenance,
+    calibration_of,
     read_calibration,
     write_calibration,
 )
-from outlast.plan.calibration.memory_fit import RESIDENT_PRIORS, Resident, resident_constants
-from outlast.plan.calibration.run_rows import read_run_row
-from outlast.plan.calibration.step_model import calibration_of
 from outlast.plan.cluster_file import cluster_of, read_cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import memory_constants
 from outlast.plan.huggingface import published
 from outlast.plan.memory import demand
-from outlast.plan.shard_sizes import stage
+from outlast.plan.memory_fit import RESIDENT_PRIORS, Resident, resident_constants
+from outlast.plan.run_rows import read_run_row
 from outlast.records import (
     AttemptStarted,
     MemoryMeasured,
@@ -176,7 +175,7 @@ def test_compare_predicts_the_memory_that_is_measured_on_processors(
     cluster = tmp_path / "cluster.toml"
     cluster.write_text(CLUSTER.replace("nodes", "processor = true\nnodes", 1))
     resident = Resident(
-        {name: each[0] for name, each in RESIDENT_PRIORS.items()}, np.eye(6), 0.04, 4
+        {name: each["mean"] for name, each in RESIDENT_PRIORS.items()}, np.eye(6), 0.04, 4
     )
     step = calibration_of(published_constants(), Provenance(date="today", version="0"))
     constants = {**step.constants, **resident_constants(resident, "this machine")}

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.here import Rates, divided, machine_text
-from outlast.plan.calibration.probes import Probe, numbers_of
-from outlast.plan.calibration.rows import Row
+from outlast.plan.cluster import divided
 from outlast.plan.cluster_file import read_cluster
 from outlast.plan.constants import constants
+from outlast.plan.probes import Probe, Rates, machine_text, numbers_of
+from outlast.plan.rows import Row
 from outlast.plan.step_time import step_seconds
 
 RATES = Rates(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from outlast.plan.api import Training
 from outlast.plan.cluster import Cluster, FailureCause, Power, Prices, Storage
-from outlast.plan.configuration import Configuration
-from outlast.plan.pareto.settings import Recovery, Settings
+from outlast.plan.configuration import Configuration, Recovery, Settings
 from outlast.plan.transformer import Transformer
 
 FEW = st.sampled_from([1, 2, 4, 8])

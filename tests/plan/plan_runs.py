@@ -1,10 +1,17 @@
 """Models, clusters and runs that the planner's tests share."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 from outlast.plan.cluster import Cluster, Prices
 from outlast.plan.configuration import Configuration
 from outlast.plan.transformer import Transformer
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from plan_models import first_stage_allocated, first_stage_reserved, shared, uncalibrated
+
+__all__ = ["first_stage_allocated", "first_stage_reserved", "shared", "uncalibrated"]
 
 LLAMA_8B = Transformer(
     name="llama-3-8b",

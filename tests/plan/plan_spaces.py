@@ -9,13 +9,18 @@ import numpy as np
 from plan_runs import NODE, SHORT
 
 from outlast.plan.cluster import Cluster, Prices
-from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.pareto.settings import Mechanisms
-from outlast.plan.pareto.space import Block
+from outlast.plan.configuration import Mechanisms
+from outlast.plan.objectives import Objectives
+from outlast.plan.space import Block
 
 SMALL = replace(SHORT, batch=16)
 
 CLOCKS = Mechanisms(clock_mhz=(1200.0, 1500.0, 1800.0), guard=("off", "linear"))
+
+
+def candidates_of(front):
+    """Of all points."""
+    return [front.candidate(point) for point in range(len(front))]
 
 
 def cluster(nodes: int, name: str = "h100", **more: object) -> Cluster:
@@ -32,9 +37,9 @@ def judged(power: float = 2.2, watts: float = 400.0) -> Callable[[Block], Object
     """A run of fixed work: more speed at higher clocks and more power, less memory when divided."""
 
     def evaluate(block: Block) -> Objectives:
-        many = block.cases
-        clock = block.by_setting([each.clock_mhz or 2000.0 for each in block.settings]) / 2000.0
-        guarded = block.by_setting([each.guard != "off" for each in block.settings])
+        many = block.layouts.taken(block.layout)
+        clock = block.by_setting(lambda each: each.clock_mhz or 2000.0) / 2000.0
+        guarded = block.by_setting(lambda each: each.guard != "off")
         waste = (many.pipeline - 1) / many.micro_batches / many.stages_per_rank
         slower = (1 + waste) * (1 + 0.02 * many.tensor) * (1 + 0.1 * many.recompute)
         hours = 1e22 / many.devices / many.peak_flop_per_s / clock * slower * (1 + 0.05 * guarded)

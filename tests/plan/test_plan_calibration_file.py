@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibration_file import (
+from outlast.plan.calibration import (
     Calibration,
     Constant,
     Provenance,
-    ResidualPoints,
     from_text,
     read_calibration,
     to_text,
     write_calibration,
 )
-from outlast.plan.calibration.conformal import OTHERS
+from outlast.plan.conformal import OTHERS, Conformal, Support
+from outlast.plan.step_fit import FEATURES, Residual
 
 
 def calibration(seed=0, residual=True):
@@ -27,14 +27,13 @@ def calibration(seed=0, residual=True):
     factor = random.normal(size=(3, 5))
     covariance = factor @ factor.T
     deviations = np.sqrt(np.diag(covariance))
-    points = ResidualPoints(
-        names=("tensor", "data"),
-        features=random.normal(size=(4, 2)),
+    points = Residual(
+        features=random.normal(size=(4, len(FEATURES))),
         places=("p", "p", "q", "ü"),
         residuals=random.normal(size=4),
         noises=random.exponential(size=4),
         amplitude=0.12,
-        length_scales=np.array([2.0, 4.0]),
+        length=2.0,
     )
     return Calibration(
         constants={
@@ -46,9 +45,11 @@ def calibration(seed=0, residual=True):
         order=order,
         correlation=covariance / np.outer(deviations, deviations),
         residual=points if residual else None,
-        quantiles={"nanotron on h100-sxm": random.random() * 3, OTHERS: 4.1},
-        floor=random.random() / 10,
-        support={"devices": (8.0, 512.0), "expert": (0.0, 0.0)},
+        widths=Conformal(
+            quantiles={"nanotron on h100-sxm": random.random() * 3, OTHERS: 4.1},
+            floor=random.random() / 10,
+        ),
+        support=Support({"devices": (8.0, 512.0), "expert": (0.0, 0.0)}),
         provenance=Provenance(
             date="2026-11-22",
             version="0.1.0",
@@ -66,7 +67,7 @@ def assert_equal(first, second):
         if field.name == "correlation":
             assert np.array_equal(mine, theirs)
         elif field.name == "residual" and mine is not None:
-            for inner in dataclasses.fields(ResidualPoints):
+            for inner in dataclasses.fields(Residual):
                 assert np.array_equal(getattr(mine, inner.name), getattr(theirs, inner.name))
         else:
             assert mine == theirs
@@ -85,9 +86,8 @@ def test_plan_calibration_file_on_disk(tmp_path):
     write_calibration(calibration(), tmp_path / "c.toml")
     found = read_calibration(tmp_path / "c.toml")
     assert_equal(calibration(), found)
-    interval = found.conformal.interval(2.0, 0.03, "nanotron on h100-sxm")
-    assert interval.low < 2.0 < interval.high
-    assert found.ranges.outside({"devices": 1024.0})
+    assert found.widths.half_widths(np.full(1, 0.03), ["nanotron on h100-sxm"], np.zeros(1)) > 0.0
+    assert found.support.outside({"devices": 1024.0})
     assert [each.name for each in tmp_path.iterdir()] == ["c.toml"]
 
 
@@ -97,12 +97,6 @@ def test_plan_calibration_file_can_be_read_by_people():
     assert 'unit = "s"' in text
     assert "devices = [8.0, 512.0]" in text
     assert max(len(line) for line in text.splitlines()) < 200
-
-
-def test_plan_calibration_file_covariance():
-    found = calibration()
-    deviations = [found.constants[name].log_deviation for name in found.order]
-    assert np.sqrt(np.diag(found.covariance)) == pytest.approx(deviations)
 
 
 def test_plan_calibration_file_any_changed_digit_is_noticed():
@@ -146,7 +140,8 @@ def edited(old, new):
         ("[8.0, 512.0]", "[512.0, 8.0]", "support of devices"),
         ("[8.0, 512.0]", "[8.0]", "lowest, highest"),
         ("amplitude = 0.12", "", "lacks amplitude"),
-        ("[2.0, 4.0]", "[2.0]", "length_scales"),
+        ("length_scales = [2.0, ", "length_scales = [", "length_scales"),
+        ("length_scales = [2.0, ", "length_scales = [4.0, ", "other features"),
         ('"*" = 4.1', '"*" = -4.1', "quantile of"),
         ('order = ["matmul_efficiency"', 'order = ["matmul_eficiency"', "order names"),
     ],

@@ -6,11 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from outlast.errors import PlanError
-from outlast.plan.calibration.clean import clean, link_classes
-from outlast.plan.calibration.rows import Row
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
+from outlast.plan.rows import Row, clean, link_classes
 from outlast.plan.transformer import Transformer
 
 CLUSTER = Cluster(
@@ -227,11 +225,3 @@ def test_plan_clean_keeps_order_and_earlier_flags():
     assert found[0].flags[0] == "row s0: mine"
     assert len(found[0].flags) == 2
     assert clean([]) == []
-
-
-def test_plan_clean_refuses_predictions_of_another_length():
-    rows, predicted = sweep(3)
-    with pytest.raises(PlanError, match="predicted_seconds"):
-        clean(rows, predicted[:-1])
-    with pytest.raises(PlanError, match="predicted_seconds"):
-        clean(rows, -predicted)

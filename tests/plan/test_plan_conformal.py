@@ -6,8 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibration_file import Support, support_of
-from outlast.plan.calibration.conformal import OTHERS, conformal
+from outlast.plan.conformal import OTHERS, Conformal, Support, support_of
+from outlast.plan.conformal import conformal as quantiles_of
+
+
+def conformal(residuals: np.ndarray, deviations: np.ndarray, groups: list[str]) -> Conformal:
+    return quantiles_of(residuals, deviations, groups, np.zeros(len(groups)))
+
 
 GROUPS = {"a": (60, 0.03), "b": (40, 0.12), "c": (12, 0.06), "d": (5, 0.2), "e": (100, 0.05)}
 
@@ -62,20 +67,6 @@ def test_plan_conformal_hard_groups_get_wider_intervals_and_small_ones_lean_on_a
     assert found.quantiles[OTHERS] >= found.quantiles["tiny"]
 
 
-def test_plan_conformal_interval_and_its_phrases():
-    found = conformal(np.linspace(-0.1, 0.1, 50), np.full(50, 0.02), ["g"] * 50)
-    inside = found.interval(2.0, 0.02, "g")
-    assert inside.low < 2.0 < inside.high
-    assert inside.low * inside.high == pytest.approx(4.0)
-    assert inside.extrapolated == ()
-    far = found.interval(2.0, 0.02, "g", 0.69, ("devices = 1024 is above",))
-    assert far.high > inside.high
-    assert far.extrapolated == ("devices = 1024 is above",)
-    unknown = found.interval(2.0, 0.02, "new")
-    assert unknown.high > inside.high
-    assert "no run of new" in unknown.extrapolated[0]
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.floats(-1, 1), min_size=1, max_size=30),
@@ -95,20 +86,6 @@ def test_plan_conformal_few_rows_stretch_the_largest():
     found = conformal(np.array([0.1, -0.1]), np.zeros(2), ["g", "g"])
     width = found.half_widths(np.zeros(1), ["g"], np.zeros(1))[0]
     assert width > 0.15
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((np.array([]), np.array([]), []), "at least one row"),
-        ((np.ones(2), np.ones(3), ["g"] * 2), "as many of each"),
-        ((np.array([np.nan]), np.ones(1), ["g"]), "not all finite"),
-        ((np.ones(1), np.ones(1), ["g"], None, 1.0), "coverage = 1"),
-    ],
-)
-def test_plan_conformal_refuses(arguments, words):
-    with pytest.raises(PlanError, match=words):
-        conformal(*arguments)
 
 
 def test_plan_conformal_support_says_what_is_outside_and_by_how_much():

@@ -11,25 +11,24 @@ from plan_runs import H100, LLAMA_8B
 
 from outlast.errors import PlanError
 from outlast.plan.api import Training, context_of, predict, published_constants, published_memory
-from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import (
+from outlast.plan.batch import cases, stage
+from outlast.plan.calibration import (
     Calibration,
     Provenance,
+    calibration_of,
     read_calibration,
     write_calibration,
 )
-from outlast.plan.calibration.memory_fit import (
+from outlast.plan.configuration import Configuration
+from outlast.plan.constants import memory_constants
+from outlast.plan.memory import LOG_DEVIATION, demand, room
+from outlast.plan.memory_fit import (
     Known,
     device_constants,
     device_memory_of,
     fit_device_memory,
 )
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import calibration_of
-from outlast.plan.configuration import Configuration
-from outlast.plan.constants import memory_constants
-from outlast.plan.memory import LOG_DEVIATION, demand, reserved_bytes
-from outlast.plan.shard_sizes import stage
+from outlast.plan.rows import Row
 
 TRUE = memory_constants({"fragment_share": 0.5, "library_bytes": 4e9})
 
@@ -60,7 +59,7 @@ def row(run: Configuration, **figures: object) -> Row:
 
 
 def reserved(run: Configuration) -> float:
-    return float(reserved_bytes(cases([(LLAMA_8B, run, H100)]), TRUE)[0])
+    return float(room(cases([(LLAMA_8B, run, H100)]), TRUE).reserved_bytes[0])
 
 
 def measured(*runs: Configuration) -> list[Row]:

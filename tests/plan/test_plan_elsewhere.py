@@ -4,29 +4,32 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
+from plan_runs import H100, LLAMA_8B, MIXTURE, configuration, shared
+from plan_spaces import candidates_of
 
 from outlast.errors import PlanError
 from outlast.plan.api import Training, predict, published_constants, search
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import Provenance, from_text, to_text
-from outlast.plan.calibration.fit import Belonging
-from outlast.plan.calibration.memory_fit import Known
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import (
-    belonging,
+from outlast.plan.calibration import (
+    Provenance,
     calibration_of,
-    shared,
-    step_model,
+    from_text,
     step_model_of,
+    to_text,
 )
 from outlast.plan.cluster_file import cluster_of
-from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded, unbounded_deviation
-from outlast.plan.constraints import FRAMEWORKS, framework_key
-from outlast.plan.context import CALIBRATED_AS
+from outlast.plan.constants import NAMES, PRIORS, constants
+from outlast.plan.constraints import CALIBRATED_AS, FRAMEWORKS, framework_key
 from outlast.plan.huggingface import published
 from outlast.plan.mechanisms import HELD
-from outlast.plan.model import best_of, published_best
+from outlast.plan.memory_fit import Known
+from outlast.plan.model import BEST, best_of
+from outlast.plan.rows import Row
+from outlast.plan.step_fit import Belonging
+from outlast.plan.step_model import (
+    belonging,
+    step_model,
+)
 from outlast.plan.step_time import step_seconds
 
 FLAG = "not calibrated on this cluster"
@@ -55,9 +58,9 @@ def drawn_site(random, number):
     for name in NAMES:
         prior = PRIORS[name]
         spread = sum(each**2 for each in prior.spreads.values()) ** 0.5
-        position = unbounded(name, np.array(prior.median))
-        position = position + random.normal(0.0, unbounded_deviation(name, spread))
-        values[name] = bounded(name, position)
+        position = prior.unbounded(np.array(prior.median))
+        position = position + random.normal(0.0, prior.unbounded_deviation(spread))
+        values[name] = prior.bounded(position)
     rows = []
     for tensor, data in ((1, 8), (2, 4), (8, 8)):
         for micro_batch in (1, 4):
@@ -186,8 +189,11 @@ def test_a_calibration_keeps_its_places_in_its_file_and_an_older_one_has_none(kn
     calibration = calibration_of(known.step, Provenance(date="2026-11-23", version="0"))
     again = step_model_of(from_text(to_text(calibration)))
     assert again.places == known.step.places
-    older = {name.rpartition(" at ")[0]: 1.0 for name in calibration.quantiles if " at " in name}
-    old = replace(calibration, places={}, quantiles={**older, "*": 2.3})
+    older = {
+        name.rpartition(" at ")[0]: 1.0 for name in calibration.widths.quantiles if " at " in name
+    }
+    widths = replace(calibration.widths, quantiles={**older, "*": 2.3})
+    old = replace(calibration, places={}, widths=widths)
     found = predict(TRAINING, MINE, calibration=step_model_of(from_text(to_text(old))))
     assert not found.calibrated
 
@@ -270,7 +276,7 @@ def test_nothing_recommended_uses_more_of_a_chip_than_anybody_published(cluster,
     for precision, share in best.items():
         training = replace(TRAINING, framework=framework, run=replace(RUN, precision=precision))
         front = search(training, cluster)
-        for candidate in front.candidates:
+        for candidate in candidates_of(front):
             run = candidate.configuration
             chosen = predict(replace(training, run=run), cluster)
             assert chosen.utilisation.middle <= best.get(run.precision, share) * (1 + 1e-9)
@@ -306,12 +312,12 @@ def test_runs_measured_here_count_for_more_than_those_of_others():
 
 
 def test_the_table_of_best_runs_has_sources_and_a_chip_without_one_takes_the_best_of_all():
-    for each in published_best():
+    for each in BEST:
         assert 0.0 < each.share < 0.7
         assert each.source
         assert each.run
     share, words = best_of("mi300x", "bf16")
-    assert share == max(each.share for each in published_best())
+    assert share == max(each.share for each in BEST)
     assert "none is published of mi300x" in words
 
 
@@ -333,7 +339,7 @@ def test_the_best_published_run_is_one_of_the_same_precision_or_says_that_it_is_
 
 
 def test_structured_layers_do_not_count_operations_that_they_spare():
-    from outlast.plan.pareto.settings import Settings
+    from outlast.plan.configuration import Settings
 
     dense = predict(TRAINING, "h100x64")
     thin = replace(TRAINING, settings=Settings(tensorize_form="low_rank", tensorize_rank=0.1))

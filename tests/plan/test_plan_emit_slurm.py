@@ -60,9 +60,7 @@ SMALL = dataclasses.replace(CLUSTER, nodes=2, devices_per_node=4, host_cores=4)
 
 
 def write(folder: Path, launches: str, devices: int) -> None:
-    settings = dataclasses.replace(
-        SETTINGS, launches=launches, predicted_hours=0.5, warn_seconds=60
-    )
+    settings = dataclasses.replace(SETTINGS, launches=launches, predicted_hours=0.5)
     run = configured(data=devices, sharding="none")
     emit("sbatch", DENSE, run, SMALL, out=folder, settings=settings)
 

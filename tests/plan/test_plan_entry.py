@@ -8,14 +8,13 @@ from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.api import Training, context_of, predict, published_constants, training_of
-from outlast.plan.calibration.memory_fit import COMPILED, Known, fit_device_memory
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import step_model
+from outlast.plan.api import Training, context_of, predict, published_constants, run_of, training_of
 from outlast.plan.cluster import FailureCause, Storage
-from outlast.plan.context import CALIBRATED_AS
+from outlast.plan.constraints import CALIBRATED_AS
 from outlast.plan.huggingface import transformer_of
-from outlast.plan.job import run_of
+from outlast.plan.memory_fit import COMPILED, Known, fit_device_memory
+from outlast.plan.rows import Row
+from outlast.plan.step_model import step_model
 
 RUN = configuration(data=64, batch=256, sharding="parameters", recompute="full")
 SITE = replace(

@@ -8,8 +8,8 @@ from plan_runs import H100, LLAMA_8B, configuration
 from outlast.plan.api import Training, predict
 from outlast.plan.cluster import Cluster, FailureCause, Storage
 from outlast.plan.cluster_file import read_cluster
+from outlast.plan.configuration import Settings
 from outlast.plan.estimate import Source
-from outlast.plan.pareto.settings import Settings
 from outlast.plan.prediction import ASSUMED_RATE_FACTOR, GIVEN_RATE_FACTOR, RATES_ASSUMED
 
 NODE = FailureCause(name="node", per_node_day=0.02, repair_hours=12.0)

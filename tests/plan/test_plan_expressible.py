@@ -10,7 +10,7 @@ from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 
 from outlast.errors import PlanError
 from outlast.plan.emit import can_express, emitted
-from outlast.plan.pareto.space import WORDS, Axes, Space, space
+from outlast.plan.space import WORDS, Axes, Space, space
 from outlast.plan.transformer import Transformer
 
 TARGETS = ("outlast", "torchtitan", "megatron", "deepspeed", "accelerate")
@@ -32,9 +32,9 @@ def test_every_layout_of_a_framework_can_be_written(model: Transformer, framewor
         schedule=("1f1b", "interleaved", "zero_bubble", "gpipe"),
     )
     fp16 = there.table["precision"] == WORDS["precision"].index("fp16")
-    assert np.all(can_express(framework, there.layouts, fp16=fp16))
+    assert np.all(can_express(framework, there.whole.layouts, fp16=fp16))
     for row in np.random.default_rng(0).integers(0, len(there), 30):
-        files = emitted(framework, model, there.configuration(int(row)), H100)
+        files = emitted(framework, model, there.candidate(int(row)).configuration, H100)
         assert all(files.values())
 
 
@@ -47,9 +47,9 @@ def test_no_run_stops_within_a_node() -> None:
     devices = {"devices": (12, 24), "tensor": (3, 1), "pipeline": (1, 3)}
     odd = replace(LLAMA_8B, heads=24, kv_heads=24)
     alone = found(odd, "torchtitan", **devices)
-    assert {alone.configuration(row).devices for row in range(len(alone))} == {24}
+    assert {alone.candidate(row).configuration.devices for row in range(len(alone))} == {24}
     free = found(odd, "any", **devices)
-    assert {free.configuration(row).devices for row in range(len(free))} == {12, 24}
+    assert {free.candidate(row).configuration.devices for row in range(len(free))} == {12, 24}
 
 
 def test_a_search_that_finds_nothing_to_write_says_why() -> None:

@@ -8,8 +8,8 @@ from plan_runs import H100, LLAMA_8B, configuration
 
 from outlast.errors import PlanError
 from outlast.plan.batch import cases
-from outlast.plan.calibration.fit import Belonging, believed, fit, fit_residual
-from outlast.plan.constants import NAMES, PRIORS, bounded, constants, unbounded
+from outlast.plan.constants import NAMES, PRIORS, constants
+from outlast.plan.step_fit import Belonging, believed, fit, fit_residual
 from outlast.plan.step_time import step_seconds
 
 HERE = Belonging("h100", "site", "trainer")
@@ -110,7 +110,7 @@ def test_a_step_of_no_time_is_refused():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fitted_scale_can_be_undone(name):
     value = np.array([PRIORS[name].median * 0.7])
-    assert bounded(name, unbounded(name, value)) == pytest.approx(value)
+    assert PRIORS[name].bounded(PRIORS[name].unbounded(value)) == pytest.approx(value)
 
 
 def test_a_neighbourhoods_deviation_is_learned_and_stays_there():

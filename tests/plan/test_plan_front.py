@@ -7,15 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outlast.errors import PlanError
-from outlast.plan.pareto import front as fronts
-from outlast.plan.pareto.front import (
-    Uncertain,
+from outlast.plan import pareto as fronts
+from outlast.plan.pareto import (
     extremes,
     knee,
     nondominated,
-    probability_of_dominance,
     thinned,
-    undecided,
 )
 
 
@@ -80,7 +77,7 @@ def test_a_dominated_point_changes_nothing(values: np.ndarray, pick: int) -> Non
 
 def test_large_spaces_go_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(3).random((3000, 3))
-    monkeypatch.setattr(fronts, "BLOCK", 1000)
+    monkeypatch.setattr(fronts, "PASS", 1000)
     assert (nondominated(values) == by_definition(values)).all()
     with pytest.raises(PlanError, match="fewer options"):
         nondominated(np.random.default_rng(3).dirichlet(np.ones(3), 3000))
@@ -139,85 +136,3 @@ def test_knee_of_one_or_of_equal_points_is_the_first() -> None:
 def test_extremes_break_ties_by_the_other_axes() -> None:
     values = np.array([[1.0, 9.0], [1.0, 3.0], [5.0, 2.0]])
     assert extremes(values).tolist() == [1, 2]
-
-
-def points(values: list[list[float]], half: float, correlation: float = 0.5) -> Uncertain:
-    middles = np.array(values)
-    return Uncertain(
-        values=middles,
-        half_widths=np.full(middles.shape, half),
-        scales=("log",) * middles.shape[1],
-        correlation=correlation,
-    )
-
-
-def test_without_intervals_dominance_is_sure() -> None:
-    found = probability_of_dominance(points([[1, 1], [2, 2], [0.5, 3]], 0.0), [0])
-    assert found.tolist() == [[1.0, 1.0, 0.0]]
-
-
-def test_probability_agrees_with_drawn_errors() -> None:
-    half, rho, z = 0.1, 0.6, 1.6448536269514722
-    given_points = points([[1.0, 1.0], [1.1, 1.05]], half, rho)
-    rng = np.random.default_rng(1)
-    sigma = half / z
-    shared = rng.standard_normal((200_000, 1, 2)) * np.sqrt(rho)
-    own = rng.standard_normal((200_000, 2, 2)) * np.sqrt(1 - rho)
-    truth = np.log(given_points.values) + sigma * (shared + own)
-    drawn = (truth[:, 0] <= truth[:, 1]).all(axis=1).mean()
-    assert probability_of_dominance(given_points, [0])[0, 1] == pytest.approx(drawn, abs=0.005)
-
-
-@given(st.integers(0, 300), st.sampled_from([0.0, 0.01, 0.1, 0.5]))
-def test_undecided_keeps_the_front_and_what_lies_near(seed: int, half: float) -> None:
-    values = np.random.default_rng(seed).lognormal(0.0, 0.5, (80, 3))
-    given_points = Uncertain(
-        values=values, half_widths=np.full(values.shape, half), scales=("log",) * 3
-    )
-    exact = nondominated(values)
-    stays = undecided(given_points, 0.9)
-    assert stays[exact].all()
-    probability = probability_of_dominance(given_points, np.flatnonzero(exact))
-    probability[np.arange(exact.sum()), np.flatnonzero(exact)] = 0.0
-    dropped = (probability >= 0.9).any(axis=0) & ~exact
-    assert (stays == ~dropped).all()
-    if half == 0.0:
-        assert (stays == exact).all()
-
-
-def test_points_that_cannot_be_told_apart_both_stay() -> None:
-    near, far = [1.0, 1.0], [1.02, 1.03]
-    assert undecided(points([near, far], 0.2)).tolist() == [True, True]
-    assert undecided(points([near, far], 0.001)).tolist() == [True, False]
-
-
-def test_the_same_quantity_ties_surely() -> None:
-    # Both layouts train one model: their losses are equal, however uncertain the loss is.
-    given_points = Uncertain(
-        values=np.array([[1.0, 0.0], [2.0, 0.0]]),
-        half_widths=np.array([[0.05, 0.3], [0.05, 0.3]]),
-        scales=("log", "linear"),
-    )
-    assert undecided(given_points).tolist() == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"coverage": 1.0}, "coverage = 1.0"),
-        ({"correlation": -0.1}, "correlation = -0.1"),
-        ({"half_widths": np.array([[0.1]])}, "do not fit"),
-        ({"half_widths": np.array([[0.1, -0.1]])}, "half-width is negative"),
-        ({"values": np.array([[1.0, -1.0]])}, "below 0 on a log axis"),
-    ],
-)
-def test_uncertain_points_that_make_no_sense_are_refused(change: dict, words: str) -> None:
-    usual = {
-        "values": np.array([[1.0, 2.0]]),
-        "half_widths": np.array([[0.1, 0.1]]),
-        "scales": ("log", "log"),
-    }
-    with pytest.raises(PlanError, match=words):
-        Uncertain(**(usual | change))
-    with pytest.raises(PlanError, match=r"confidence = 0\.5"):
-        undecided(Uncertain(**usual), 0.5)

@@ -257,7 +257,7 @@ def test_unknown_published_names_suggest_near_ones() -> None:
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys, outlast.plan.huggingface, outlast.plan.cluster_file, "
-        "outlast.plan.constraints, outlast.plan.job; "
+        "outlast.plan.constraints, outlast.plan.api; "
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,9 +10,9 @@ import pytest
 from outlast.data import microbatch_count
 from outlast.errors import PlanError
 from outlast.job import Job, load_job
+from outlast.plan.api import model_of, run_of
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.constraints import problems
-from outlast.plan.job import model_of, run_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

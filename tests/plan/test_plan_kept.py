@@ -10,26 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, MIXTURE, TINY, configuration
+from plan_spaces import candidates_of
 
 from outlast.cli.plan import scenario_of
 from outlast.errors import PlanError
 from outlast.job import load_job
-from outlast.plan.api import Training, context_of, predict, search
+from outlast.plan.api import Training, context_of, predict, search, training_of
 from outlast.plan.batch import cases
 from outlast.plan.cluster import Cluster, FailureCause, Storage
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Mechanisms, Recovery, Settings
 from outlast.plan.estimate import Interval
 from outlast.plan.fault_tolerance import in_memory_checkpoints
-from outlast.plan.job import mapped, run_of
+from outlast.plan.goodput import goodput
 from outlast.plan.mechanisms import with_mechanisms
 from outlast.plan.model import judge
-from outlast.plan.pareto.settings import Mechanisms, Recovery, Settings
-from outlast.plan.pareto.space import Block
 from outlast.plan.prediction import Estimate
-from outlast.plan.reliability.goodput import goodput
-from outlast.plan.reliability.recovery import Reliability
-from outlast.plan.reliability.scenario import Scenario
-from outlast.plan.reliability.simulate import simulate
+from outlast.plan.reliability import Reliability, Scenario
+from outlast.plan.simulate import simulate
+from outlast.plan.space import Block
 from outlast.recover.cost import RECONNECT_SECONDS, SILENCE_SHARE, lost_seconds
 
 SOFTWARE = FailureCause(name="software", per_node_day=0.05)
@@ -243,7 +241,7 @@ def test_live_groups_do_not_go_with_a_gradient_code() -> None:
 def test_a_search_leaves_out_what_is_not_possible() -> None:
     ways = (Recovery(), Recovery(mode="live"))
     found = search(training("off"), SITE, mechanisms=Mechanisms(recovery=ways))
-    for each in found.candidates:
+    for each in candidates_of(found):
         if each.settings.recovery.mode == "live":
             assert each.configuration.sharding == "none"
 
@@ -264,7 +262,7 @@ def test_numbers_that_are_out_of_range_are_refused(wrong: dict[str, float]) -> N
 
 def recovery_of(*changes: str, devices: int = 4) -> tuple[Recovery, tuple[str, ...]]:
     job = load_job(None, list(changes))
-    found = mapped(job, *run_of(job, devices))
+    found = training_of(job, devices)
     return found.settings.recovery, found.unmapped
 
 

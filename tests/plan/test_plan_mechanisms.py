@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, configuration
+from plan_spaces import candidates_of
 
 from outlast.coding.cost import CostModel, coding_cost
 from outlast.coding.delays import FailStop, ShiftedExponential
@@ -14,10 +15,10 @@ from outlast.errors import PlanError
 from outlast.plan.api import Training, context_of, predict, search
 from outlast.plan.batch import cases
 from outlast.plan.cluster import Storage
+from outlast.plan.configuration import Mechanisms, Settings
 from outlast.plan.mechanisms import form_of, operations_ratio
 from outlast.plan.model import judge
-from outlast.plan.pareto.settings import Mechanisms, Settings
-from outlast.plan.pareto.space import Block
+from outlast.plan.space import Block
 
 SITE = replace(H100, storage=Storage(shared_bytes_per_s=8e9))
 RUN = configuration(data=32, batch=256, tensor=2, recompute="full")
@@ -181,9 +182,9 @@ def test_a_search_over_mechanisms_agrees_with_predictions():
         guard=("off", "full"), tensorize=(("dense", 0.0), ("low_rank", 0.25)), coding_copies=(1, 2)
     )
     front = search(TRAINING, SITE, mechanisms=mechanisms)
-    forms = {each.settings.tensorize_form for each in front.candidates}
+    forms = {each.settings.tensorize_form for each in candidates_of(front)}
     assert forms == {"dense", "low_rank"}
-    for row, candidate in enumerate(front.candidates[:12]):
+    for row, candidate in enumerate(candidates_of(front)[:12]):
         alone = predict(
             replace(TRAINING, run=candidate.configuration, settings=candidate.settings), SITE
         )

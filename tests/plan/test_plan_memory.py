@@ -6,28 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_runs import LLAMA_8B, MIXTURE
+from plan_runs import LLAMA_8B, MIXTURE, first_stage_allocated, first_stage_reserved
 
-from outlast.errors import PlanError
-from outlast.plan.batch import Cases, cases
+from outlast.plan.batch import Cases, cases, last_blocks, most_blocks, stage, stages_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, memory_constants
 from outlast.plan.huggingface import published
-from outlast.plan.memory import (
-    MEMORY,
-    allocated_bytes,
-    cliff,
-    first_stage_allocated,
-    first_stage_reserved,
-    fits,
-    headroom,
-    memory_parts,
-    out_of_memory_probability,
-    reserved_bytes,
-    stage_parts,
-)
-from outlast.plan.shard_sizes import last_blocks, most_blocks
+from outlast.plan.memory import CLIFF_HEADROOM, MEMORY, Room, memory_parts, room
 from outlast.plan.transformer import Transformer
 
 GIB = 2**30
@@ -56,11 +42,12 @@ def one(model: Transformer = LLAMA_8B, **settings: object) -> Cases:
 
 
 def reserved(model: Transformer = LLAMA_8B, **settings: object) -> float:
-    return float(reserved_bytes(one(model, **settings), memory_constants())[0])
+    return float(room(one(model, **settings), memory_constants()).reserved_bytes[0])
 
 
 def part(name: str, of: Cases, **values: float) -> float:
-    found = {each.name: each.values for each in memory_parts(of, memory_constants(values))}
+    terms = memory_parts(of, memory_constants(values), stage(of, "first"))
+    found = {each.name: each.values for each in terms}
     return float(np.max(found[name]))
 
 
@@ -117,14 +104,6 @@ def test_states_of_mixed_precision_adam_are_18_bytes_per_parameter() -> None:
     assert states == pytest.approx(18 * embedded, rel=1e-3)
 
 
-def test_the_optimizer_can_be_another_one() -> None:
-    of = one()
-    adam, momentum = (
-        float(reserved_bytes(of, memory_constants(moment_bytes=each))[0]) for each in (8.0, 4.0)
-    )
-    assert adam - momentum == pytest.approx(4 * LLAMA_8B.parameters, rel=0.01)
-
-
 def test_muon_keeps_one_moment_of_hidden_matrices() -> None:
     saved = part("optimizer states", one()) - part("optimizer states", one(optimizer="muon"))
     assert saved == pytest.approx(4 * (LLAMA_8B.parameters - 2 * 128256 * 4096), rel=1e-3)
@@ -133,7 +112,9 @@ def test_muon_keeps_one_moment_of_hidden_matrices() -> None:
 def test_a_process_on_processors_needs_its_libraries() -> None:
     here = replace(one(tensor=2), processor=np.ones(1))
     quiet = memory_constants({"process_bytes": 1e9, "library_bytes": 1e6, "workspace_bytes": 0.0})
-    parts = {each.name: float(each.values[0]) for each in memory_parts(here, quiet)}
+    parts = {
+        each.name: float(each.values[0]) for each in memory_parts(here, quiet, stage(here, "first"))
+    }
     assert parts["workspaces and libraries"] == 1e9
     assert parts["cached for collectives"] == 0.0
 
@@ -141,9 +122,9 @@ def test_a_process_on_processors_needs_its_libraries() -> None:
 def test_sharding_divides_what_its_stage_says() -> None:
     names = ("weights", "gradients", "optimizer states")
     whole = {name: part(name, one(data=8)) for name in names}
-    for stage, divided in (("optimizer", names[2:]), ("gradients", names[1:])):
+    for sharding, divided in (("optimizer", names[2:]), ("gradients", names[1:])):
         for name in names:
-            share = part(name, one(data=8, sharding=stage)) / whole[name]
+            share = part(name, one(data=8, sharding=sharding)) / whole[name]
             assert share == pytest.approx(1 / 8 if name in divided else 1.0)
     full = one(data=8, sharding="parameters")
     # FSDP2 keeps fp32 shards alone and gathers two blocks and the tables.
@@ -185,7 +166,7 @@ def test_fp32_runs_have_no_second_copy_of_weights() -> None:
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
 def test_parts_add_up_to_the_stage(place: str) -> None:
     of = one(data=4, tensor=2, pipeline=4, sharding="optimizer", micro_batch=4)
-    parts = memory_parts(of, memory_constants(), place)
+    parts = memory_parts(of, memory_constants(), stage(of, place))
     assert [each.name for each in parts] == list(MEMORY)
     for each in parts:
         assert np.isfinite(each.values).all()
@@ -203,7 +184,7 @@ def test_every_constant_has_a_prior_and_is_named_by_a_term_or_a_limit() -> None:
 
 def test_the_table_of_stages_has_embedding_first_and_logits_last() -> None:
     of = one(pipeline=4)
-    table = stage_parts(of, memory_constants())
+    table = [memory_parts(of, memory_constants(), each) for each in stages_of(of)]
     activations = [_value(stage, "activations") for stage in table]
     assert len(table) == 4
     assert activations == sorted(activations, reverse=True)
@@ -211,13 +192,6 @@ def test_the_table_of_stages_has_embedding_first_and_logits_last() -> None:
     assert [_value(stage, "logits and loss") > 0 for stage in table] == [False] * 3 + [True]
     weights = [_value(stage, "weights") for stage in table]
     assert sum(weights) == pytest.approx(2 * LLAMA_8B.parameters, rel=1e-3)
-
-
-def test_a_table_of_stages_is_of_one_case() -> None:
-    both = one(pipeline=4).taken(np.array([0, 0]))
-    two = replace(both, micro_batch=np.ones(2))
-    with pytest.raises(PlanError, match="2 cases: a table of stages is of one"):
-        stage_parts(two, memory_constants())
 
 
 def test_schedules_keep_their_micro_batches() -> None:
@@ -249,34 +223,38 @@ def test_a_small_run_fits_and_a_large_one_does_not() -> None:
     small = one(data=8, sharding="parameters", recompute="full")
     large = one()
     constants = memory_constants()
-    assert fits(small, constants)[0]
-    assert not fits(large, constants)[0]
-    assert out_of_memory_probability(small, constants)[0] < 0.01
-    assert out_of_memory_probability(large, constants)[0] > 0.99
-    assert headroom(small, constants)[0] > 0.13 > 0 > headroom(large, constants)[0]
+    assert fits(room(small, constants))
+    assert not fits(room(large, constants))
+    assert room(small, constants).pressing[0] < 1.0 < room(large, constants).pressing[0]
+    held = [room(each, constants).headroom[0] for each in (small, large)]
+    assert held[0] > 0.13 > 0 > held[1]
+
+
+def fits(found: Room, least: float = CLIFF_HEADROOM) -> bool:
+    return bool(found.headroom[0] >= least and found.pressing[0] < 1.0)
 
 
 def test_a_run_that_just_fits_is_at_the_cliff() -> None:
     constants = memory_constants()
     of = one(data=8, sharding="parameters")
-    wanted = (1.0 - headroom(of, constants)) * of.memory_bytes
-    tight = replace(of, memory_bytes=wanted / 0.9)
-    assert cliff(tight, constants)[0]
-    assert not fits(tight, constants)[0]
-    assert fits(tight, constants, least_headroom=0.05)[0]
-    assert out_of_memory_probability(tight, constants)[0] < 0.5
-    roomy = replace(of, memory_bytes=wanted / 0.8)
-    assert not cliff(roomy, constants)[0]
+    wanted = (1.0 - room(of, constants).headroom) * of.memory_bytes
+    tight = room(replace(of, memory_bytes=wanted / 0.9), constants)
+    assert tight.headroom[0] < CLIFF_HEADROOM
+    assert not fits(tight)
+    assert fits(tight, least=0.05)
+    roomy = room(replace(of, memory_bytes=wanted / 0.8), constants)
+    assert roomy.headroom[0] >= CLIFF_HEADROOM
 
 
 def test_cached_memory_shrinks_where_the_device_is_full() -> None:
     of = one(data=2, tensor=4, micro_batch=8, sharding="optimizer")
     of = replace(of, memory_bytes=np.array([1e12]))
     constants = memory_constants({"buffers_ahead": 40.0})
-    wanted = (1.0 - headroom(of, constants)) * of.memory_bytes
-    full = replace(of, memory_bytes=0.95 * wanted)
-    assert reserved_bytes(full, constants)[0] < 0.97 * reserved_bytes(of, constants)[0]
-    assert allocated_bytes(full, constants)[0] == allocated_bytes(of, constants)[0]
+    free = room(of, constants)
+    full = replace(of, memory_bytes=0.95 * (1.0 - free.headroom) * of.memory_bytes)
+    assert room(full, constants).reserved_bytes[0] < 0.97 * free.reserved_bytes[0]
+    allocated = [first_stage_allocated(each, constants)[0] for each in (full, of)]
+    assert allocated[0] == allocated[1]
 
 
 def test_allocated_after_a_step_has_no_activations() -> None:
@@ -291,8 +269,8 @@ def test_allocated_after_a_step_has_no_activations() -> None:
 def test_all_cases_come_back_also_where_they_agree() -> None:
     run = Configuration(sequence=4096, micro_batch=1, batch=64)
     same = cases([(LLAMA_8B, run, h100(1))] * 3)
-    for function in (allocated_bytes, reserved_bytes, fits, headroom, out_of_memory_probability):
-        assert function(same, memory_constants()).shape == (3,)
+    found = room(same, memory_constants())
+    assert found.reserved_bytes.shape == found.pressing.shape == found.headroom.shape == (3,)
 
 
 def _value(parts: tuple[object, ...], name: str) -> float:
@@ -345,5 +323,5 @@ def test_priors_alone_say_what_torchtitan_measured(
         **layout, batch=rounds, sharding="parameters", recompute="full", precision="fp8"
     )
     numbers = cases([(published(model), run, h100(run.devices, 94.0))])
-    found = float(reserved_bytes(numbers, memory_constants())[0]) / GIB
+    found = float(room(numbers, memory_constants()).reserved_bytes[0]) / GIB
     assert found == pytest.approx(measured, rel=within)

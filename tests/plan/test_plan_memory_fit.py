@@ -6,19 +6,14 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from plan_runs import first_stage_allocated, first_stage_reserved
 
-from outlast.errors import PlanError
 from outlast.plan.batch import Cases, cases
-from outlast.plan.calibration.memory_fit import MemoryRuns, fit_memory
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import MEMORY_PRIORS, MemoryConstants, memory_constants
-from outlast.plan.memory import (
-    first_stage_allocated,
-    first_stage_reserved,
-    pressing_shares,
-    reserved_bytes,
-)
+from outlast.plan.memory import room
+from outlast.plan.memory_fit import MemoryRuns, fit_memory
 from outlast.plan.transformer import Transformer
 
 MODEL = Transformer(
@@ -61,7 +56,7 @@ def sweep(constants: MemoryConstants, software: str = "ours", **settings: object
                     )
                     runs.append((MODEL, run, _cluster(run.devices)))
     many = cases(runs)
-    failed = pressing_shares(many, constants) > 1.0
+    failed = room(many, constants).pressing > 1.0
     reserved = np.where(failed, np.nan, first_stage_reserved(many, constants))
     allocated = np.where(failed, np.nan, first_stage_allocated(many, constants))
     return MemoryRuns(
@@ -106,14 +101,14 @@ def test_what_was_put_in_comes_out(runs: MemoryRuns) -> None:
     assert reserved == pytest.approx(others.reserved_bytes[known], rel=0.03)
     allocated = first_stage_allocated(others.cases, constants)[known]
     assert allocated == pytest.approx(others.allocated_bytes[known], rel=0.01)
-    told = pressing_shares(others.cases, constants) > 1.0
+    told = room(others.cases, constants).pressing > 1.0
     assert (told == others.out_of_memory).mean() > 0.95
     assert fitted.values["bucket_bytes"] == pytest.approx(2.0, rel=0.05)
 
 
 def test_failed_runs_alone_lower_the_limit(runs: MemoryRuns) -> None:
     usual = memory_constants(TRUE)
-    close = (pressing_shares(runs.cases, usual) > 0.85) & ~runs.out_of_memory
+    close = (room(runs.cases, usual).pressing > 0.85) & ~runs.out_of_memory
     assert close.any()
     told = MemoryRuns(
         cases=runs.cases,
@@ -173,13 +168,13 @@ def test_a_process_on_a_cpu_is_fitted_from_its_resident_set() -> None:
         cases=here,
         allocated_bytes=np.full(len(known.software), np.nan),
         peak_bytes=np.full(len(known.software), np.nan),
-        reserved_bytes=reserved_bytes(here, truth),
+        reserved_bytes=room(here, truth).reserved_bytes,
         out_of_memory=np.zeros(len(known.software), bool),
         software=known.software,
         first_stage=False,
     )
     fitted = fit_memory(resident.taken(np.arange(0, len(known.software), 7)))
-    found = reserved_bytes(here, fitted.constants(resident.software))
+    found = room(here, fitted.constants(resident.software)).reserved_bytes
     assert np.median(np.abs(found / resident.reserved_bytes - 1.0)) < 0.05
 
 
@@ -188,24 +183,3 @@ def test_bounds_hold_and_scales_are_inverse() -> None:
         position = prior.unbounded(np.array(prior.median))
         assert prior.bounded(position) == pytest.approx(prior.median), name
         assert prior.bounded(position + 50.0) <= prior.most
-
-
-def test_runs_without_figures_or_of_unequal_length_are_refused(runs: MemoryRuns) -> None:
-    with pytest.raises(PlanError, match="give one entry for each run"):
-        MemoryRuns(
-            cases=runs.cases,
-            allocated_bytes=runs.allocated_bytes[:3],
-            peak_bytes=runs.peak_bytes,
-            reserved_bytes=runs.reserved_bytes,
-            out_of_memory=runs.out_of_memory,
-            software=runs.software,
-        )
-    with pytest.raises(PlanError, match="above 0 bytes"):
-        MemoryRuns(
-            cases=runs.cases,
-            allocated_bytes=runs.allocated_bytes,
-            peak_bytes=runs.peak_bytes,
-            reserved_bytes=np.zeros(len(runs.software)),
-            out_of_memory=runs.out_of_memory,
-            software=runs.software,
-        )

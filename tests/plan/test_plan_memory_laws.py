@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.plan.batch import Cases
+from outlast.plan.batch import PLACES, Cases, stage
 from outlast.plan.constants import memory_constants
-from outlast.plan.memory import headroom, memory_parts, out_of_memory_probability, reserved_bytes
-from outlast.plan.shard_sizes import PLACES
+from outlast.plan.memory import memory_parts, room
 
 ENOUGH = 1e15
 """Bytes of a device on which nothing is squeezed out of the cache."""
@@ -80,7 +79,7 @@ def any_case(draw: st.DrawFn) -> Cases:
 
 
 def reserved(case: Cases) -> float:
-    return float(reserved_bytes(case, memory_constants())[0])
+    return float(room(case, memory_constants()).reserved_bytes[0])
 
 
 def changed(case: Cases, **values: float) -> Cases:
@@ -93,7 +92,7 @@ def test_parts_are_finite_and_not_negative_and_sum_to_the_total(case: Cases) -> 
     constants = memory_constants()
     totals = {}
     for place in PLACES:
-        parts = memory_parts(case, constants, place)
+        parts = memory_parts(case, constants, stage(case, place))
         for part in parts:
             assert np.isfinite(part.values).all()
             assert (part.values >= 0.0).all(), part.name
@@ -130,7 +129,7 @@ def test_more_layers_never_need_less(case: Cases, more: int) -> None:
 @given(any_case())
 def test_sharding_more_never_needs_more(case: Cases) -> None:
     case = changed(case, memory_bytes=ENOUGH)
-    needs = [reserved(changed(case, sharding=stage)) for stage in range(4)]
+    needs = [reserved(changed(case, sharding=level)) for level in range(4)]
     assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(needs))
 
 
@@ -166,9 +165,9 @@ def test_sequence_parallel_and_fused_attention_never_need_more(case: Cases) -> N
 def test_a_larger_device_is_never_worse(case: Cases) -> None:
     constants = memory_constants()
     small, large = changed(case, memory_bytes=40e9), changed(case, memory_bytes=80e9)
-    assert headroom(large, constants)[0] > headroom(small, constants)[0]
-    worse, better = (out_of_memory_probability(each, constants)[0] for each in (small, large))
-    assert 0.0 <= better <= worse <= 1.0
+    worse, better = (room(each, constants) for each in (small, large))
+    assert better.headroom[0] > worse.headroom[0]
+    assert 0.0 <= better.pressing[0] <= worse.pressing[0]
 
 
 @settings(deadline=None, max_examples=40)
@@ -198,5 +197,5 @@ def test_many_cases_at_once_are_the_same_as_one_by_one(some: list[Cases]) -> Non
             for field in fields(Cases)
         }
     )
-    found = reserved_bytes(together, memory_constants())
+    found = room(together, memory_constants()).reserved_bytes
     assert found == pytest.approx([reserved(case) for case in some], rel=1e-12)

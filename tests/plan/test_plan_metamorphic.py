@@ -14,13 +14,12 @@ from plan_random_runs import jobs
 
 from outlast.hardware import Unavailable
 from outlast.plan.api import Training, predict, published_constants
-from outlast.plan.calibration.step_model import StepModel
 from outlast.plan.cluster import Cluster
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Settings
 from outlast.plan.estimate import Interval, Total
 from outlast.plan.mechanisms import HELD
-from outlast.plan.pareto.settings import Settings
 from outlast.plan.prediction import Estimate
+from outlast.plan.step_model import StepModel
 from outlast.plan.transformer import Transformer
 
 Job = tuple[Training, Cluster]

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
+from plan_spaces import candidates_of
 
 from outlast.energy.model.equations import DeviceConstants
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.api import Training, predict, search
 from outlast.plan.cluster import FailureCause, Power, Prices, Storage
-from outlast.plan.pareto.settings import Mechanisms, Settings
+from outlast.plan.configuration import Mechanisms, Settings
 
 POWER = Power(limit_watts=700, blocked_watts=150, idle_watts=70, node_watts=2000, pue=1.2)
 CRASH = FailureCause(name="crash", per_node_day=0.0065, repair_hours=12.0)
@@ -181,7 +182,7 @@ def test_a_search_agrees_with_predictions_and_recommends_nothing_that_does_not_f
     front = search(TRAINING, SITE, mechanisms=mechanisms)
     assert front.searched > 500
     assert front.objectives.allowed.all()
-    for row, candidate in enumerate(front.candidates):
+    for row, candidate in enumerate(candidates_of(front)):
         alone = predict(
             replace(TRAINING, run=candidate.configuration, settings=candidate.settings), SITE
         )
@@ -271,7 +272,7 @@ def test_energy_money_and_carbon_are_as_uncertain_as_time_and_watts_together(est
 
 def test_the_energy_of_a_search_is_as_uncertain_as_that_of_a_prediction():
     front = search(TRAINING, SITE)
-    candidate = front.candidates[0]
+    candidate = candidates_of(front)[0]
     alone = predict(
         replace(TRAINING, run=candidate.configuration, settings=candidate.settings), SITE
     )

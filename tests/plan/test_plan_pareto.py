@@ -10,13 +10,11 @@ from plan_runs import NODE, SHORT, TINY
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
-from outlast.plan.configuration import Configuration
-from outlast.plan.pareto.formatting import layout_words, settings_words
-from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.pareto.page import SHOWN, page
-from outlast.plan.pareto.search import Front, best, search
-from outlast.plan.pareto.settings import Mechanisms
-from outlast.plan.pareto.space import Axes, Block, space
+from outlast.plan.configuration import Configuration, Mechanisms, layout_words, settings_words
+from outlast.plan.objectives import Objectives
+from outlast.plan.pareto import Front, kept, search
+from outlast.plan.pareto_page import SHOWN, page
+from outlast.plan.space import Axes, Block, space
 
 
 def front(clocks: int = 5, **changed: object) -> Front:
@@ -33,9 +31,9 @@ def front(clocks: int = 5, **changed: object) -> Front:
     )
 
     def evaluate(block: Block) -> Objectives:
-        many = block.cases
-        clock = block.by_setting([each.clock_mhz for each in block.settings]) / 2000.0
-        guarded = block.by_setting([each.guard != "off" for each in block.settings])
+        many = block.layouts.taken(block.layout)
+        clock = block.by_setting(lambda each: each.clock_mhz) / 2000.0
+        guarded = block.by_setting(lambda each: each.guard != "off")
         hours = 500.0 / clock * (1 + 0.1 * guarded) * (1 + 0.01 * many.tensor)
         usual = Objectives(
             hours=hours,
@@ -89,7 +87,7 @@ def test_the_page_holds_every_point_with_its_interval() -> None:
 def test_the_page_says_whose_layouts_it_shows() -> None:
     found = front()
     assert "; no framework named;" in page(found)
-    named = replace(found, spaces=tuple(replace(s, framework="torchtitan") for s in found.spaces))
+    named = replace(found, space=replace(found.space, framework="torchtitan"))
     assert "; layouts of torchtitan;" in page(named)
 
 
@@ -98,7 +96,7 @@ def test_knee_and_limits_are_those_of_the_queries() -> None:
     data = content(page(found, within=["700 h"], minimise="kwh"))
     assert data["knee"] == found.knee
     assert data["limits"] == {"hours": 700.0}
-    chosen = best(found, minimise="kwh", within=["700 h"]).point
+    chosen = found.best("kwh", kept(found.objectives, {"hours": 700.0}))
     inside = [p for p, each in enumerate(data["points"]) if each["figures"][0][1] <= 700.0]
     assert min(inside, key=lambda p: data["points"][p]["figures"][1][1]) == chosen
 

@@ -11,19 +11,18 @@ from plan_probe_machine import MACHINE, Simulated
 
 from outlast.errors import PlanError
 from outlast.job import job_from_text, load_job, to_toml
+from outlast.plan.api import run_of
 from outlast.plan.batch import cases
-from outlast.plan.calibration.fit import Belonging, fit
-from outlast.plan.calibration.probes import (
+from outlast.plan.probes import (
     Probing,
     _ended,
     family,
     numbers_of,
     probe_job,
     run_probe,
-    steps_for,
 )
-from outlast.plan.calibration.step_model import belonging
-from outlast.plan.job import run_of
+from outlast.plan.step_fit import Belonging, fit
+from outlast.plan.step_model import belonging
 from outlast.plan.step_time import step_seconds
 
 SETTINGS = family(load_job(None), 2, most=80)
@@ -64,9 +63,11 @@ def test_plan_probe_family_refuses_what_has_no_config():
 
 
 def test_plan_probe_steps_are_more_the_shorter_they_are():
-    assert steps_for(10.0) == 10
-    assert steps_for(1e-3) == 60
-    assert 10 < steps_for(0.3) < 60
+    machine = Simulated()
+    few, many = (Probing(MACHINE, SETTINGS, machine.nowhere, 1.0, print) for _ in range(2))
+    many.probes = [None] * 3
+    assert [few._steps(seconds) for seconds in (10.0, 0.6, 1e-3)] == [10, 12, 15]
+    assert [many._steps(seconds) for seconds in (10.0, 0.3, 1e-3)] == [10, 24, 60]
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from plan_random_runs import between
 
 from outlast.plan.cluster import FailureCause
-from outlast.plan.reliability.goodput import JobFailure, goodput, recovery_time
-from outlast.plan.reliability.recovery import Guard, Pace, Reliability, Replicas, Restart, Tier
-from outlast.plan.reliability.scenario import Scenario
-from outlast.plan.reliability.simulate import simulate
+from outlast.plan.goodput import JobFailure, goodput, recovery_time
+from outlast.plan.reliability import Guard, Pace, Reliability, Replicas, Restart, Scenario, Tier
+from outlast.plan.simulate import simulate
 
 APPROXIMATE = 3e-4
 """Of waits for whole racks, and of groups of which most are gone: three hundredths of a point."""
@@ -92,7 +91,9 @@ def test_two_groups_that_are_mostly_gone_fail_as_often_as_one() -> None:
     found = [ettr(more(run, "node", 2.0**power)) for power in range(8)]
     assert found == sorted(found, reverse=True)
     # One of the two is up, and takes the run with it every time that it fails.
-    stops = float(goodput(run).stops_per_day[0]) / (1.0 - goodput(run).terms["detection"][0])
+    made = goodput(run)
+    stops = 86_400.0 * float(made.losses[0].count[0] * made.ettr[0])
+    stops /= 1.0 - made.terms["detection"][0]
     assert stops == pytest.approx(24.0, rel=0.1)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.reliability.scenario import Lemons, Scenario, load_scenario, scenario_from_text
-from outlast.plan.reliability.simulate import simulate
+from outlast.plan.reliability import Lemons, Scenario, load_scenario, scenario_from_text
+from outlast.plan.simulate import simulate
 
 TEXT = """
 [run]

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.plan.cluster import FailureCause
-from outlast.plan.reliability.goodput import finish, goodput
-from outlast.plan.reliability.recovery import Reliability, Replicas, Restart, Tier
-from outlast.plan.reliability.scenario import Scenario
-from outlast.plan.reliability.simulate import simulate
+from outlast.plan.goodput import finish, goodput
+from outlast.plan.reliability import Reliability, Replicas, Restart, Scenario, Tier
+from outlast.plan.simulate import simulate
 
 DAY = 86_400.0
 NODE = FailureCause(name="node", per_node_day=0.01, repair_hours=12.0)

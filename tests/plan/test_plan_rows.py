@@ -5,9 +5,10 @@ import csv
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.conformal import folds, interval_groups
-from outlast.plan.calibration.rows import flagged, forced
-from outlast.plan.calibration.table_rows import read_rows
+from outlast.plan.conformal import folds
+from outlast.plan.rows import forced
+from outlast.plan.step_model import interval_groups
+from outlast.plan.table_rows import read_rows
 
 GPT = {
     "row_id": "a1",
@@ -231,12 +232,6 @@ def test_plan_rows_key_ignores_the_release(tmp_path):
     rows, _ = read(tmp_path, NEMO, older, other)
     assert rows[0].key == rows[1].key != rows[2].key
     assert len(set(interval_groups(rows))) == 1
-
-
-def test_plan_rows_flags_accumulate_once(tmp_path):
-    row = flagged(flagged(one(tmp_path, GPT), ["row a1: wrong"]), ["row a1: wrong"])
-    assert row.flags == ("row a1: wrong",)
-    assert not row.fits_time
 
 
 def test_plan_rows_folds_never_split_a_key():

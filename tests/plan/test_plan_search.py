@@ -3,24 +3,25 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from dataclasses import fields, replace
 from itertools import product
 
 import numpy as np
 import pytest
 from plan_runs import TINY
-from plan_spaces import CLOCKS, SMALL, cluster, judged
+from plan_spaces import CLOCKS, SMALL, candidates_of, cluster, judged
 
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
+from outlast.plan import pareto
 from outlast.plan.batch import Cases, cases
 from outlast.plan.cluster import Prices
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Mechanisms, Settings
 from outlast.plan.constraints import problems
-from outlast.plan.pareto.objectives import Objectives, joined
-from outlast.plan.pareto.search import search
-from outlast.plan.pareto.settings import Mechanisms, Settings
-from outlast.plan.pareto.space import Axes, Block, divisors, space
+from outlast.plan.objectives import Objectives, joined
+from outlast.plan.pareto import search
+from outlast.plan.space import Axes, Block, divisors, space
 from outlast.plan.transformer import Transformer
 
 LLAMA = Transformer(
@@ -45,8 +46,8 @@ BASE = Configuration(sequence=8192, micro_batch=1, batch=2560)
 def test_rows_are_what_cases_gives_for_their_configurations() -> None:
     found = space(LLAMA, BASE, cluster(1280), Axes(devices=(5120, 10240)), CLOCKS)
     rows = np.random.default_rng(0).integers(0, len(found), 200)
-    wanted = cases([(LLAMA, found.configuration(row), found.cluster) for row in rows])
-    got = found.layouts.taken(found.layout[rows])
+    wanted = cases([(LLAMA, found.candidate(row).configuration, found.cluster) for row in rows])
+    got = found.whole.layouts.taken(found.whole.layout[rows])
     for each in fields(Cases):
         a, b = getattr(wanted, each.name), getattr(got, each.name)
         assert (np.broadcast_to(a, 200) == np.broadcast_to(b, 200)).all(), each.name
@@ -54,7 +55,7 @@ def test_rows_are_what_cases_gives_for_their_configurations() -> None:
 
 def test_no_candidate_is_illegal_or_twice_there() -> None:
     found = space(MIXTURE, SMALL, cluster(2), Axes(devices=(4, 8, 16)))
-    runs = [found.configuration(row) for row in range(len(found))]
+    runs = [found.candidate(row).configuration for row in range(len(found))]
     assert len(set(runs)) == len(runs)
     for run in runs[:: max(1, len(runs) // 150)]:
         assert problems(MIXTURE, run, found.cluster) == []
@@ -66,7 +67,7 @@ def test_every_legal_division_is_there() -> None:
     there = cluster(1)
     axes = Axes(devices=(8,), precision=("bf16",), sharding=("none",), recompute=("none",))
     found = space(TINY, SMALL, there, replace(axes, balance=("layers",), micro_batch=(1, 2)))
-    got = {found.configuration(row) for row in range(len(found))}
+    got = {found.candidate(row).configuration for row in range(len(found))}
     wanted = set()
     for tensor, context, pipeline, chunks, micro in product(
         (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2)
@@ -100,8 +101,8 @@ def test_hybrid_sharding_divides_the_replicas() -> None:
 
 def test_coding_needs_as_many_replicas_as_copies() -> None:
     found = space(TINY, SMALL, cluster(1), Axes(devices=(4,)), Mechanisms(coding_copies=(1, 3)))
-    copies = np.array([each.coding_copies for each in found.settings])[found.setting]
-    data = found.table["data"][found.layout]
+    copies = np.array([each.coding_copies for each in found.whole.settings])[found.whole.setting]
+    data = found.table["data"][found.whole.layout]
     assert (data[copies == 3] >= 3).all()
     assert (data[copies == 1] == 1).any()
 
@@ -111,9 +112,11 @@ def test_blocks_hold_all_candidates_once_and_never_split_a_layout() -> None:
     blocks = list(found.blocks(100))
     assert len(blocks) > 3
     assert sum(map(len, blocks)) == len(found)
-    assert np.concatenate([block.setting for block in blocks]).tolist() == found.setting.tolist()
-    data = np.concatenate([block.cases.data for block in blocks])
-    assert data.tolist() == found.table["data"][found.layout].tolist()
+    assert (
+        np.concatenate([block.setting for block in blocks]).tolist() == found.whole.setting.tolist()
+    )
+    data = np.concatenate([block.spread(block.layouts.data) for block in blocks])
+    assert data.tolist() == found.table["data"][found.whole.layout].tolist()
     assert all(len(block.layouts.data) == block.layout.max() + 1 for block in blocks)
 
 
@@ -177,9 +180,11 @@ def test_what_does_not_fit_never_enters_the_front() -> None:
     assert (front.objectives.memory_bytes <= 0.9 * 80e9).all()
 
 
-def test_block_size_changes_nothing() -> None:
+def test_block_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = space(TINY, SMALL, cluster(1), Axes(devices=(1, 2, 4, 8)), CLOCKS)
-    small, large = (search(found, judged(), block=size) for size in (64, 16_384))
+    large = search(found, judged())
+    monkeypatch.setattr(pareto, "BLOCK", 64)
+    small = search(found, judged())
     assert small.rows.tolist() == large.rows.tolist()
     assert small.to_json() == large.to_json()
 
@@ -199,8 +204,8 @@ def test_units_change_nothing() -> None:
 def test_a_budget_is_kept_before_the_front_is_drawn() -> None:
     found = space(TINY, SMALL, cluster(1), Axes(devices=(2, 4, 8)), CLOCKS)
     free = search(found, judged())
-    bound = float(np.quantile(free.objectives.headroom_bytes, 0.9)) * 1.01
-    limited = search(found, judged(), {"headroom_bytes": bound})
+    bound = math.ceil(float(np.quantile(free.objectives.headroom_bytes, 0.9)) * 1.01 / 1e6) * 1e6
+    limited = search(found, judged(), f"{bound / 1e6:.0f} MB")
     assert (limited.objectives.headroom_bytes >= bound).all()
     assert limited.within < limited.allowed
     # Such points lie behind the free front, which does not know of memory.
@@ -217,14 +222,6 @@ def test_unknown_axes_are_left_out_by_name() -> None:
     assert "kwh" not in front.axes
     assert front.left_out["kwh"].reason == "no power is given"
     assert json.loads(front.to_json())["left_out"]["kwh"] == "no power is given"
-    with pytest.raises(PlanError, match="none of kwh is known"):
-        search(found, without_energy, axes=("kwh",))
-
-
-def test_intervals_keep_what_cannot_be_told_apart() -> None:
-    found = space(TINY, SMALL, cluster(1), Axes(devices=(2, 4, 8)), CLOCKS)
-    exact, wide = search(found, judged()), search(found, judged(), certainty=0.9)
-    assert set(exact.rows) < set(wide.rows)
 
 
 def test_json_and_csv_hold_every_point() -> None:
@@ -250,26 +247,8 @@ def test_thinned_keeps_the_knee_and_the_extremes() -> None:
     front = search(space(TINY, SMALL, cluster(1), Axes(devices=(2, 4, 8)), CLOCKS), judged())
     few = front.thinned(0.5)
     assert len(few) < len(front)
-    assert front.candidate(front.knee) in few.candidates
+    assert front.candidate(front.knee) in candidates_of(few)
     assert few.objectives.hours.min() == front.objectives.hours.min()
-
-
-def test_figures_must_agree_in_length() -> None:
-    usual = {
-        "memory_bytes": np.ones(3),
-        "capacity_bytes": np.ones(1),
-        "fits": np.ones(3, dtype=bool),
-        "cliff": np.zeros(3, dtype=bool),
-    }
-    with pytest.raises(PlanError, match="2 and 3 rows"):
-        Objectives(hours=np.ones(2), **usual)
-    with pytest.raises(PlanError, match="belong to no figure"):
-        Objectives(hours=np.ones(3), half_widths={"ours": np.ones(1)}, **usual)
-    good = Objectives(hours=np.ones(3), half_widths={"hours": np.full(1, 0.1)}, **usual)
-    assert len(joined([good, good.taken(np.array([0]))])) == 4
-    found = space(TINY, SMALL, cluster(1), Axes(devices=(8,)))
-    with pytest.raises(PlanError, match="judged by 3 rows"):
-        search(found, lambda block: good)
 
 
 def test_a_choice_without_meaning_for_a_layout_does_not_remove_it() -> None:
@@ -282,5 +261,44 @@ def test_a_choice_without_meaning_for_a_layout_does_not_remove_it() -> None:
 def test_a_cluster_that_knows_one_precision_only_needs_no_other() -> None:
     slow = cluster(1, peak_flop_per_s={"fp32": 1e12}, matmul_flop_per_s={"fp32": 1e12})
     found = space(TINY, SMALL, slow, Axes(devices=(8,), precision=("fp32",)))
-    assert found.configuration(0).precision == "fp32"
-    assert (found.layouts.peak_flop_per_s == 1e12).all()
+    assert found.candidate(0).configuration.precision == "fp32"
+    assert (found.whole.layouts.peak_flop_per_s == 1e12).all()
+
+
+def beyond_the_clock(block: Block) -> Objectives:
+    """Like `judged`, where clocks above 1500 MHz are beyond what was calibrated."""
+    clocks = block.by_setting(lambda each: each.clock_mhz)
+
+    def flags(row: int) -> tuple[str, ...]:
+        return (f"clock = {clocks[row]:g} is above 1500",) if clocks[row] > 1500 else ()
+
+    return replace(judged()(block), flags=flags)
+
+
+@pytest.mark.parametrize("size", [64, 100_000])
+def test_every_point_says_whether_it_is_extrapolated(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pareto, "BLOCK", size)
+    there = space(TINY, SMALL, cluster(1), Axes(devices=(4, 8)), CLOCKS)
+    front = search(there, beyond_the_clock).ordered("kwh").thinned(0.01)
+    points = json.loads(front.to_json())["points"]
+    lines = list(csv.DictReader(io.StringIO(front.to_csv())))
+    said = set()
+    for point, line in zip(points, lines, strict=True):
+        clock = point["settings"]["clock_mhz"]
+        wanted = [f"clock = {clock:g} is above 1500"] if clock > 1500 else []
+        assert point["extrapolated"] == wanted
+        assert line["extrapolated"] == ("; ".join(wanted) or "no")
+        said.add(bool(wanted))
+    assert said == {True, False}
+
+
+def test_a_front_without_flags_does_not_claim_to_be_calibrated() -> None:
+    there = space(TINY, SMALL, cluster(1), Axes(devices=(8,)), CLOCKS)
+    silent = search(there, judged())
+    assert json.loads(silent.to_json())["points"][0]["extrapolated"] is None
+    assert next(csv.DictReader(io.StringIO(silent.to_csv())))["extrapolated"] == ""
+    both = joined([silent.objectives, search(there, beyond_the_clock).objectives])
+    assert both.extrapolated(0) is None
+    assert both.extrapolated(len(both) - 1) is not None

@@ -4,25 +4,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_runs import H100, LLAMA_8B, configuration
+from plan_runs import H100, LLAMA_8B, configuration, shared, uncalibrated
 
 from outlast.errors import PlanError
 from outlast.plan.api import published_constants
 from outlast.plan.batch import cases
-from outlast.plan.calibration.calibration_file import Provenance, from_text, to_text
-from outlast.plan.calibration.fit import Belonging
-from outlast.plan.calibration.rows import Row
-from outlast.plan.calibration.step_model import (
-    belonging,
+from outlast.plan.calibration import (
+    Provenance,
     calibration_of,
-    shared,
-    step_model,
+    from_text,
     step_model_of,
-    uncalibrated,
+    to_text,
+)
+from outlast.plan.constants import NAMES, PRIORS, constants
+from outlast.plan.rows import Row
+from outlast.plan.step_fit import Belonging
+from outlast.plan.step_model import (
+    belonging,
+    step_model,
     utilisation,
     validate,
 )
-from outlast.plan.constants import NAMES, PRIORS, constants
 from outlast.plan.step_time import step_seconds
 
 SMALL = replace(LLAMA_8B, layers=16, hidden=2048, head_width=64, intermediate=8192)

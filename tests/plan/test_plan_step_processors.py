@@ -8,7 +8,7 @@ from plan_probe_machine import MACHINE
 from plan_runs import TINY
 
 from outlast.plan.batch import cases
-from outlast.plan.calibration.here import divided
+from outlast.plan.cluster import divided
 from outlast.plan.configuration import Configuration
 from outlast.plan.constants import constants
 from outlast.plan.step_time import step_parts

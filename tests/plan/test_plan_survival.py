@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 from plan_runs import H100, LLAMA_8B, configuration
+from plan_spaces import candidates_of
 
 from outlast.errors import PlanError
 from outlast.plan.api import Training, predict, search
 from outlast.plan.cluster import FailureCause, Storage
-from outlast.plan.pareto.settings import Mechanisms, Settings
+from outlast.plan.configuration import Mechanisms, Settings
 
 CRASH = FailureCause(name="crash", per_node_day=0.0065, repair_hours=12.0)
 SITE = replace(H100, storage=Storage(shared_bytes_per_s=8e9), failures=(CRASH,), spares=1)
@@ -75,7 +76,7 @@ def test_a_search_in_which_nothing_is_possible_says_why():
 def test_a_search_leaves_out_what_is_impossible():
     mechanisms = Mechanisms(tiers=(("shared",), ("peer", "shared")))
     front = search(TRAINING, SITE, mechanisms=mechanisms)
-    assert {each.settings.tiers for each in front.candidates} == {("shared",)}
+    assert {each.settings.tiers for each in candidates_of(front)} == {("shared",)}
 
 
 @pytest.mark.parametrize("tiers", [("shared",), ("memory", "shared")])

@@ -110,8 +110,8 @@ def _way_back_live(job: Job) -> WayBack:
 def _planned(kill: str, step: float, every: int, back: WayBack) -> float:
     """Goodput that `outlast plan`'s model of failures expects at this rate."""
     from outlast.plan.cluster import FailureCause
-    from outlast.plan.reliability.goodput import goodput as planned
-    from outlast.plan.reliability.recovery import DAY_SECONDS, Reliability, Restart, Tier
+    from outlast.plan.goodput import goodput as planned
+    from outlast.plan.reliability import DAY_SECONDS, Reliability, Restart, Tier
     from outlast.recover.drill import per_second
 
     cause = FailureCause(

@@ -12,7 +12,7 @@ from outlast.errors import OutlastError, PlanError
 if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.plan.api import Training
-    from outlast.plan.calibration.calibration_file import Calibration
+    from outlast.plan.calibration import Calibration
     from outlast.plan.cluster import Cluster
     from outlast.plan.prediction import Estimate
     from outlast.records import Predicted, Run
@@ -40,8 +40,8 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
         processes: That will train.
     """
     from outlast.plan.api import predict, training_of
-    from outlast.plan.calibration.calibration_file import read_calibration
-    from outlast.plan.calibration.memory_fit import known_of
+    from outlast.plan.calibration import read_calibration
+    from outlast.plan.memory_fit import known_of
 
     try:
         cluster = place_of(HERE, processes)
@@ -83,7 +83,7 @@ def record_of(
     import numpy as np
 
     from outlast.plan.batch import cases
-    from outlast.plan.calibration.memory_fit import resident_of
+    from outlast.plan.memory_fit import resident_of
     from outlast.plan.prediction import as_record
 
     record = as_record(estimate, PUBLISHED if file is None else str(file))
@@ -123,7 +123,7 @@ def place_of(name: str, ranks: int = 0) -> Cluster:
     Raises:
         PlanError: It cannot be read, or nothing is known of this machine.
     """
-    from outlast.plan.calibration.here import divided
+    from outlast.plan.cluster import divided
     from outlast.plan.cluster_file import cluster_of, read_cluster, this_cluster
 
     measured = calibration_home() / "cluster.toml"

@@ -25,9 +25,9 @@ from outlast.cli.plan_pareto import check, emit, pareto, targets
 from outlast.cli.plan_rank import rank
 
 if TYPE_CHECKING:
-    from outlast.plan.reliability.goodput import Finish, Goodput
-    from outlast.plan.reliability.scenario import Scenario
-    from outlast.plan.reliability.simulate import Simulated
+    from outlast.plan.goodput import Finish, Goodput
+    from outlast.plan.reliability import Scenario
+    from outlast.plan.simulate import Simulated
 
 
 def clusters(json: AsJson = False) -> None:
@@ -170,8 +170,8 @@ def simulate(
     --json: {"nodes", "trials", "seed", "simulated", "closed_form", "difference"},
     shares of the wall time and seconds.
     """
-    from outlast.plan.reliability.goodput import finish, goodput
-    from outlast.plan.reliability.simulate import simulate as play
+    from outlast.plan.goodput import finish, goodput
+    from outlast.plan.simulate import simulate as play
 
     scenario = _scenario(asked, layout)
     if trials is not None:
@@ -188,7 +188,7 @@ def simulate(
 
 
 def _scenario(asked: PlanOptions, layout: Layout) -> Scenario:
-    from outlast.plan.reliability.scenario import load_scenario
+    from outlast.plan.reliability import load_scenario
 
     if asked.source.endswith(".toml") and not _is_job(Path(asked.source)):
         return load_scenario(Path(asked.source))
@@ -206,8 +206,8 @@ def scenario_of(context: Any, run: Any, settings: Any) -> Scenario:
 
     from outlast.plan.batch import cases
     from outlast.plan.model import judge
-    from outlast.plan.pareto.space import Block
-    from outlast.plan.reliability.scenario import Scenario
+    from outlast.plan.reliability import Scenario
+    from outlast.plan.space import Block
 
     numbers = cases([(context.model, run, context.cluster)])
     one = np.zeros(1, dtype=np.intp)

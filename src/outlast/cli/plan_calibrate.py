@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,13 +21,13 @@ from outlast.errors import OutlastError, PlanError
 if TYPE_CHECKING:
     import numpy as np
 
-    from outlast.plan.calibration.calibration_file import Constant
-    from outlast.plan.calibration.fit import Belonging
-    from outlast.plan.calibration.memory_fit import Learned, MemoryFit, Resident
-    from outlast.plan.calibration.probes import Probe
-    from outlast.plan.calibration.rows import Refused, Row
-    from outlast.plan.calibration.step_model import StepModel, Validation
+    from outlast.plan.calibration import Constant
     from outlast.plan.cluster import Cluster
+    from outlast.plan.memory_fit import Learned, MemoryFit, Resident
+    from outlast.plan.probes import Probe
+    from outlast.plan.rows import Refused, Row
+    from outlast.plan.step_fit import Belonging
+    from outlast.plan.step_model import StepModel, Validation
 
 
 FEWEST = 5
@@ -136,9 +136,9 @@ def _rows(
     paths: list[Path], settings: Path | None, tables: list[Path], cluster: str | None
 ) -> tuple[list[Row], list[Refused]]:
     from outlast.cli.forecast import HERE, place_of, ranks_of
-    from outlast.plan.calibration.rows import Refused
-    from outlast.plan.calibration.run_rows import read_log_row, read_run_row
-    from outlast.plan.calibration.table_rows import read_rows
+    from outlast.plan.rows import Refused
+    from outlast.plan.run_rows import read_log_row, read_run_row
+    from outlast.plan.table_rows import read_rows
     from outlast.records import read_run
 
     if not paths and not tables:
@@ -173,10 +173,9 @@ def _rows(
 def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
     from outlast.plan.api import published_constants
     from outlast.plan.batch import cases
-    from outlast.plan.calibration.clean import clean
-    from outlast.plan.calibration.fit import Belonging
-    from outlast.plan.calibration.rows import forced
-    from outlast.plan.calibration.step_model import belonging, step_model, validate
+    from outlast.plan.rows import clean, forced
+    from outlast.plan.step_fit import Belonging
+    from outlast.plan.step_model import belonging, step_model, validate
 
     before = published_constants()
     numbers = cases([(row.model, row.run, row.cluster) for row in rows])
@@ -201,8 +200,7 @@ def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
 
 
 def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
-    from outlast.plan.calibration.calibration_file import Provenance, write_calibration
-    from outlast.plan.calibration.step_model import calibration_of
+    from outlast.plan.calibration import Provenance, calibration_of, write_calibration
     from outlast.version import __version__
 
     used = found.used
@@ -216,9 +214,7 @@ def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
         ),
         text=f"outlast plan calibrate, {len(used)} of {len(found.rows)} rows",
     )
-    calibration = calibration_of(found.model, provenance)
-    constants = {**calibration.constants, **stored_memory(memory)}
-    write_calibration(replace(calibration, constants=constants), out)
+    write_calibration(calibration_of(found.model, provenance, stored_memory(memory)), out)
 
 
 def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[str, Any]:
@@ -363,7 +359,7 @@ def _baseline(found: Fitted) -> np.ndarray:
     """Errors of the median MFU of the other configurations of a framework, chip and precision."""
     import numpy as np
 
-    from outlast.plan.calibration.step_model import utilisation
+    from outlast.plan.step_model import utilisation
 
     rows = found.used
     shares = utilisation(rows)
@@ -382,7 +378,7 @@ def intervals_of(found: Fitted) -> dict[str, Any]:
     """Widths of intervals, and the share of the rows that lie in theirs."""
     import numpy as np
 
-    from outlast.plan.calibration.conformal import interval_groups
+    from outlast.plan.step_model import interval_groups
 
     widths, held = found.model.widths, found.held
     groups = interval_groups(held.rows)
@@ -424,7 +420,7 @@ def fitted_memory(rows: Sequence[Row], *, alone: bool) -> FittedMemory:
         alone: Begin with the priors, not with what published runs have taught.
     """
     from outlast.plan.api import published_memory
-    from outlast.plan.calibration.memory_fit import fit_device_memory, fit_resident
+    from outlast.plan.memory_fit import fit_device_memory, fit_resident
 
     before = {} if alone else published_memory()
     processes = [row for row in rows if row.cluster.processor and row.fits_memory]
@@ -439,7 +435,7 @@ def fitted_memory(rows: Sequence[Row], *, alone: bool) -> FittedMemory:
 
 def stored_memory(found: FittedMemory) -> dict[str, Constant]:
     """Memory constants as the calibration file stores them."""
-    from outlast.plan.calibration.memory_fit import device_constants, resident_constants
+    from outlast.plan.memory_fit import device_constants, resident_constants
 
     stored = device_constants({name: item.fit for name, item in found.learned.items()})
     if found.resident is not None:
@@ -592,10 +588,9 @@ def probed(
         PlanError: As `calibrate_here`.
     """
     from outlast.job import load_job
-    from outlast.plan.calibration.here import kept_cluster
-    from outlast.plan.calibration.memory_fit import fit_resident
-    from outlast.plan.calibration.probes import Probing, family
-    from outlast.plan.calibration.step_model import step_model
+    from outlast.plan.memory_fit import fit_resident
+    from outlast.plan.probes import Probing, family, kept_cluster
+    from outlast.plan.step_model import step_model
 
     if not seconds > 0.0:
         raise PlanError(f"seconds = {seconds:g}: give more than 0, 300 are usual")
@@ -633,13 +628,12 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         cluster_text: Likewise.
         files: By `places`.
     """
-    from outlast.plan.calibration.calibration_file import Provenance, write_calibration
-    from outlast.plan.calibration.memory_fit import (
+    from outlast.plan.calibration import Provenance, calibration_of, write_calibration
+    from outlast.plan.memory_fit import (
         device_constants,
         fit_device_memory,
         resident_constants,
     )
-    from outlast.plan.calibration.step_model import calibration_of
     from outlast.records import replace_file
     from outlast.version import __version__
 
@@ -651,12 +645,10 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
         flagged=found.failures,
         text=f"outlast plan calibrate --run, {len(found.probes)} probes",
     )
-    calibration = calibration_of(found.step, provenance)
     learned = fit_device_memory([probe.row for probe in found.probes])
     memory = device_constants({name: item.fit for name, item in learned.items()})
     if found.memory is not None:
         memory |= resident_constants(found.memory, found.cluster.name)
-    constants = {**calibration.constants, **memory}
-    write_calibration(replace(calibration, constants=constants), files[0])
+    write_calibration(calibration_of(found.step, provenance, memory), files[0])
     if cluster_text:
         replace_file(files[1], cluster_text.encode())

@@ -55,7 +55,7 @@ def explain(asked: PlanOptions, layout: Layout, json: AsJson = False) -> None:
     """
     from outlast.cli.plan_search import chosen
     from outlast.cli.plan_source import planned
-    from outlast.plan.pareto.formatting import layout_words
+    from outlast.plan.configuration import layout_words
 
     read = planned(asked)
     found = chosen(read, layout)
@@ -81,7 +81,7 @@ def explain(asked: PlanOptions, layout: Layout, json: AsJson = False) -> None:
 def _print_explanation(console: Console, planned: Planned, found: Chosen) -> None:
     from outlast.cli.plan_rank import answers, print_planned
     from outlast.hardware.figure import Unavailable
-    from outlast.plan.pareto.formatting import layout_words, settings_words
+    from outlast.plan.configuration import layout_words, settings_words
 
     each = found.estimate
     print_planned(console, planned)
@@ -310,9 +310,9 @@ def _predicted_now(
     from outlast.cli.forecast import HERE, calibration_for, place_of, ranks_of, record_of
     from outlast.job import job_from_text
     from outlast.plan.api import Training, predict
-    from outlast.plan.calibration.calibration_file import read_calibration
-    from outlast.plan.calibration.memory_fit import COMPILED, OUTLAST, known_of
-    from outlast.plan.calibration.run_rows import read_run_row
+    from outlast.plan.calibration import read_calibration
+    from outlast.plan.memory_fit import COMPILED, OUTLAST, known_of
+    from outlast.plan.run_rows import read_run_row
     from outlast.records import Forecast, measured_figures
 
     row = read_run_row(read.path, place_of(cluster or HERE, ranks_of(read)))

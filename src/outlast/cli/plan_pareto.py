@@ -57,8 +57,8 @@ def pareto(
     """
     from outlast.cli.plan_search import refuse_unknown, search_front
     from outlast.cli.plan_source import planned
-    from outlast.plan.pareto.objectives import FIGURES
-    from outlast.plan.pareto.page import page
+    from outlast.plan.objectives import FIGURES
+    from outlast.plan.pareto_page import page
 
     read = planned(asked)
     front, _, _ = search_front(read)
@@ -119,7 +119,7 @@ def check(
     from outlast.cli.plan_rank import beyond
     from outlast.cli.plan_search import chosen
     from outlast.cli.plan_source import planned
-    from outlast.plan.pareto.formatting import layout_words
+    from outlast.plan.configuration import layout_words
 
     read = planned(asked)
     bounds = _bounds(read, headroom)
@@ -155,7 +155,7 @@ def check(
 
 
 def _bounds(planned: Planned, headroom: str | None) -> dict[str, float]:
-    from outlast.plan.pareto.budget import limits
+    from outlast.plan.objectives import limits
 
     asked, prices = planned.asked, planned.cluster.prices
     start = datetime.now().astimezone()
@@ -167,7 +167,7 @@ def _bounds(planned: Planned, headroom: str | None) -> dict[str, float]:
 
 
 def _headroom_bytes(text: str, capacity: float) -> float:
-    from outlast.plan.pareto.budget import parse
+    from outlast.plan.objectives import parse
 
     if text.strip().endswith("%"):
         try:
@@ -190,7 +190,7 @@ def _reasons(found: Chosen, bounds: dict[str, float], surely: bool) -> list[str]
         PlanError: A limited figure is not known.
     """
     from outlast.hardware.figure import Unavailable
-    from outlast.plan.pareto.objectives import FIGURES
+    from outlast.plan.objectives import FIGURES
 
     each = found.estimate
     used = each.capacity_bytes - each.headroom_bytes
@@ -254,7 +254,7 @@ def figure_of(found: Estimate, name: str) -> Interval | Unavailable:
 
 
 def _words(name: str, value: float) -> str:
-    from outlast.plan.pareto.objectives import FIGURES
+    from outlast.plan.objectives import FIGURES
 
     if name in ("hours", "lost_hours"):
         return seconds_words(3600.0 * value)
@@ -320,9 +320,8 @@ def emit(
     from outlast.cli.plan_search import chosen
     from outlast.cli.plan_source import planned
     from outlast.plan.constraints import FRAMEWORKS
-    from outlast.plan.emit import EmitSettings
+    from outlast.plan.emit import EmitSettings, target_named
     from outlast.plan.emit import emit as write
-    from outlast.plan.emit.targets import target_named
 
     target_named(target)
     trains = (launches or "outlast") if target == "sbatch" else target
@@ -393,7 +392,7 @@ def _without_mechanisms(planned: Planned) -> Planned:
     """Of a job, without what only Outlast can do: the other framework runs without it."""
     from dataclasses import replace as with_fields
 
-    from outlast.plan.pareto.settings import Settings
+    from outlast.plan.configuration import Settings
 
     kept = Settings(checkpoint_seconds=planned.training.settings.checkpoint_seconds)
     return with_fields(planned, training=with_fields(planned.training, settings=kept))

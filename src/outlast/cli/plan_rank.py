@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from outlast.cli.plan_search import Choice, Ranking
     from outlast.cli.plan_source import Planned
     from outlast.cluster.cost import Chain
-    from outlast.plan.configuration import Configuration
+    from outlast.plan.configuration import Configuration, Settings
     from outlast.plan.estimate import Interval
-    from outlast.plan.pareto.settings import Settings
     from outlast.plan.prediction import Estimate
 
 
@@ -196,7 +195,7 @@ def beyond(found: Estimate) -> tuple[str, ...]:
 
 def _print_choices(console: Console, found: Ranking) -> None:
     from outlast.hardware.figure import Unavailable
-    from outlast.plan.pareto.objectives import FIGURES
+    from outlast.plan.objectives import FIGURES
 
     # One unit for all rows, so that they can be compared.
     first = found.choices[0].estimate
@@ -282,7 +281,7 @@ def _row(
 
 def _layouts(found: Ranking) -> tuple[str, list[str]]:
     """Settings common to the rows, and those particular to each."""
-    from outlast.plan.pareto.formatting import layout_words, settings_words
+    from outlast.plan.configuration import layout_words, settings_words
 
     split = [
         [*layout_words(choice.run).split(" \N{MIDDLE DOT} "),
@@ -297,7 +296,7 @@ def _layouts(found: Ranking) -> tuple[str, list[str]]:
 
 
 def _print_searched(console: Console, found: Ranking) -> None:
-    from outlast.plan.pareto.objectives import FIGURES
+    from outlast.plan.objectives import FIGURES
 
     front = found.front
     axes = ", ".join(FIGURES[name].words for name in front.axes)
@@ -326,7 +325,7 @@ def _document(
 ) -> dict[str, Any]:
     from outlast.cli.console import plain
     from outlast.cli.plan_source import sharing_of
-    from outlast.plan.pareto.formatting import layout_words
+    from outlast.plan.configuration import layout_words
 
     front, planned, best = found.front, found.planned, found.choices[0]
     sharing = sharing_of(planned.load_of_others, best.estimate, best.settings)
@@ -445,7 +444,7 @@ def job_settings(planned: Planned, best: Choice) -> tuple[str, ...]:
     Empty for other sources, and where nothing is to be changed.
     """
     from outlast.errors import PlanError
-    from outlast.plan.emit.outlast_job import mechanism_tables
+    from outlast.plan.emit import mechanism_tables
 
     job, training = planned.job, planned.training
     if job is None or training.framework != "outlast":

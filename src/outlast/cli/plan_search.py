@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 
     from outlast.cli.options import Layout
     from outlast.cli.plan_source import Planned
-    from outlast.plan.configuration import Configuration
-    from outlast.plan.pareto.objectives import Objectives
-    from outlast.plan.pareto.search import Evaluate, Front
-    from outlast.plan.pareto.settings import Settings
-    from outlast.plan.pareto.space import Block, Space
+    from outlast.plan.configuration import Configuration, Settings
+    from outlast.plan.objectives import Objectives
+    from outlast.plan.pareto import Evaluate, Front
     from outlast.plan.prediction import Estimate
+    from outlast.plan.space import Block, Space
 
 
 _THINNED = 0.02
@@ -133,10 +132,10 @@ def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]
     Raises:
         PlanError: As `ranking`.
     """
-    from outlast.plan.feasibility import refuse_impossible
+    from outlast.plan.fault_tolerance import refuse_impossible
     from outlast.plan.model import evaluator
-    from outlast.plan.pareto.search import search
-    from outlast.plan.pareto.space import space
+    from outlast.plan.pareto import search
+    from outlast.plan.space import space
 
     training = planned.training
     candidates = space(
@@ -168,7 +167,7 @@ class Nearest:
         """Judge a block."""
         import numpy as np
 
-        from outlast.plan.pareto.objectives import minimised
+        from outlast.plan.objectives import minimised
 
         judged = self._evaluate(block)
         if self._most and self._by in judged.available([self._by]):
@@ -183,8 +182,8 @@ class Nearest:
         """Rows of the space within limits, the best first."""
         import numpy as np
 
-        from outlast.plan.pareto.objectives import joined, minimised
-        from outlast.plan.pareto.search import kept
+        from outlast.plan.objectives import joined, minimised
+        from outlast.plan.pareto import kept
 
         if not self._found:
             return []
@@ -200,7 +199,7 @@ class Nearest:
 
 def _filled(rows: Sequence[int], more: Sequence[int], space: Space, top: int) -> list[int]:
     """The rows with the next best behind them, no layout twice."""
-    from outlast.plan.pareto.formatting import layout_words, settings_words
+    from outlast.plan.configuration import layout_words, settings_words
 
     found: dict[str, int] = {}
     for row in (*rows, *more):

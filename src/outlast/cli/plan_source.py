@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.plan.api import Training
     from outlast.plan.cluster import Cluster
-    from outlast.plan.configuration import Configuration
-    from outlast.plan.context import Context
-    from outlast.plan.pareto.settings import Mechanisms, Settings
-    from outlast.plan.pareto.space import Axes
+    from outlast.plan.configuration import Configuration, Mechanisms, Settings
+    from outlast.plan.model import Context
     from outlast.plan.prediction import Estimate
+    from outlast.plan.space import Axes
     from outlast.plan.transformer import Transformer
 
 COMMANDS = (
@@ -76,7 +75,7 @@ class Planned:
     @property
     def axes(self) -> Axes:
         """Axes of the search; an axis that the user fixed has one value."""
-        from outlast.plan.pareto.space import Axes
+        from outlast.plan.space import Axes
 
         asked = self.asked
         fixed: dict[str, Any] = {}
@@ -91,7 +90,7 @@ class Planned:
     @property
     def mechanisms(self) -> Mechanisms:
         """Their settings: those asked for, else the job's own."""
-        from outlast.plan.pareto.settings import Mechanisms, Recovery
+        from outlast.plan.configuration import Mechanisms, Recovery
 
         asked, own = self.asked, self.training.settings
         return Mechanisms(
@@ -149,7 +148,7 @@ def planned(asked: PlanOptions) -> Planned:
 
 def _check(asked: PlanOptions) -> None:
     from outlast.plan.configuration import Precision
-    from outlast.plan.pareto.objectives import FIGURES
+    from outlast.plan.objectives import FIGURES
 
     if not asked.source:
         raise PlanError("SOURCE is empty: name a job, a config.json or a model")
@@ -250,7 +249,7 @@ def _assumed_of_cluster(cluster: Cluster) -> list[str]:
 
 
 def _deadline_seconds(text: str | None) -> float | None:
-    from outlast.plan.pareto.budget import parse
+    from outlast.plan.objectives import parse
 
     if text is None:
         return None

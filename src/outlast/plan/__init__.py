@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from outlast.plan.api import Training, predict, search
     from outlast.plan.cluster import Cluster
     from outlast.plan.cluster_file import cluster_of
-    from outlast.plan.configuration import Configuration
+    from outlast.plan.configuration import Configuration, Mechanisms, Recovery, Settings
     from outlast.plan.estimate import Interval, Term, Total
     from outlast.plan.huggingface import published, transformer_of
-    from outlast.plan.pareto.settings import Mechanisms, Recovery, Settings
     from outlast.plan.prediction import Estimate
     from outlast.plan.transformer import Transformer
 
@@ -28,9 +27,9 @@ _HOMES = {
     "Configuration": "configuration",
     "Estimate": "prediction",
     "Interval": "estimate",
-    "Mechanisms": "pareto.settings",
-    "Recovery": "pareto.settings",
-    "Settings": "pareto.settings",
+    "Mechanisms": "configuration",
+    "Recovery": "configuration",
+    "Settings": "configuration",
     "Term": "estimate",
     "Total": "estimate",
     "Training": "api",

@@ -1,4 +1,10 @@
-"""Entry points: a job and a cluster in, an estimate or a front out."""
+"""Entry points: a job and a cluster in, an estimate or a front out.
+
+    training = training_of(load_job(Path("job.toml")), devices=8)
+
+The meaning of every setting of a job is the trainer's (`outlast.train`): degrees, shares of the
+batch, micro-batches, autocast.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +18,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.errors import PlanError
-from outlast.plan.calibration.calibration_file import from_text, read_calibration
-from outlast.plan.calibration.memory_fit import (
+from outlast.plan.calibration import from_text, read_calibration, step_model_of
+from outlast.plan.cluster import Cluster
+from outlast.plan.cluster_file import checked, cluster_of
+from outlast.plan.configuration import (
+    MEMORY_FOLDERS,
+    NO_RECOVERY,
+    TIERS,
+    Configuration,
+    Mechanisms,
+    Recovery,
+    Settings,
+)
+from outlast.plan.constraints import calibrated_as, framework_key, problems
+from outlast.plan.fault_tolerance import refuse_impossible
+from outlast.plan.huggingface import transformer_of
+from outlast.plan.memory_fit import (
     COMPILED,
     OUTLAST,
     Known,
@@ -21,28 +41,24 @@ from outlast.plan.calibration.memory_fit import (
     device_memory_of,
     known_of,
 )
-from outlast.plan.calibration.step_model import StepModel, step_model_of
-from outlast.plan.cluster import Cluster
-from outlast.plan.cluster_file import checked, cluster_of
-from outlast.plan.configuration import Configuration
-from outlast.plan.constraints import framework_key, problems
-from outlast.plan.context import Context, calibrated_as
-from outlast.plan.feasibility import refuse_impossible
-from outlast.plan.job import mapped, run_of
-from outlast.plan.model import evaluator
-from outlast.plan.pareto.search import Front
-from outlast.plan.pareto.search import search as search_space
-from outlast.plan.pareto.settings import Mechanisms, Settings
-from outlast.plan.pareto.space import Axes, space
+from outlast.plan.model import Context, evaluator
+from outlast.plan.pareto import Front
+from outlast.plan.pareto import search as search_space
 from outlast.plan.prediction import Estimate
 from outlast.plan.prediction import predict as predict_run
+from outlast.plan.space import Axes, space
+from outlast.plan.step_model import StepModel
 from outlast.plan.transformer import Transformer
+from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:
     from outlast.job import Job
+    from outlast.plan.cluster import Cluster
+    from outlast.plan.configuration import Schedule
+    from outlast.plan.transformer import Transformer
 
 
-PUBLISHED = "published.toml"
+PUBLISHED = "published_time.toml"
 PUBLISHED_MEMORY = "published_memory.toml"
 Calibrated: TypeAlias = Known | StepModel | str | Path | None
 """What was calibrated, or the path of a file that says it; None for constants that were fitted to
@@ -102,16 +118,33 @@ def training_of(
         PlanError: A model that only a program can describe.
     """
     model, run = run_of(job, devices)
-    found = mapped(job, model, run, cluster)
+    left: list[str] = []
+    form, rank = _tensorize(job, model, left)
+    steps = _steps(job, left)
+    settings = Settings(
+        tiers=_tiers(job, cluster, left),
+        guard=job.guard.policy,
+        coding_copies=_copies(job, run, left),
+        tensorize_form=form,
+        tensorize_rank=rank,
+        recovery=_recovery(job, run, left),
+    )
+    if settings.recovery.mode == "restart" and {"memory", "local"} & set(settings.tiers):
+        left.append(
+            f"checkpoint.fast = {job.checkpoint.fast!r} counts as unused: states in memory "
+            "(recover.mode) are newer and survive as much"
+        )
+    if job.guard.modules:
+        left.append("guard.modules is not predicted: guard.policy counts for all modules")
     training = Training(
         model=model,
         run=run,
         tokens=float(job.train.steps) * run.tokens,
         compiled=job.train.compile,
-        settings=found.settings,
-        checkpoint_steps=found.checkpoint_steps,
-        commits_without=found.commits_without,
-        unmapped=found.unmapped,
+        settings=settings,
+        checkpoint_steps=steps,
+        commits_without=settings.coding_copies > 1 and job.coding.lost == "commit",
+        unmapped=tuple(left),
     )
     return training if cluster is None else with_interval(training, cluster, calibration)
 
@@ -164,7 +197,7 @@ def predict(
 def search(
     job: Job | Training,
     cluster: Cluster | str | Path,
-    budget: str | Iterable[str] | Mapping[str, float | str] = (),
+    budget: str | Iterable[str] = (),
     *,
     calibration: Calibrated = None,
     axes: Axes | None = None,
@@ -196,12 +229,11 @@ def search(
         training.run,
         machines,
         axes,
-        mechanisms or _as_mechanisms(training.settings),
+        mechanisms or Mechanisms.of(training.settings),
         framework=training.framework,
     )
     refuse_impossible(machines, candidates.whole)
-    limits = [budget] if isinstance(budget, str) else budget
-    return search_space(candidates, evaluator(context), limits, start=start)
+    return search_space(candidates, evaluator(context), budget, start=start)
 
 
 def context_of(
@@ -234,14 +266,14 @@ def context_of(
 
 def published_constants() -> StepModel:
     """Constants that were fitted to published runs (see docs/plan.md)."""
-    text = (files("outlast.plan.calibration") / PUBLISHED).read_text(encoding="utf-8")
+    text = (files("outlast.plan.facts") / PUBLISHED).read_text(encoding="utf-8")
     return step_model_of(from_text(text))
 
 
 @cache
 def published_memory() -> Mapping[str, MemoryFit]:
     """Memory constants of frameworks that were fitted to published runs."""
-    text = (files("outlast.plan.calibration") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
+    text = (files("outlast.plan.facts") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
     return MappingProxyType(device_memory_of(from_text(text)))
 
 
@@ -268,13 +300,225 @@ def _training(job: Job | Training, cluster: Cluster, calibration: Known) -> Trai
     return training_of(job, cluster.devices, cluster, calibration=calibration)
 
 
-def _as_mechanisms(settings: Settings) -> Mechanisms:
-    return Mechanisms(
-        checkpoint_seconds=(settings.checkpoint_seconds,),
-        tiers=(settings.tiers,),
-        guard=(settings.guard,),
-        coding_copies=(settings.coding_copies,),
-        tensorize=((settings.tensorize_form, settings.tensorize_rank),),
-        clock_mhz=(settings.clock_mhz,),
-        recovery=(settings.recovery,),
+def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:
+    """The model of a job and how the trainer would run it.
+
+    The model is the dense one; what [tensorize] replaces is for `outlast.tensorize.cost` to count.
+
+    Args:
+        job: A checked job.
+        devices: Processes, one per device.
+
+    Raises:
+        PlanError: The model cannot be read without building it, or the degrees of parallelism do
+            not multiply to `devices`.
+    """
+    model = model_of(job)
+    data = _data_ranks(job, devices)
+    parallel, train = job.parallel, job.train
+    schedule: Schedule = "1f1b"
+    stages_per_rank = 1
+    if parallel.pipeline > 1 and parallel.pipeline_schedule == "interleaved":
+        schedule, stages_per_rank = "interleaved", parallel.pipeline_stages_per_rank
+    sharded = parallel.shard > 1
+    run = Configuration(
+        data=data,
+        tensor=parallel.tensor,
+        # The trainer divides matrices by the model's own plan, which keeps norms whole.
+        sequence_parallel=False,
+        pipeline=parallel.pipeline,
+        stages_per_rank=stages_per_rank,
+        schedule=schedule,
+        sharding="parameters" if sharded else "none",
+        sharding_ranks=parallel.shard if sharded else 0,
+        sequence=job.data.sequence_length,
+        micro_batch=_micro_batch(job, data, parallel.pipeline * stages_per_rank),
+        batch=train.batch_size,
+        recompute="full" if train.activation_checkpointing else "none",
+        # bf16 is autocast: weights, gradients and optimizer stay in fp32.
+        precision=train.precision,
+        gradient_bytes=4,
+        fused_attention=job.model.attention == "sdpa",
+        loss_bytes=4,
+        optimizer=job.optimizer.name,
     )
+    return model, run
+
+
+def model_of(job: Job) -> Transformer:
+    """The model that a job names, from its config.
+
+    Raises:
+        PlanError: It comes from a Python function, or its config cannot be read.
+    """
+    model = job.model
+    if model.module:
+        raise PlanError(
+            f'model.module = "{model.module}" is a function, whose model only running it can tell: '
+            "give model.config or [model.settings], or predict with an outlast.plan Transformer"
+        )
+    name = job.run.name
+    if model.settings:
+        read = transformer_of(model.settings, name)
+    else:
+        read = transformer_of(Path(model.config or model.directory or ""), name)
+    if job.data.tokenizer == "byte" and job.data.source != "tokens" and read.vocabulary < 256:
+        raise PlanError(
+            f'data.tokenizer = "byte" has 256 token ids, but the model\'s vocab_size is '
+            f"{read.vocabulary}: raise it"
+        )
+    return read
+
+
+def _data_ranks(job: Job, devices: int) -> int:
+    """Replicas times shards, where `replicate` = 0 takes what the other degrees leave over."""
+    parallel = job.parallel
+    fixed = parallel.pipeline * parallel.shard * parallel.tensor
+    replicate = parallel.replicate or max(devices // fixed, 1)
+    if replicate * fixed != devices:
+        raise PlanError(
+            f"parallel.pipeline = {parallel.pipeline} x parallel.replicate = {replicate} x "
+            f"parallel.shard = {parallel.shard} x parallel.tensor = {parallel.tensor} need "
+            f"{replicate * fixed} devices, and {devices} are planned for: change one of them"
+        )
+    data = replicate * parallel.shard
+    if job.train.batch_size < data:
+        raise PlanError(
+            f"train.batch_size = {job.train.batch_size} gives no sample to some of the {data} "
+            "data-parallel processes: raise it or take fewer devices"
+        )
+    return data
+
+
+def _micro_batch(job: Job, data: int, stages: int) -> int:
+    """Samples of one pass: of a pipeline's micro-batch, else of equal parts of a rank's share."""
+    share = -(-job.train.batch_size // data)
+    if job.parallel.pipeline > 1:
+        return -(-share // (job.parallel.pipeline_microbatches or 2 * stages))
+    if not job.train.micro_batch_size:
+        return share
+    # The trainer takes as many micro-batches as keep each within the limit, and makes them equal.
+    passes = -(-share // job.train.micro_batch_size)
+    return -(-share // passes)
+
+
+def _tensorize(job: Job, model: Transformer, left: list[str]) -> tuple[str, float]:
+    chosen = job.tensorize
+    if chosen.form == "off":
+        return "dense", 0.0
+    if isinstance(chosen.rank, str):
+        left.append(
+            f'tensorize.rank = "{chosen.rank}" is a budget that only the model\'s weights tell: '
+            "layers are predicted as dense; give a number or a share"
+        )
+        return "dense", 0.0
+    share = chosen.rank if isinstance(chosen.rank, float) else chosen.rank / model.hidden
+    if isinstance(chosen.rank, float) and chosen.form not in TWO_FACTOR_FORMS:
+        left.append(
+            f"tensorize.rank = {chosen.rank:g} of form {chosen.form} is a share of the parameters: "
+            "it is predicted as a share of the full rank; give a whole number"
+        )
+    if chosen.match or chosen.exclude:
+        left.append(
+            "tensorize.match and exclude are not predicted: all linear layers of the blocks count "
+            "as replaced"
+        )
+    return chosen.form, float(share)
+
+
+def _recovery(job: Job, run: Configuration, left: list[str]) -> Recovery:
+    chosen = job.recover
+    if chosen.mode == "live" and chosen.groups not in (0, run.data):
+        left.append(
+            f"recover.groups = {chosen.groups} is not predicted: each of the {run.data} replicas "
+            "counts as a group"
+        )
+    if chosen.fixed_order:
+        left.append(
+            "recover.fixed_order = true is not predicted: its sums of parts, and steps of smaller "
+            "micro-batches, take longer than predicted"
+        )
+    if chosen.mode != "restart":
+        return Recovery(mode=chosen.mode, heartbeat_seconds=chosen.heartbeat_seconds)
+    if run.devices == 1:
+        # Nobody starts a process again that trains alone.
+        return NO_RECOVERY
+    parity = None if chosen.parity == "auto" else chosen.parity
+    if chosen.domain == "process" and parity != 0:
+        left.append(
+            'recover.domain = "process" keeps parity against lost processes: for lost nodes it is '
+            "predicted as none"
+        )
+        parity = 0
+    return Recovery(
+        mode="restart",
+        every_steps=chosen.every_steps,
+        parity=parity,
+        parity_group=chosen.parity_group,
+    )
+
+
+def _steps(job: Job, left: list[str]) -> int:
+    saves = job.checkpoint
+    if saves.replay != "off":
+        left.append(
+            f'checkpoint.replay = "{saves.replay}" is not predicted: the steps since the last '
+            "checkpoint count as lost"
+        )
+    if saves.delta_chain:
+        left.append(
+            f"checkpoint.delta_chain = {saves.delta_chain} is not predicted: checkpoints count as "
+            "stored in full"
+        )
+    if saves.every_steps == "auto":
+        left.append(
+            'checkpoint.every_steps = "auto" is predicted as the interval with the least waste, '
+            "without longest_minutes, slowdown_budget and mtbf_hours"
+        )
+        return 0
+    # A run that saves at its end alone loses everything until then.
+    return saves.every_steps or job.train.steps
+
+
+def _tiers(job: Job, cluster: Cluster | None, left: list[str]) -> tuple[str, ...]:
+    saves = job.checkpoint
+    if saves.mirror:
+        left.append(
+            f"checkpoint.mirror = {saves.mirror!r} counts as one with the run's directory, the "
+            "shared storage"
+        )
+    used = {"shared"}
+    if saves.fast:
+        tier = "memory" if saves.fast.startswith(MEMORY_FOLDERS) else "local"
+        if tier == "memory" or (cluster is not None and cluster.storage.local_bytes_per_s > 0.0):
+            used.add(tier)
+            left.append(
+                f"checkpoint.drain_every = {saves.drain_every} is not predicted: as many "
+                "checkpoints are copied on as waste the least time"
+            )
+        else:
+            of = "the cluster" if cluster is None else cluster.name
+            left.append(
+                f"checkpoint.fast = {saves.fast!r} is not predicted, since nothing is known of "
+                f"the disks of {of}: give local_bytes_per_s under [storage] of the cluster file"
+            )
+    return tuple(tier for tier in TIERS if tier in used)
+
+
+def _copies(job: Job, run: Configuration, left: list[str]) -> int:
+    coding = job.coding
+    if coding.scheme == "off":
+        return 1
+    if coding.scheme != "coverage":
+        left.append(
+            f'coding.scheme = "{coding.scheme}" is not predicted: each replica would compute '
+            f"{coding.copies} shares; steps count as without a code"
+        )
+        return 1
+    if run.sharding != "none":
+        left.append(
+            'coding.scheme = "coverage" is not predicted for sharded states: steps count as '
+            "without a code"
+        )
+        return 1
+    return min(coding.copies, run.data)

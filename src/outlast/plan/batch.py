@@ -1,10 +1,10 @@
-"""Many runs at once: the numbers that the model's formulas read, one array per number."""
+"""Many runs at once: numbers that formulas read, one array each, and what ranks and stages hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 Array: TypeAlias = NDArray[np.float64]
+Integers: TypeAlias = NDArray[np.int64]
+Mask: TypeAlias = NDArray[np.bool_]
 SHARDING = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}
 RECOMPUTE = {"none": 0, "attention": 1, "full": 2}
 WEIGHT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
@@ -113,8 +115,7 @@ class Cases:
     @property
     def shards(self) -> Array:
         """Ranks of one sharding group, with the context ranks that hold the same weights."""
-        shards: Array = self.sharding_ranks * self.context
-        return shards
+        return np.asarray(self.sharding_ranks * self.context)
 
     @property
     def gathers_once(self) -> NDArray[np.bool_]:
@@ -123,8 +124,7 @@ class Cases:
         A pipeline would otherwise gather its stage again for every micro-batch (torchtitan, whose
         default is `reshard_after_forward = "default"`).
         """
-        once: NDArray[np.bool_] = (self.pipeline > 1.0) & (self.micro_batches > 1.0)
-        return once
+        return np.asarray((self.pipeline > 1.0) & (self.micro_batches > 1.0))
 
     def taken(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Cases:
         """The cases of some rows.
@@ -141,75 +141,58 @@ class Cases:
         )
 
 
+def remainder(dividend: Array, divisor: Array) -> Mask:
+    """Mask of cases in which a division of whole numbers leaves a remainder."""
+    return np.asarray(np.mod(dividend, divisor) != 0.0)
+
+
 def case(model: Transformer, run: Configuration, cluster: Cluster) -> dict[str, float]:
     """The numbers of one run, by the names of `Cases`.
 
     Raises:
         PlanError: The cluster says nothing of the precision.
     """
-    for name in ("peak_flop_per_s", "matmul_flop_per_s"):
-        known = getattr(cluster, name)
-        if run.precision not in known:
-            raise PlanError(
-                f"precision = {run.precision!r}: {name} of {cluster.name} is known for "
-                f"{', '.join(known) or 'nothing'} only; give it in the cluster file"
-            )
+    refuse_unknown_precision(cluster, run.precision)
     products = cluster.matmul_flop_per_s
-    return {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "query_width": model.query_width,
-        "kv_width": model.kv_width,
-        "attention_parameters": model.attention_parameters,
-        "intermediate": model.intermediate,
-        "matrices": model.matrices,
-        "vocabulary": model.vocabulary,
-        "tied": model.tied,
-        "mixture_layers": model.mixture_layers,
-        "experts": model.experts,
-        "experts_per_token": model.experts_per_token,
-        "expert_intermediate": model.expert_intermediate,
-        "shared_intermediate": model.shared_intermediate,
-        "data": run.data,
-        "tensor": run.tensor,
-        "sequence_parallel": run.sequence_parallel,
-        "context": run.context,
-        "pipeline": run.pipeline,
-        "stages_per_rank": run.stages_per_rank,
+    derived = {
         "zero_bubble": run.schedule == "zero_bubble",
         "gpipe": run.schedule == "gpipe",
         "by_cost": run.balance == "cost",
-        "expert": run.expert,
         "sharding": SHARDING[run.sharding],
         "sharding_ranks": run.sharding_ranks or run.data,
-        "sequence": run.sequence,
-        "micro_batch": run.micro_batch,
-        "batch": run.batch,
-        "micro_batches": run.micro_batches,
         "recompute": RECOMPUTE[run.recompute],
         "value_bytes": WEIGHT_BYTES[run.precision],
         "half": run.precision != "fp32",
         "quantized": run.precision == "fp8",
-        "gradient_bytes": run.gradient_bytes,
-        "fused_attention": run.fused_attention,
-        "loss_bytes": run.loss_bytes,
         "muon": run.optimizer == "muon",
-        "devices": run.devices,
-        "devices_per_node": cluster.devices_per_node,
-        "fast_domain": cluster.fast_domain,
         "peak_flop_per_s": cluster.peak_flop_per_s[run.precision],
-        "matmul_flop_per_s": cluster.matmul_flop_per_s[run.precision],
-        "memory_bytes": cluster.memory_bytes,
-        "memory_bytes_per_s": cluster.memory_bytes_per_s,
-        "fast_bytes_per_s": cluster.fast_bytes_per_s,
-        "fabric_bytes_per_s": cluster.fabric_bytes_per_s,
-        "fabric_latency_seconds": cluster.fabric_latency_seconds,
-        "processor": cluster.processor,
+        "matmul_flop_per_s": products[run.precision],
         "cores": max(cluster.host_cores / cluster.devices_per_node, 1.0),
         "fp32_flop_per_s": products.get("fp32", min(products.values())),
         "newton_flop_per_s": products.get("bf16", min(products.values())),
     }
+    # All others have one name here and there; devices are the run's.
+    plain = [item.name for item in fields(Cases) if item.name not in derived]
+    owners = (model, run, cluster)
+    return derived | {
+        name: next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+        for name in plain
+    }
+
+
+def refuse_unknown_precision(cluster: Cluster, precision: str) -> None:
+    """Refuse a precision whose rates nobody knows.
+
+    Raises:
+        PlanError: The cluster says nothing of it.
+    """
+    for name in ("peak_flop_per_s", "matmul_flop_per_s"):
+        known = getattr(cluster, name)
+        if precision not in known:
+            raise PlanError(
+                f"precision = {precision!r}: {name} of {cluster.name} is known for "
+                f"{', '.join(known) or 'nothing'} only; give it in the cluster file"
+            )
 
 
 def cases(runs: Sequence[tuple[Transformer, Configuration, Cluster]]) -> Cases:
@@ -245,6 +228,15 @@ class Part:
     source: str = "own"
 
 
+def total_of(parts: Iterable[Part], count: int, names: Container[str] | None = None) -> Array:
+    """(count,) sum of the values of parts, or of those of some names."""
+    total = np.zeros(count)
+    for part in parts:
+        if names is None or part.name in names:
+            total = total + part.values
+    return total
+
+
 class Text(NamedTuple):
     """Text that `explain` prints beside a term's value."""
 
@@ -252,6 +244,10 @@ class Text(NamedTuple):
     constants: tuple[str, ...] = ()
     source: str = "own"
     inputs: tuple[str, ...] = ()
+
+    def part(self, name: str, values: Array, inputs: Mapping[str, Array]) -> Part:
+        """The term of many cases beside which it is printed."""
+        return Part(name, values, self.formula, inputs, self.constants, self.source)
 
 
 def texts(figure: str) -> dict[str, Text]:
@@ -265,3 +261,169 @@ def texts(figure: str) -> dict[str, Text]:
         )
         for name, table in facts("terms")[figure].items()
     }
+
+
+_WHOLE = 0.05
+"""Share of a block that is not moved to another stage."""
+
+
+def block_parameters(cases: Cases) -> Array:
+    """Of an average block, all its experts counted, on all ranks together."""
+    mixture = cases.mixture_layers / cases.layers
+    dense = cases.matrices * cases.hidden * cases.intermediate
+    routed = cases.experts * cases.matrices * cases.hidden * cases.expert_intermediate
+    shared = cases.hidden * (cases.matrices * cases.shared_intermediate + cases.experts)
+    return cases.attention_parameters + (1.0 - mixture) * dense + mixture * (routed + shared)
+
+
+def routed_parameters(cases: Cases) -> Array:
+    """Of an average block, those of its routed experts, on all ranks together."""
+    routed = cases.experts * cases.matrices * cases.hidden * cases.expert_intermediate
+    return cases.mixture_layers / cases.layers * routed
+
+
+def embedding_parameters(cases: Cases) -> Array:
+    """Of the embedding; the head has as many."""
+    return cases.vocabulary * cases.hidden
+
+
+def most_blocks(cases: Cases, head_blocks: Array) -> Array:
+    """Blocks of the stage that has most of them.
+
+    Args:
+        cases: (cases,).
+        head_blocks: (cases,) what the head costs, in blocks: stages that are balanced by cost
+            leave room for it.
+    """
+    even = np.ceil(cases.layers / cases.pipeline)
+    fair = np.ceil((cases.layers + head_blocks) / cases.pipeline - _WHOLE)
+    return np.where(cases.by_cost > 0.0, np.minimum(fair, cases.layers), even)
+
+
+def last_blocks(cases: Cases, head_blocks: Array) -> Array:
+    """Blocks of the stage that has the head.
+
+    A stage that is balanced by cost begins with the block after the one at which the cost of all
+    before reaches its share of the whole, embedding and norms for nothing (nanotron's
+    `build_model`).
+
+    Args:
+        cases: (cases,).
+        head_blocks: As of `most_blocks`.
+    """
+    even = np.floor(cases.layers / cases.pipeline)
+    before = (cases.layers + head_blocks) * (cases.pipeline - 1.0) / cases.pipeline
+    by_cost = np.maximum(cases.layers - np.ceil(before - _WHOLE), 0.0)
+    return np.where(cases.by_cost > 0.0, by_cost, even)
+
+
+def stage_parameters(cases: Cases, blocks: Array, ends: Array) -> Array:
+    """Parameters of one rank of a stage, before any sharding among data-parallel ranks.
+
+    Args:
+        cases: (cases,).
+        blocks: (cases,) blocks of the stage.
+        ends: (cases,) how many of embedding and head it has.
+    """
+    routed = routed_parameters(cases)
+    others = block_parameters(cases) - routed
+    held = blocks * (others + routed / cases.expert) + ends * embedding_parameters(cases)
+    return held / cases.tensor
+
+
+Place: TypeAlias = Literal["first", "middle", "last"]
+PLACES: tuple[Place, ...] = ("first", "middle", "last")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of each case; fields have shape (cases,) or (1,).
+
+    Attributes:
+        blocks: How many it has.
+        ends: How many of embedding and head it has; one where they share weights.
+        head: 1 where it computes logits.
+        in_flight: Micro-batches whose activations it keeps at once.
+    """
+
+    blocks: Array
+    ends: Array
+    head: Array
+    in_flight: Array
+
+
+def in_flight(cases: Cases, index: Array) -> Array:
+    """Micro-batches whose activations a stage keeps at once.
+
+    1F1B keeps `p - i` on stage i (Narayanan et al. 2021, 2104.04473, section 2.2); the interleaved
+    schedule starts `2 (p - i - 1) + (v - 1) p + 1` chunks of 1 / v before its first backward pass,
+    on the first stage `p (1 + (p - 1) / (p v))` (Korthikanti et al. 2022, 2205.05198, section
+    4.2.3); GPipe keeps all; the zero-bubble schedule ZB-H1 as many as 1F1B (2401.10241).
+
+    Args:
+        cases: (cases,).
+        index: (cases,) or (1,) number of the stage, from 0.
+    """
+    ranks, chunks = cases.pipeline, cases.stages_per_rank
+    after = ranks - index
+    started = np.where(
+        chunks > 1.0, (2.0 * (after - 1.0) + (chunks - 1.0) * ranks + 1.0) / chunks, after
+    )
+    started = np.where(cases.gpipe > 0.0, cases.micro_batches, started)
+    return np.minimum(started, cases.micro_batches)
+
+
+def head_blocks(cases: Cases) -> Array:
+    """Cost of the head in blocks, where stages are balanced by cost."""
+    mixture = cases.mixture_layers / cases.layers
+    wide = (1.0 - mixture) * cases.intermediate + mixture * (
+        cases.experts_per_token * cases.expert_intermediate + cases.shared_intermediate
+    )
+    return cases.vocabulary / (4.0 * cases.query_width + cases.matrices * wide)
+
+
+def stage(cases: Cases, place: Place) -> Stage:
+    """The first, the second, or the last stage; a pipeline without one there has the first.
+
+    The second keeps the most activations of all stages between the ends.
+
+    Args:
+        cases: (cases,).
+        place: Which.
+    """
+    piped = cases.pipeline > 1.0
+    head, whole = head_blocks(cases), np.where(cases.tied > 0.0, 1.0, 2.0)
+    most = np.where(piped, most_blocks(cases, head), cases.layers)
+    last = np.where(piped, last_blocks(cases, head), cases.layers)
+    ends = np.where(piped, 1.0, whole)
+    first = Stage(most, ends, np.where(piped, 0.0, 1.0), in_flight(cases, np.zeros(1)))
+    if place == "first":
+        return first
+    if place == "last":
+        return Stage(last, ends, np.ones(1), in_flight(cases, cases.pipeline - 1.0))
+    between = cases.pipeline > 2.0
+    inner = np.clip(
+        (cases.layers - most - last) / np.where(between, cases.pipeline - 2.0, 1.0), 0.0, most
+    )
+    return Stage(
+        np.where(between, inner, first.blocks),
+        np.where(between, 0.0, first.ends),
+        np.where(between, 0.0, first.head),
+        np.where(between, in_flight(cases, np.ones(1)), first.in_flight),
+    )
+
+
+def stages_of(case: Cases) -> tuple[Stage, ...]:
+    """All stages of one case, the first one first.
+
+    Args:
+        case: (1,).
+    """
+    ranks = int(case.pipeline[0])
+    middle = stage(case, "middle")
+    inner = [
+        replace(middle, in_flight=in_flight(case, np.full(1, float(index))))
+        for index in range(1, ranks - 1)
+    ]
+    last = [stage(case, "last")] if ranks > 1 else []
+    return (stage(case, "first"), *inner, *last)

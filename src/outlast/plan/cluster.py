@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,8 +65,7 @@ class FailureCause:
 
         A run on fewer nodes than stop together lies in one rack, and stops whenever this does.
         """
-        found: Array = nodes * self.per_node_day / np.minimum(self.nodes_hit, nodes)
-        return found
+        return np.asarray(nodes * self.per_node_day / np.minimum(self.nodes_hit, nodes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +173,36 @@ class Cluster:
     def devices(self) -> int:
         """Devices that a run may take."""
         return self.nodes * self.devices_per_node
+
+
+def divided(cluster: Cluster, ranks: int) -> Cluster:
+    """The same machine with more ranks: processors' rates and memory are shared among them.
+
+    Args:
+        cluster: Of one node.
+        ranks: Processes that train.
+
+    Raises:
+        PlanError: There are fewer GPUs than ranks.
+    """
+    if not cluster.processor and ranks > cluster.devices_per_node:
+        raise PlanError(
+            f"{ranks} ranks need as many GPUs, and this machine has {cluster.devices_per_node}"
+        )
+    one = replace(cluster, devices_per_node=ranks, fast_domain=ranks)
+    if not cluster.processor:
+        return one
+    share = cluster.devices_per_node / ranks
+    return replace(
+        one,
+        peak_flop_per_s={name: rate * share for name, rate in cluster.peak_flop_per_s.items()},
+        matmul_flop_per_s={name: rate * share for name, rate in cluster.matmul_flop_per_s.items()},
+        memory_bytes=cluster.memory_bytes * share,
+        memory_bytes_per_s=cluster.memory_bytes_per_s * share,
+        sources={
+            name: replace(source, value=source.value * share, text=f"{source.text}; its share")
+            if name.split(".")[0].endswith("flop_per_s") or name.startswith("memory_bytes")
+            else source
+            for name, source in cluster.sources.items()
+        },
+    )

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from outlast.errors import PlanError
 from outlast.hardware import Device, Figure, Node, Quantity, Unavailable, devices, link
-from outlast.plan.cluster import FailureCause, Power
+from outlast.plan.cluster import FailureCause, Power, Storage
 from outlast.plan.estimate import Source
 from outlast.plan.facts import facts
 
@@ -59,10 +59,9 @@ def part_figures(part: Device) -> dict[str, Known]:
     found: dict[str, Known] = {}
     for precision in PRECISIONS:
         key = "bf16" if precision == "fp16" and part.category == "gpu" else precision
-        peak = getattr(part, f"{key}_peak_flop_per_s", _absent(part, precision))
-        found[f"peak_flop_per_s.{precision}"] = _one(part, peak)
-        matmul = getattr(part, f"{key}_matmul_flop_per_s", _absent(part, precision))
-        found[f"matmul_flop_per_s.{precision}"] = _one(part, matmul)
+        absent = Unavailable(f"no {precision} figure is recorded for {part.name}")
+        for table in ("peak_flop_per_s", "matmul_flop_per_s"):
+            found[f"{table}.{precision}"] = _one(part, getattr(part, f"{key}_{table}", absent))
     found["memory_bytes"] = _one(part, part.memory_bytes)
     found["memory_bytes_per_s"] = _one(part, part.memory_peak_bytes_per_s)
     return found
@@ -80,14 +79,14 @@ def matmul_prior(precision: str, known: Mapping[str, Known]) -> Known:
     peak = known[f"peak_flop_per_s.{precision}"]
     if isinstance(peak, Unavailable):
         return peak
-    own = [
-        share
+    pairs = [
+        (known.get(f"matmul_flop_per_s.{other}"), known.get(f"peak_flop_per_s.{other}"))
         for other in PRECISIONS
-        if (
-            share := _share(
-                known.get(f"matmul_flop_per_s.{other}"), known.get(f"peak_flop_per_s.{other}")
-            )
-        )
+    ]
+    own = [
+        matmul.value / limit.value
+        for matmul, limit in pairs
+        if isinstance(matmul, Source) and isinstance(limit, Source) and matmul.origin != "prior"
     ]
     share = min(own) if own else median_share()
     of_whom = "the part's other precisions" if own else "the median over measured parts"
@@ -164,10 +163,6 @@ def storage_figures(
     }
 
 
-def _absent(part: Device, precision: str) -> Unavailable:
-    return Unavailable(f"no {precision} figure is recorded for {part.name}")
-
-
 def _one(part: Device | None, quantity: Quantity) -> Known:
     """A figure of one device as PyTorch counts them: of a die, where a part has several."""
     if isinstance(quantity, Unavailable) or part is None or part.logical_devices == 1:
@@ -178,13 +173,6 @@ def _one(part: Device | None, quantity: Quantity) -> Known:
 
 def _source(figure: Figure, share: float = 1.0) -> Source:
     return Source(figure.value * share, figure.unit, figure.kind, figure.source)
-
-
-def _share(matmul: Known | None, peak: Known | None) -> float:
-    """Of a measured product; 0 where there is none."""
-    if isinstance(matmul, Source) and isinstance(peak, Source) and matmul.origin != "prior":
-        return matmul.value / peak.value
-    return 0.0
 
 
 def _idle(limit: Known) -> Known:
@@ -220,8 +208,8 @@ def _rest_of_node(node: Node | None, limit: Known) -> Known:
     return Source(0.0, "W", "prior", "not known and left out: energy is the devices' alone")
 
 
-POWER = ("limit_watts", "blocked_watts", "idle_watts", "node_watts", "pue")
-STORAGE = ("memory_bytes_per_s", "peer_bytes_per_s", "local_bytes_per_s", "shared_bytes_per_s")
+POWER = tuple(field.name for field in fields(Power))
+STORAGE = tuple(field.name for field in fields(Storage))
 _COUNTS = {"nodes", "devices", "devices_per_node", "fast_domain", "spares", "host_cores"}
 _ORIGINS = ("datasheet", "measured", "published", "unverified", "calibrated", "prior")
 

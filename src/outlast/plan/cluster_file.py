@@ -35,7 +35,7 @@ from outlast.hardware import (
     nodes,
     this_machine,
 )
-from outlast.plan.cluster import Cluster, FailureCause, Prices, Storage
+from outlast.plan.cluster import Cluster, FailureCause, Power, Prices, Storage
 from outlast.plan.cluster_defaults import (
     DEVICES_PER_NODE,
     PRECISIONS,
@@ -55,6 +55,8 @@ from outlast.plan.cluster_defaults import (
 from outlast.plan.estimate import Source
 
 TEXT, COUNT, AMOUNT, TABLE, YES_NO = "text", "count", "amount", "table", "yes or no"
+_TYPES = {"str": TEXT, "int": COUNT, "bool": YES_NO, "float": AMOUNT, "float | None": AMOUNT}
+"""By the type of a field."""
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "cluster": {
@@ -77,33 +79,14 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "fabric_bytes_per_s": AMOUNT,
         "fabric_latency_seconds": AMOUNT,
     },
-    "power": {
-        "limit_watts": AMOUNT,
-        "blocked_watts": AMOUNT,
-        "idle_watts": AMOUNT,
-        "node_watts": AMOUNT,
-        "pue": AMOUNT,
-    },
-    "prices": {
-        "currency": TEXT,
-        "per_device_hour": AMOUNT,
-        "per_kwh": AMOUNT,
-        "grams_per_kwh": AMOUNT,
-    },
-    "storage": {
-        "memory_bytes_per_s": AMOUNT,
-        "peer_bytes_per_s": AMOUNT,
-        "local_bytes_per_s": AMOUNT,
-        "shared_bytes_per_s": AMOUNT,
-    },
-    "failures": {
-        "name": TEXT,
-        "per_node_day": AMOUNT,
-        "nodes_hit": COUNT,
-        "detection_seconds": AMOUNT,
-        "repair_hours": AMOUNT,
-        "silent": YES_NO,
-        "shape": AMOUNT,
+    **{
+        section: {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+        for section, kind in (
+            ("power", Power),
+            ("prices", Prices),
+            ("storage", Storage),
+            ("failures", FailureCause),
+        )
     },
 }
 """What a cluster file may say; `[sources]` may name any of its numbers beside."""
@@ -260,7 +243,15 @@ def _processors(machine: Machine, ranks: int) -> dict[str, Any]:
             f"{_REMEDY}"
         )
     share = machine.usable_cores / facts.core_count.value / ranks
-    peaks, texts = _peaks(facts, share)
+    figures_here = {kind: getattr(facts, f"{kind}_peak_flop_per_s") for kind in _KINDS}
+    known = {kind: figure for kind, figure in figures_here.items() if isinstance(figure, Figure)}
+    peaks = {kind: figure.value * min(share, 1.0) for kind, figure in known.items()}
+    texts = {
+        f"peak_flop_per_s.{kind}": (
+            f"{figure.kind}: {figure.source}; {share:.3g} of the processor's cores"
+        )
+        for kind, figure in known.items()
+    }
     if not peaks or isinstance(facts.memory_peak_bytes_per_s, Unavailable):
         raise PlanError(f"the peak of {facts.name} is not recorded: {_REMEDY}")
     bandwidth = facts.memory_peak_bytes_per_s.value * min(share, 1.0)
@@ -284,19 +275,6 @@ def _processors(machine: Machine, ranks: int) -> dict[str, Any]:
             "fast_bytes_per_s": "prior: a copy in memory that the ranks share",
         },
     }
-
-
-def _peaks(facts: Device, share: float) -> tuple[dict[str, float], dict[str, str]]:
-    peaks: dict[str, float] = {}
-    texts: dict[str, str] = {}
-    for kind in _KINDS:
-        figure = getattr(facts, f"{kind}_peak_flop_per_s")
-        if not isinstance(figure, Unavailable):
-            peaks[kind] = figure.value * min(share, 1.0)
-            texts[f"peak_flop_per_s.{kind}"] = (
-                f"{figure.kind}: {figure.source}; {share:.3g} of the processor's cores"
-            )
-    return peaks, texts
 
 
 _OTHER_PART = "or give `device` the name of the part that it is"
@@ -609,8 +587,18 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
     processor = given.get("processor", part is not None and part.category == "cpu")
     causes, causes_from = _failures(tables, key, accelerators=not processor)
     spares, spares_from = _spares(given, shape.nodes, processor=processor)
-    precisions = [precision for precision in PRECISIONS if f"peak_flop_per_s.{precision}" in known]
     drawn = power(known, tables, name)
+    numbers: dict[str, Any] = {
+        table: {
+            precision: figure_value(known, f"{table}.{precision}", name)
+            for precision in PRECISIONS
+            if f"peak_flop_per_s.{precision}" in known
+        }
+        for table in ("peak_flop_per_s", "matmul_flop_per_s")
+    }
+    for field, kind in SECTIONS["cluster"].items():
+        if kind == AMOUNT:
+            numbers[field] = figure_value(known, field, name)
     prices = tables.get("prices", {})
     sources = {field: figure for field, figure in known.items() if isinstance(figure, Source)}
     if drawn is None:
@@ -622,19 +610,7 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
             nodes=shape.nodes,
             devices_per_node=shape.devices_per_node,
             fast_domain=shape.fast_domain,
-            peak_flop_per_s={
-                precision: figure_value(known, f"peak_flop_per_s.{precision}", name)
-                for precision in precisions
-            },
-            matmul_flop_per_s={
-                precision: figure_value(known, f"matmul_flop_per_s.{precision}", name)
-                for precision in precisions
-            },
-            memory_bytes=figure_value(known, "memory_bytes", name),
-            memory_bytes_per_s=figure_value(known, "memory_bytes_per_s", name),
-            fast_bytes_per_s=figure_value(known, "fast_bytes_per_s", name),
-            fabric_bytes_per_s=fabric,
-            fabric_latency_seconds=figure_value(known, "fabric_latency_seconds", name),
+            **numbers,
             host_cores=given.get("host_cores", 0),
             spares=spares,
             power=drawn,

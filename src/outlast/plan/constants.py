@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -47,11 +47,24 @@ class Prior:
         most = self.most
         return np.exp(position) if math.isinf(most) else most / (1.0 + np.exp(-position))
 
+    def unbounded_deviation(self, log_deviation: float) -> float:
+        """A log standard deviation at the median, on the scale of `unbounded`."""
+        # The derivative of the logit by the logarithm; where the median is close to the bound it
+        # is cut, or noise of a few per cent would count for nothing.
+        return log_deviation / max(1.0 - self.median / self.most, 0.2)
+
 
 def _priors(model: str) -> dict[str, Prior]:
     return {
         name: Prior(**{"spreads": {}, "most": math.inf} | table)
         for name, table in facts("priors")[model].items()
+    }
+
+
+def _filled(priors: Mapping[str, Prior], given: Mapping[str, float | Array]) -> dict[str, Array]:
+    return {
+        name: np.atleast_1d(np.asarray(given.get(name, prior.median), dtype=np.float64))
+        for name, prior in priors.items()
     }
 
 
@@ -101,33 +114,7 @@ def constants(values: Mapping[str, float | Array] | None = None) -> Constants:
     Args:
         values: By name, of shape (), (1,) or (cases,).
     """
-    given = values or {}
-    return Constants(
-        **{name: np.atleast_1d(np.asarray(given.get(name, PRIORS[name].median))) for name in NAMES}
-    )
-
-
-def unbounded(name: str, value: Array) -> Array:
-    """A constant on the scale on which it is fitted: logit of its share of a bound, or logarithm.
-
-    Args:
-        name: Of the constant.
-        value: Below its bound and above zero.
-    """
-    return PRIORS[name].unbounded(value)
-
-
-def bounded(name: str, position: Array) -> Array:
-    """The inverse of `unbounded`: never above the bound."""
-    return PRIORS[name].bounded(position)
-
-
-def unbounded_deviation(name: str, log_deviation: float) -> float:
-    """A log standard deviation at the prior's median, on the scale of `unbounded`."""
-    prior = PRIORS[name]
-    # The derivative of the logit by the logarithm; where the median is close to the bound it is
-    # cut, or noise of a few per cent would count for nothing.
-    return log_deviation / max(1.0 - prior.median / prior.most, 0.2)
+    return Constants(**_filled(PRIORS, values or {}))
 
 
 MEMORY_PRIORS: dict[str, Prior] = _priors("memory")
@@ -135,13 +122,7 @@ MEMORY_PRIORS: dict[str, Prior] = _priors("memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConstants:
-    """Values of the constants of `MEMORY_PRIORS`, of shape (1,), or (cases,) where runs differ.
-
-    Attributes:
-        moment_bytes: Of the optimizer's state beside the fp32 weights, per parameter: 8 for Adam,
-            4 for momentum alone (SGD). It is known, and never fitted; hidden matrices that Muon
-            updates have 4 anyway.
-    """
+    """Values of the constants of `MEMORY_PRIORS`, of shape (1,), or (cases,) where runs differ."""
 
     bucket_bytes: Array
     copy_bytes: Array
@@ -158,30 +139,15 @@ class MemoryConstants:
     process_bytes: Array
     stuck_share: Array
     usable_share: Array
-    moment_bytes: Array = field(default_factory=lambda: np.full(1, 8.0))
 
 
-MEMORY_NAMES: tuple[str, ...] = tuple(
-    item.name for item in fields(MemoryConstants) if item.name in MEMORY_PRIORS
-)
+MEMORY_NAMES: tuple[str, ...] = tuple(item.name for item in fields(MemoryConstants))
 
 
-def memory_constants(
-    values: Mapping[str, float | Array] | None = None, *, moment_bytes: float | Array = 8.0
-) -> MemoryConstants:
+def memory_constants(values: Mapping[str, float | Array] | None = None) -> MemoryConstants:
     """Constants with the priors' medians where nothing is given.
 
     Args:
         values: By name, of shape (), (1,) or (cases,).
-        moment_bytes: Of the optimizer's state per parameter.
     """
-    given = values or {}
-    return MemoryConstants(
-        **{
-            name: np.atleast_1d(
-                np.asarray(given.get(name, MEMORY_PRIORS[name].median), dtype=np.float64)
-            )
-            for name in MEMORY_NAMES
-        },
-        moment_bytes=np.atleast_1d(np.asarray(moment_bytes, dtype=np.float64)),
-    )
+    return MemoryConstants(**_filled(MEMORY_PRIORS, values or {}))

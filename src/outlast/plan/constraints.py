@@ -18,23 +18,18 @@ Every rule reads `Cases`, so that one definition serves one run and many.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.batch import SHARDING, Array, Cases, cases
+from outlast.plan.batch import SHARDING, Cases, Mask, cases, remainder
 from outlast.plan.cluster import Cluster
-from outlast.plan.configuration import Configuration
+from outlast.plan.configuration import Configuration, Precision, Schedule, Sharding
 from outlast.plan.facts import facts
 from outlast.plan.transformer import Transformer
-
-_ALL_SCHEDULES = frozenset({"1f1b", "interleaved", "zero_bubble", "gpipe"})
-_ALL_SHARDING = frozenset({"none", "optimizer", "gradients", "parameters"})
-_ALL_PRECISIONS = frozenset({"fp32", "fp16", "bf16", "fp8"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +60,7 @@ class Framework:
 
     label: str
     calibrated_as: str = ""
-    also: tuple[str, ...] = ()
+    also: Sequence[str] = ()
     replicates_kv_heads: bool = True
     pads_vocabulary: bool = False
     uneven_interleaved: bool = True
@@ -78,21 +73,13 @@ class Framework:
     tensor_in_pipeline: bool = True
     most_sharding_in_pipeline: int = 3
     tied_in_pipeline: bool = True
-    schedules: frozenset[str] = _ALL_SCHEDULES
-    sharding: frozenset[str] = _ALL_SHARDING
-    precisions: frozenset[str] = _ALL_PRECISIONS
-
-
-def _frozen(key: str, value: Any) -> Any:
-    """Lists of a table as the immutable sequences of a `Framework`."""
-    if not isinstance(value, list):
-        return value
-    return tuple(value) if key == "also" else frozenset(value)
+    schedules: Sequence[str] = get_args(Schedule)
+    sharding: Sequence[str] = get_args(Sharding)
+    precisions: Sequence[str] = get_args(Precision)
 
 
 FRAMEWORKS: Mapping[str, Framework] = {
-    name: Framework(**{key: _frozen(key, value) for key, value in table.items()})
-    for name, table in facts("frameworks").items()
+    name: Framework(**table) for name, table in facts("frameworks").items()
 }
 """By the name that `framework` settings give."""
 
@@ -111,6 +98,12 @@ CALIBRATED_AS: Mapping[str, str] = {
     if kind.calibrated_as
 }
 """Names that published runs have, by the names of frameworks; others keep their own."""
+
+
+def calibrated_as(framework: str) -> str:
+    """The name under which runs of a framework are calibrated: an unknown one's own."""
+    key = KEYS.get(framework.casefold(), framework)
+    return CALIBRATED_AS.get(key, key)
 
 
 def framework_key(name: str) -> str:
@@ -136,18 +129,11 @@ def framework_named(name: str) -> Framework:
     return FRAMEWORKS[framework_key(name)]
 
 
-Truth: TypeAlias = NDArray[np.bool_]
-
-
-def _rest(value: Array, divisor: Array) -> Truth:
-    return np.asarray(np.mod(value, divisor) != 0.0, dtype=np.bool_)
-
-
 _SCHEDULES = {"1f1b": 0.0, "interleaved": 1.0, "zero_bubble": 2.0, "gpipe": 3.0}
 _PRECISIONS = {"fp32": 0.0, "fp16": 1.0, "bf16": 1.0, "fp8": 2.0}
 
 
-def _impossible(many: Cases, there: float, kind: Framework) -> dict[str, Truth]:
+def _impossible(many: Cases, there: float, kind: Framework) -> dict[str, Mask]:
     """Masks of the cases that no framework of its kind could run, by the sentence to say of one.
 
     Fields of model and run, and those of `_words`, are named in braces.
@@ -159,49 +145,49 @@ def _impossible(many: Cases, there: float, kind: Framework) -> dict[str, Truth]:
         "data x tensor x context x pipeline = {devices} devices, but {cluster} has {there}: lower "
         "one of them or take more nodes": (np.asarray(many.devices > there)),
         "tensor = {tensor} does not divide heads = {heads} of {model}": (
-            _rest(many.heads, many.tensor)
+            remainder(many.heads, many.tensor)
         ),
         "tensor = {tensor} does not divide kv_heads = {kv_heads} of {model}, and {framework} "
         "{copies_of_kv_heads}: change tensor": (
-            _rest(np.maximum(kv_heads, many.tensor), np.minimum(kv_heads, many.tensor))
+            remainder(np.maximum(kv_heads, many.tensor), np.minimum(kv_heads, many.tensor))
             if kind.replicates_kv_heads
-            else _rest(kv_heads, many.tensor)
+            else remainder(kv_heads, many.tensor)
         ),
         "tensor = {tensor} does not divide vocabulary = {vocabulary} of {model}, which {framework} "
         "does not pad: pad it in the model or change tensor": (
-            _rest(many.vocabulary, many.tensor) & (not kind.pads_vocabulary)
+            remainder(many.vocabulary, many.tensor) & (not kind.pads_vocabulary)
         ),
         "tensor = {tensor} does not divide intermediate = {intermediate} of {model}": (
-            (many.mixture_layers < many.layers) & _rest(many.intermediate, many.tensor)
+            (many.mixture_layers < many.layers) & remainder(many.intermediate, many.tensor)
         ),
         "tensor = {tensor} does not divide expert_intermediate = {expert_intermediate} and "
         "shared_intermediate = {shared_intermediate} of {model}": (
             (many.mixture_layers > 0)
             & (
-                _rest(many.expert_intermediate, many.tensor)
-                | _rest(many.shared_intermediate, many.tensor)
+                remainder(many.expert_intermediate, many.tensor)
+                | remainder(many.shared_intermediate, many.tensor)
             )
         ),
         "sequence = {sequence} is no multiple of twice context = {context}: each rank takes an "
         "early and a late piece of a sequence": (
-            (many.context > 1) & _rest(many.sequence, 2.0 * many.context)
+            (many.context > 1) & remainder(many.sequence, 2.0 * many.context)
         ),
         "sequence = {sequence} is no multiple of tensor = {tensor} x context = {context}, which "
         "sequence_parallel = true needs": (
             (many.sequence_parallel > 0)
             & (many.tensor > 1)
-            & _rest(many.sequence, many.tensor * many.context)
+            & remainder(many.sequence, many.tensor * many.context)
         ),
         "pipeline = {pipeline} x stages_per_rank = {stages_per_rank} are {stages} stages, but "
         "{model} has {layers} layers: use fewer stages": (np.asarray(many.layers < stages)),
         "layers = {layers} of {model} do not divide into {stages} stages (pipeline = {pipeline} x "
         "stages_per_rank = {stages_per_rank}), which {framework} needs where they are "
         "interleaved": (
-            _rest(many.layers, stages)
+            remainder(many.layers, stages)
             & (many.layers >= stages)
             & (many.stages_per_rank > 1)
             # Embedding and head may each stand for a block.
-            & _rest(many.layers + 2.0, stages)
+            & remainder(many.layers + 2.0, stages)
             & (not kind.uneven_interleaved)
         ),
         "stages_per_rank = {stages_per_rank} needs pipeline > 1 and a schedule other than gpipe, "
@@ -213,7 +199,7 @@ def _impossible(many: Cases, there: float, kind: Framework) -> dict[str, Truth]:
         "micro_batch": (
             interleaved
             & (
-                _rest(many.micro_batches, many.pipeline)
+                remainder(many.micro_batches, many.pipeline)
                 if kind.whole_rounds
                 else many.micro_batches < many.pipeline
             )
@@ -223,25 +209,25 @@ def _impossible(many: Cases, there: float, kind: Framework) -> dict[str, Truth]:
         ),
         "batch = {batch} is no multiple of data = {data} x micro_batch = {micro_batch}": (
             (many.batch >= many.data)
-            & _rest(many.batch, many.data * many.micro_batch)
+            & remainder(many.batch, many.data * many.micro_batch)
             & (not kind.uneven_batches)
         ),
         "expert = {expert}, but {model} has no experts: set it to 1": (
             (many.expert > 1) & (many.mixture_layers == 0)
         ),
         "expert = {expert} does not divide experts = {experts} of {model}": (
-            (many.mixture_layers > 0) & _rest(many.experts, many.expert)
+            (many.mixture_layers > 0) & remainder(many.experts, many.expert)
         ),
         "expert = {expert} does not divide data = {data}, whose ranks it takes": (
-            _rest(many.data, many.expert)
+            remainder(many.data, many.expert)
         ),
         "sharding_ranks = {sharding_ranks} does not divide data = {data}": (
-            _rest(many.data, many.sharding_ranks)
+            remainder(many.data, many.sharding_ranks)
         ),
     }
 
 
-def _unsupported(many: Cases, kind: Framework) -> dict[str, Truth]:
+def _unsupported(many: Cases, kind: Framework) -> dict[str, Mask]:
     """Masks of the cases that a framework lacks the means for, as `_impossible`."""
     plain = np.where(many.stages_per_rank > 1, 1.0, 0.0)
     schedule = np.where(many.gpipe > 0, 3.0, np.where(many.zero_bubble > 0, 2.0, plain))
@@ -287,7 +273,7 @@ def _unsupported(many: Cases, kind: Framework) -> dict[str, Truth]:
     }
 
 
-def _broken(many: Cases, there: float, kind: Framework) -> dict[str, Truth]:
+def _broken(many: Cases, there: float, kind: Framework) -> dict[str, Mask]:
     return _impossible(many, there, kind) | _unsupported(many, kind)
 
 
@@ -330,7 +316,7 @@ def problems(
     return found
 
 
-def legal(many: Cases, *, devices: float = np.inf, framework: str = "any") -> Truth:
+def legal(many: Cases, *, devices: float = np.inf, framework: str = "any") -> Mask:
     """Mask of the runs that are possible, by the same rules as `problems`.
 
     Args:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from outlast.errors import PlanError
 
+NORMAL_90 = 1.6448536269514722
+"""Standard deviations on either side of a normal mean that hold 90 %."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:

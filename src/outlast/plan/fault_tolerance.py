@@ -1,4 +1,4 @@
-"""Fault tolerance of candidates: checkpoint tiers, intervals, replicas, in-memory states.
+"""Fault tolerance of candidates: tiers, intervals, replicas, states in memory, what cannot be.
 
 Prices come from `outlast.recover.cost`; here they are asked for once per different node, and spread
 over the candidates. Ranks are placed as the trainer does: stages outermost, then replicas, then
@@ -18,14 +18,14 @@ import numpy as np
 
 from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
 from outlast.errors import PlanError
-from outlast.plan.reliability.goodput import Goodput, goodput
-from outlast.plan.reliability.recovery import (
+from outlast.plan.configuration import NO_RECOVERY
+from outlast.plan.goodput import Goodput, goodput
+from outlast.plan.reliability import (
     DAY_SECONDS,
     Guard,
     Pace,
     Reliability,
     Replicas,
-    Restart,
     Tier,
     lost_nodes,
 )
@@ -43,10 +43,10 @@ from outlast.recover.cost import (
 if TYPE_CHECKING:
     from outlast.plan.batch import Array
     from outlast.plan.cluster import Cluster
-    from outlast.plan.context import Context
+    from outlast.plan.configuration import Settings
     from outlast.plan.mechanisms import Step
-    from outlast.plan.pareto.settings import Settings
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.model import Context
+    from outlast.plan.space import Block
 
 
 SLACK_SHARE = 0.5
@@ -119,16 +119,14 @@ def in_memory_checkpoints(
         state: (candidates,) bytes, every replica counted once.
         memory_rate: Bytes per second between a node's devices and its memory.
     """
-    chosen = [setting.recovery for setting in block.settings]
-    if all(recovery.mode != "restart" for recovery in chosen):
+    if all(setting.recovery.mode != "restart" for setting in block.settings):
         return None
     devices, held, copies = _held(block, cluster, state)
     wanted = block.by_setting(
-        [-1.0 if recovery.parity is None else recovery.parity for recovery in chosen]
+        lambda setting: -1 if setting.recovery.parity is None else setting.recovery.parity
     )
-    largest = block.by_setting([recovery.parity_group for recovery in chosen])
-    used = block.by_setting([recovery.mode == "restart" for recovery in chosen]) > 0.0
-    used &= devices > 1.0
+    largest = block.by_setting(lambda setting: setting.recovery.parity_group)
+    used = block.by_setting(lambda setting: setting.recovery.mode == "restart") & (devices > 1.0)
     processes = np.minimum(devices, cluster.devices_per_node)
     sockets = cluster.storage.peer_bytes_per_s / cluster.devices_per_node
     link = sockets or min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
@@ -138,7 +136,7 @@ def in_memory_checkpoints(
     outlives, copy, parity, load, rebuild = np.where(used[:, None], prices, 0.0).T
     # Copying takes a processor's own time, and a device's step does not notice it.
     slack = np.zeros(len(block)) if cluster.processor else SLACK_SHARE * step.seconds
-    every = block.by_setting([recovery.every_steps for recovery in chosen])
+    every = block.by_setting(lambda setting: setting.recovery.every_steps)
     return InMemoryCheckpoints(
         outlives=np.where(used, outlives, NOT_KEPT),
         every_seconds=every * step.seconds,
@@ -150,21 +148,9 @@ def in_memory_checkpoints(
     )
 
 
-def smallest_groups(nodes: Array, largest: Array) -> Array:
-    """(candidates,) nodes of the smallest group that shares parity."""
-    found, inverse = np.unique(np.column_stack([nodes, largest]), axis=0, return_inverse=True)
-    sizes = [parity_groups(int(count), int(most))[0] for count, most in found]
-    return np.array(sizes, dtype=np.float64)[inverse.ravel()]
-
-
 def _held(block: Block, cluster: Cluster, state: Array) -> tuple[Array, Array, Array]:
     """(candidates,) devices, bytes that a node keeps, and nodes that hold the same."""
-    layouts, count = block.layouts, len(block.layouts)
-
-    def spread(values: Array) -> Array:
-        rows: Array = np.broadcast_to(values, (count,))[block.layout]
-        return rows
-
+    layouts, spread = block.layouts, block.spread
     sharded = layouts.sharding > 0.0
     divided = np.where(sharded, layouts.sharding_ranks, layouts.expert)
     replicas = spread(np.maximum(layouts.data // divided, 1.0))
@@ -197,44 +183,11 @@ def _price(row: Array, link: float, memory_rate: float) -> tuple[float, float, f
     return max(copies - 1.0, losses), copy, parity, transfer_seconds(held, memory_rate), rebuild
 
 
-def live_replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Replicas | None:
-    """Groups of the candidates that go on live; None where none does.
-
-    Args:
-        cluster: On what they run.
-        block: The candidates.
-        step: Their steps.
-        state: (candidates,) bytes of a group.
-    """
-    chosen = [setting.recovery for setting in block.settings]
-    live = block.by_setting([recovery.mode == "live" for recovery in chosen]) > 0.0
-    if not live.any():
-        return None
-    data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
-    silence = [
-        detection_seconds(
-            look_seconds=0.0, silence_seconds=SILENCE_SHARE * recovery.heartbeat_seconds
-        )
-        for recovery in chosen
-    ]
-    link = min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
-    sizes, inverse = np.unique(state, return_inverse=True)
-    healing = np.array([transfer_seconds(float(size), link) for size in sizes])[inverse.ravel()]
-    return Replicas(
-        groups=np.where(live, data, 1.0),
-        step_seconds=np.where(live, step.seconds, 0.0),
-        regroup_seconds=np.where(live, RECONNECT_SECONDS, 0.0),
-        rejoin_seconds=np.where(live, RECONNECT_SECONDS, 0.0),
-        recovery_seconds=np.where(live, healing, 0.0),
-        detection_seconds=np.where(live, block.by_setting(silence), 0.0),
-    )
-
-
 STAGING_BYTES_PER_S = 4e10
 """Prior, of a node from its devices to its memory, where the cluster says nothing: two PCIe 4 links
 at two thirds of their rate (`outlast.hardware`: 31 GB/s each)."""
 ABSENT_BYTES_PER_S = 1e15
-"""Of a tier that the cluster lacks. A run with it is impossible (`feasibility`), and its other
+"""Of a tier that the cluster lacks. A run with it is impossible (`possible`), and its other
 figures are as if saving there took no time."""
 ENCODING_BYTES_PER_S = 2e9
 """Prior, of a node: what two writers of `outlast.checkpoint` encode (docs/checkpoint.md)."""
@@ -268,20 +221,6 @@ class FaultTolerance:
     interval_seconds: Array
 
 
-@dataclass(frozen=True, slots=True)
-class _Saves:
-    """Of one combination: its interval and the shortest one in which all saves become durable.
-
-    For each of `SURVIVES`: every, costs and restore seconds.
-    """
-
-    interval: float
-    shortest: float
-    every: tuple[int, ...]
-    costs: tuple[SaveCost, ...]
-    restores: tuple[float, ...]
-
-
 def fault_tolerance(context: Context, block: Block, step: Step) -> FaultTolerance:
     """Goodput of candidates.
 
@@ -290,34 +229,46 @@ def fault_tolerance(context: Context, block: Block, step: Step) -> FaultToleranc
         block: The candidates.
         step: Their steps.
     """
-    cluster, count = context.cluster, len(block.layouts)
-    nodes_of = np.ceil(block.layouts.devices / cluster.devices_per_node)
-    nodes = np.broadcast_to(nodes_of, (count,))[block.layout]
-    weights = np.broadcast_to(
-        np.where(block.layouts.half > 0.0, block.layouts.value_bytes + 12.0, 12.0), (count,)
-    )[block.layout]
-    state = step.parameters * weights
-
+    cluster, layouts = context.cluster, block.layouts
+    nodes = _nodes(cluster, block)
+    state = step.parameters * block.spread(
+        np.where(layouts.half > 0.0, layouts.value_bytes + 12.0, 12.0)
+    )
     kept = in_memory_checkpoints(
         cluster, block, step, nodes=nodes, state=state, memory_rate=_rate(cluster, "memory")
     )
-    outlives = np.full(len(block), NOT_KEPT) if kept is None else kept.outlives
-    keys = np.column_stack([block.setting, nodes, state, outlives])
+    left = np.full(len(block), NOT_KEPT) if kept is None else kept.outlives
+    keys = np.column_stack([block.setting, nodes, state, left])
     found, inverse = np.unique(keys, axis=0, return_inverse=True)
-    table = [
-        _saves(context, block.settings[int(setting)], number, held, left)
-        for setting, number, held, left in found
-    ]
-    at = inverse.ravel()
-    interval = np.array([row.interval for row in table])[at]
+    saves = [_saves(context, block.settings[int(setting)], *others) for setting, *others in found]
+    interval, shortest, prices = (
+        np.array(column)[inverse.ravel()] for column in zip(*saves, strict=True)
+    )
     base, times = interval, np.ones(1)
     if kept is not None:
-        shortest = np.array([row.shortest for row in table])[at]
-        given = block.by_setting([setting.checkpoint_seconds for setting in block.settings])
+        given = block.by_setting(lambda setting: setting.checkpoint_seconds)
         most = np.where(given > 0.0, np.inf, MOST_KEPT)
-        base, times = _counted(kept, interval, np.maximum(shortest, most * kept.every_seconds))
+        longest = np.maximum(shortest, most * kept.every_seconds)
+        base = np.where(kept.used, kept.every_seconds, interval)
+        # Base intervals from checkpoint to checkpoint: a whole number, and no save begins before
+        # the last one is durable.
+        times = np.ceil(np.minimum(interval, longest) / base * (1.0 - 1e-9))
+        times = np.where(kept.used, np.maximum(times, 1.0), 1.0)
         interval = base * times
-    tiers = [_tier(table, at, number, times) for number in range(len(SURVIVES))]
+    tiers = []
+    for (name, outlives), price in zip(SURVIVES.items(), prices.swapaxes(0, 1), strict=True):
+        every, blocked, write, slowdown, restore = price.T
+        tiers.append(
+            Tier(
+                name=name,
+                survives_nodes=outlives,
+                every=every * times,
+                blocked_seconds=blocked,
+                write_seconds=write,
+                slowdown=slowdown,
+                restore_seconds=restore,
+            )
+        )
     tiers += [] if kept is None else kept.tiers(cluster)
     run = Reliability(
         nodes=nodes,
@@ -325,11 +276,7 @@ def fault_tolerance(context: Context, block: Block, step: Step) -> FaultToleranc
         interval_seconds=base,
         # What is kept goes first among those that survive as much: it is newest.
         tiers=tuple(sorted(tiers, key=lambda tier: (tier.survives_nodes, not tier.kept))),
-        restart=Restart(
-            restart_seconds=context.restart.restart_seconds,
-            replace_seconds=context.restart.replace_seconds,
-            spares=cluster.spares,
-        ),
+        restart=replace(context.restart, spares=cluster.spares),
         replicas=_replicas(cluster, block, step, state),
         guard=Guard(
             coverage=step.guard_coverage,
@@ -348,31 +295,24 @@ def fault_tolerance(context: Context, block: Block, step: Step) -> FaultToleranc
     return FaultTolerance(run, goodput(run), interval)
 
 
-def _counted(kept: InMemoryCheckpoints, interval: Array, longest: Array) -> tuple[Array, Array]:
-    """Running time of a base interval, and base intervals between checkpoints, (candidates,)."""
-    every = np.where(kept.used, kept.every_seconds, interval)
-    # It must be a whole number, and no save begins before the last one is durable.
-    times = np.ceil(np.minimum(interval, longest) / every * (1.0 - 1e-9))
-    return every, np.where(kept.used, np.maximum(times, 1.0), 1.0)
-
-
 def _rate(cluster: Cluster, tier: str) -> float:
     """Bytes per second of a node, of the whole cluster for shared storage."""
-    storage = cluster.storage
+    rate: float = getattr(cluster.storage, f"{tier}_bytes_per_s")
     if tier == "memory":
-        return storage.memory_bytes_per_s or STAGING_BYTES_PER_S
-    rate = {
-        "peer": storage.peer_bytes_per_s,
-        "local": storage.local_bytes_per_s,
-        "shared": storage.shared_bytes_per_s,
-    }[tier]
+        return rate or STAGING_BYTES_PER_S
     return rate if rate > 0.0 else ABSENT_BYTES_PER_S
 
 
 def _saves(
     context: Context, settings: Settings, nodes: float, state: float, outlives: float = NOT_KEPT
-) -> _Saves:
-    """Of the tiers that survive more than `outlives` nodes, which memory does without them."""
+) -> tuple[float, float, list[tuple[float, ...]]]:
+    """Of the tiers that survive more than `outlives` nodes, which memory does without them.
+
+    Returns:
+        The interval; the shortest one in which all saves become durable; and for each of
+        `SURVIVES` intervals between its saves, blocked seconds, seconds of the write, the slowdown
+        meanwhile and seconds of the restore, all 0 of one that is not used.
+    """
     cluster = context.cluster
     if "shared" not in settings.tiers:
         raise PlanError(
@@ -392,24 +332,21 @@ def _saves(
     base, every = _least_waste(context, [priced[tier] for tier in used], rates)
     if outlives > NOT_KEPT and not settings.checkpoint_seconds:
         # Memory goes when all nodes do, which no list of failures has: files are not for never.
-        rarest = max(_saves(context, settings, nodes, state).interval, NO_FAILURES_SECONDS)
+        rarest = max(_saves(context, settings, nodes, state)[0], NO_FAILURES_SECONDS)
         base = min(base, rarest) if sum(rates) > 0.0 else rarest
     base = settings.checkpoint_seconds or base
     # A version must be durable before the next one of its tier is begun.
     shortest = max(
-        priced[tier][0].latency_seconds / times
-        for tier, times in zip(used, every, strict=True)
+        save.latency_seconds / times
+        for times, (save, _) in zip(every, priced.values(), strict=True)
         if times
     )
-    counts = dict(zip(used, every, strict=True))
-    blank = SaveCost(0.0), 0.0
-    return _Saves(
-        max(base, shortest),
-        shortest,
-        tuple(counts.get(tier, 0) for tier in SURVIVES),
-        tuple(priced.get(tier, blank)[0] for tier in SURVIVES),
-        tuple(priced.get(tier, blank)[1] for tier in SURVIVES),
-    )
+    prices = {
+        tier: (times, save.blocked_seconds, save.write_seconds, save.slowdown, restore)
+        for times, (tier, (save, restore)) in zip(every, priced.items(), strict=True)
+    }
+    unused = (0.0,) * 5
+    return max(base, shortest), shortest, [prices.get(tier, unused) for tier in SURVIVES]
 
 
 def _priced(
@@ -443,41 +380,129 @@ def _least_waste(
     return chosen.base_seconds, chosen.every
 
 
-def _tier(table: list[_Saves], at: np.ndarray, number: int, times: Array) -> Tier:
-    name, outlives = list(SURVIVES.items())[number]
-
-    def column(values: list[float]) -> Array:
-        spread: Array = np.array(values, dtype=np.float64)[at]
-        return spread
-
-    return Tier(
-        name=name,
-        survives_nodes=outlives,
-        every=column([float(row.every[number]) for row in table]) * times,
-        blocked_seconds=column([row.costs[number].blocked_seconds for row in table]),
-        write_seconds=column([row.costs[number].write_seconds for row in table]),
-        slowdown=column([row.costs[number].slowdown for row in table]),
-        restore_seconds=column([row.restores[number] for row in table]),
-    )
-
-
 def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Replicas:
     """Live groups, or workers of a gradient code; no candidate is both.
 
     Of workers, all but as many as hold a chunk may be lost without a restart.
     """
-    live = live_replicas(cluster, block, step, state)
-    copies = np.array([setting.coding_copies for setting in block.settings])[block.setting]
-    if copies.max() == 1:
-        return live or Replicas()
-    data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
-    groups = np.where(copies > 1, data, 1.0)
-    least = np.where(copies > 1, np.maximum(data - copies + 1.0, 1.0), 1.0)
-    if live is None:
-        return Replicas(groups=groups, minimum=least, step_seconds=step.seconds)
-    return replace(
-        live,
-        groups=np.where(copies > 1, groups, live.groups),
-        minimum=least,
-        step_seconds=step.seconds,
+    live = block.by_setting(lambda setting: setting.recovery.mode == "live")
+    copies = block.by_setting(lambda setting: setting.coding_copies)
+    coded = copies > 1.0
+    if not (live | coded).any():
+        return Replicas()
+    data = block.spread(block.layouts.data)
+    silence = block.by_setting(
+        lambda setting: detection_seconds(
+            look_seconds=0.0, silence_seconds=SILENCE_SHARE * setting.recovery.heartbeat_seconds
+        )
     )
+    link = min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
+    sizes, inverse = np.unique(state, return_inverse=True)
+    healing = np.array([transfer_seconds(float(size), link) for size in sizes])[inverse.ravel()]
+    return Replicas(
+        groups=np.where(live | coded, data, 1.0),
+        minimum=np.where(coded, np.maximum(data - copies + 1.0, 1.0), 1.0),
+        step_seconds=step.seconds,
+        regroup_seconds=np.where(live, RECONNECT_SECONDS, 0.0),
+        rejoin_seconds=np.where(live, RECONNECT_SECONDS, 0.0),
+        recovery_seconds=np.where(live, healing, 0.0),
+        detection_seconds=np.where(live, silence, 0.0),
+    )
+
+
+def missing_tier(cluster: Cluster, settings: Settings) -> str:
+    """A sentence on the first checkpoint tier that the cluster lacks; empty where it has all."""
+    for tier in settings.tiers:
+        if tier != "memory" and getattr(cluster.storage, f"{tier}_bytes_per_s") <= 0.0:
+            other = "" if tier == "shared" else ", or leave the tier out"
+            return (
+                f"tiers = {', '.join(settings.tiers)}: {cluster.name} has no {tier} storage "
+                f"({tier}_bytes_per_s = 0); give its rate under [storage] of the cluster file"
+                f"{other}"
+            )
+    return ""
+
+
+def possible(cluster: Cluster, block: Block) -> np.ndarray:
+    """(candidates,) of bool: the settings go with the cluster and with the layout."""
+    stored = block.by_setting(lambda setting: not missing_tier(cluster, setting))
+    if any(setting.recovery != NO_RECOVERY for setting in block.settings):
+        stored = stored & _recoverable(cluster, block)
+    held = block.by_setting(lambda setting: setting.coding_copies)
+    sharded, data = block.spread(block.layouts.sharding) > 0.0, block.spread(block.layouts.data)
+    return stored & ~((held > 1.0) & (sharded | (held > data)))
+
+
+def _recoverable(cluster: Cluster, block: Block) -> np.ndarray:
+    """(candidates,) of bool: the way to go on without a checkpoint goes with the layout."""
+    layouts, nodes = block.layouts, _nodes(cluster, block)
+    divided = layouts.tensor * layouts.context * layouts.pipeline
+    whole = block.spread((layouts.sharding == 0.0) & (divided == 1.0))
+    coded = block.by_setting(lambda setting: setting.coding_copies > 1)
+    live = block.by_setting(lambda setting: setting.recovery.mode == "live")
+    parity = block.by_setting(lambda setting: setting.recovery.parity or 0)
+    largest = block.by_setting(lambda setting: setting.recovery.parity_group)
+    found, inverse = np.unique(np.column_stack([nodes, largest]), axis=0, return_inverse=True)
+    groups = [parity_groups(int(count), int(most))[0] for count, most in found]
+    smallest = np.array(groups)[inverse.ravel()]
+    return np.asarray(~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity)))
+
+
+def _why_not_recoverable(cluster: Cluster, block: Block, row: int) -> str:
+    settings = block.settings[int(block.setting[row])]
+    recovery = settings.recovery
+    if recovery == NO_RECOVERY or bool(_recoverable(cluster, block)[row]):
+        return ""
+    if recovery.mode == "live" and settings.coding_copies > 1:
+        return (
+            f"recovery = live does not go with coding_copies = {settings.coding_copies}, which "
+            "sums over the replicas in its own way: set coding_copies = 1, or recovery = restart"
+        )
+    if recovery.mode == "live":
+        return (
+            "recovery = live goes with whole replicas on one device each alone: set sharding = "
+            "none, tensor = 1, context = 1 and pipeline = 1, or recovery = restart"
+        )
+    return (
+        f"recovery parity = {recovery.parity} needs groups of at least {recovery.parity + 1} "  # type: ignore[operator]
+        f"nodes, and {_nodes(cluster, block)[row]:g} in groups of at most {recovery.parity_group} "
+        "make smaller ones: take more nodes, raise parity_group, or lower parity"
+    )
+
+
+def _nodes(cluster: Cluster, block: Block) -> np.ndarray:
+    """(candidates,) nodes that they take."""
+    return block.spread(np.ceil(block.layouts.devices / cluster.devices_per_node))
+
+
+def why_impossible(cluster: Cluster, block: Block, row: int = 0) -> str:
+    """A sentence on what a candidate cannot have; empty where it can have everything."""
+    settings = block.settings[int(block.setting[row])]
+    found = missing_tier(cluster, settings) or _why_not_recoverable(cluster, block, row)
+    if found or settings.coding_copies == 1:
+        return found
+    if block.spread(block.layouts.sharding)[row] > 0.0:
+        return (
+            f"coding_copies = {settings.coding_copies} goes with whole replicas alone, since "
+            "sharded states are lost with their holder: set sharding = none, or coding_copies = 1"
+        )
+    data = int(block.spread(block.layouts.data)[row])
+    if settings.coding_copies > data:
+        return (
+            f"coding_copies = {settings.coding_copies} of each chunk need as many replicas, and "
+            f"data = {data}: raise data, or lower coding_copies"
+        )
+    return ""
+
+
+def refuse_impossible(cluster: Cluster, block: Block) -> None:
+    """Refuse candidates none of which is possible, whatever memory they take.
+
+    Raises:
+        PlanError: With the reasons, a sentence each.
+    """
+    if not len(block) or possible(cluster, block).any():
+        return
+    firsts = np.unique(block.setting, return_index=True)[1]
+    reasons = dict.fromkeys(why_impossible(cluster, block, int(row)) for row in firsts)
+    raise PlanError("\n".join(reasons))

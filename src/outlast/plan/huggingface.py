@@ -211,6 +211,13 @@ class _Config:
             raise PlanError(f"{key} = {value!r} of {self.name}: give true or false")
         return default if value is None else value
 
+    def named(self, key: str) -> list[int]:
+        """Blocks by their numbers; null counts as none."""
+        value = self.table.get(key) or []
+        if not isinstance(value, list):
+            raise PlanError(f"{key} = {value!r} of {self.name}: give a list of numbers")
+        return value
+
     def bias(self, bias: Bias) -> bool:
         """True if a bias is there."""
         if isinstance(bias, bool):
@@ -400,10 +407,8 @@ def _placed(dense: list[int]) -> dict[str, Any]:
 def _interleaved(read: _Config) -> dict[str, Any]:
     """Llama 4: mixtures with one expert for all tokens in every n-th block, or in those named."""
     layers, width = read.size("num_hidden_layers"), read.size("intermediate_size")
-    every, named = read.size("interleave_moe_layer_step", default=1), read.table.get("moe_layers")
-    if not isinstance(named or [], list):
-        raise PlanError(f"moe_layers = {named!r} of {read.name}: give a list of numbers")
-    mixtures = set(named or range(every - 1, layers, every))
+    every = read.size("interleave_moe_layer_step", default=1)
+    mixtures = set(read.named("moe_layers") or range(every - 1, layers, every))
     dense = [block for block in range(layers) if block not in mixtures]
     return {
         "intermediate": read.size("intermediate_size_mlp") if dense else 0,
@@ -430,10 +435,8 @@ def _intermediate(read: _Config) -> int:
 def _skipped(read: _Config) -> list[int]:
     """Dense blocks of a Qwen mixture: those that are named, and those between every n-th."""
     layers = read.size("num_hidden_layers")
-    every, named = read.size("decoder_sparse_step", default=1), read.table.get("mlp_only_layers")
-    if not isinstance(named or [], list):
-        raise PlanError(f"mlp_only_layers = {named!r} of {read.name}: give a list of numbers")
-    return [index for index in range(layers) if index in (named or []) or (index + 1) % every != 0]
+    every, named = read.size("decoder_sparse_step", default=1), read.named("mlp_only_layers")
+    return [index for index in range(layers) if index in named or (index + 1) % every != 0]
 
 
 def _norms(read: _Config, model: Transformer) -> int:

@@ -7,7 +7,7 @@ arrays, and spread over the candidates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,26 +16,23 @@ import numpy as np
 from outlast.coding.cost import CostModel, coding_cost, straggler_factor
 from outlast.errors import PlanError
 from outlast.guard.cost import LIGHT_SHARE, LinearShape, check_seconds, covered_share
-from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import Part
-from outlast.plan.block_time import half_side
+from outlast.plan.batch import Part, texts, total_of
 from outlast.plan.energy import activity_at, clock_factors
-from outlast.plan.memory import Demand, demand
-from outlast.plan.shard_sizes import Stage, embedding_parameters, stage
+from outlast.plan.step_time import half_side
 from outlast.tensorize.cost import layer_cost, step_ratio
 
 if TYPE_CHECKING:
     from outlast.guard.policy import Level
     from outlast.plan.batch import Array, Cases
-    from outlast.plan.constants import Constants, MemoryConstants
-    from outlast.plan.context import Context
-    from outlast.plan.pareto.settings import Settings
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.configuration import Settings
+    from outlast.plan.constants import Constants
+    from outlast.plan.model import Context
+    from outlast.plan.space import Block
     from outlast.plan.transformer import Transformer
 
 
 HELD = "held to the best published MFU"
-TABLE = "best_utilisation.toml"
+TEXTS = texts("mechanisms")
 WHOLE_PRODUCTS = ("sltrain",)
 """Forms that rebuild the dense weight, so that their products are as wide as the dense ones."""
 
@@ -49,6 +46,7 @@ class Linear:
         outputs: Features out.
         count: How many, each expert by itself.
         expert: They are routed experts.
+        used: Share of them that a token goes through.
         divides_inputs: Tensor ranks divide the inputs, else the outputs.
     """
 
@@ -56,6 +54,7 @@ class Linear:
     outputs: int
     count: int
     expert: bool = False
+    used: float = 1.0
     divides_inputs: bool = False
 
 
@@ -74,11 +73,6 @@ class Form:
     share: float
 
 
-def form_of(model: Transformer, settings: Settings) -> Form:
-    """Operations and parameters of a model with some settings."""
-    return _form(model, settings.tensorize_form, settings.tensorize_rank)
-
-
 def operations_ratio(model: Transformer, settings: Settings, flops_per_token: Any) -> Any:
     """Operations of a model with some settings over those of the dense one.
 
@@ -88,11 +82,7 @@ def operations_ratio(model: Transformer, settings: Settings, flops_per_token: An
         flops_per_token: Of the dense model, forward and backward.
     """
     linear = sum(
-        (model.experts_per_token / model.experts if layer.expert else 1.0)
-        * 6.0
-        * layer.count
-        * layer.inputs
-        * layer.outputs
+        layer.used * 6.0 * layer.count * layer.inputs * layer.outputs
         for layer in linear_layers(model)
     )
     return 1.0 - linear / flops_per_token * (1.0 - form_of(model, settings).flops_ratio)
@@ -112,8 +102,9 @@ def linear_layers(model: Transformer) -> tuple[Linear, ...]:
         (model.shared_intermediate, model.mixture_layers, False),
     ):
         if width and count:
-            found.append(Linear(model.hidden, width, into * count, expert))
-            found.append(Linear(width, model.hidden, count, expert, divides_inputs=True))
+            used = model.experts_per_token / model.experts if expert else 1.0
+            found.append(Linear(model.hidden, width, into * count, expert, used))
+            found.append(Linear(width, model.hidden, count, expert, used, divides_inputs=True))
     return tuple(found)
 
 
@@ -135,24 +126,21 @@ def time_ratios(
     Returns:
         (layouts, settings), 1 for dense layers and never below the ratio of the operations.
     """
-    found = np.ones((len(layouts), len(settings)))
-    known: dict[tuple[str, float], Array] = {}
-    for column, setting in enumerate(settings):
-        key = setting.tensorize_form, setting.tensorize_rank
-        if setting.tensorize_form == "dense":
+    known: dict[tuple[str, float], Array] = {("dense", 0.0): np.ones(len(layouts))}
+    keys = [(setting.tensorize_form, setting.tensorize_rank) for setting in settings]
+    for key, setting in zip(keys, settings, strict=True):
+        if key in known:
             continue
-        if key not in known:
-            flops = form_of(model, setting).flops_ratio
-            efficiency = product_efficiency(model, layouts, constants, setting)
-            # Few layouts differ in tokens and ranks, so few numbers are different.
-            levels, places = np.unique(efficiency, return_inverse=True)
-            ratios = [
-                step_ratio(linear_share=1.0, flops_ratio=flops, efficiency=float(level))
-                for level in levels
-            ]
-            known[key] = np.array(ratios)[places.ravel()]
-        found[:, column] = known[key]
-    return found
+        flops = form_of(model, setting).flops_ratio
+        efficiency = product_efficiency(model, layouts, constants, setting)
+        # Few layouts differ in tokens and ranks, so few numbers are different.
+        levels, places = np.unique(efficiency, return_inverse=True)
+        ratios = [
+            step_ratio(linear_share=1.0, flops_ratio=flops, efficiency=float(level))
+            for level in levels
+        ]
+        known[key] = np.array(ratios)[places.ravel()]
+    return np.stack([known[key] for key in keys], axis=-1)
 
 
 def product_efficiency(
@@ -164,101 +152,36 @@ def product_efficiency(
     tokens = layouts.micro_batch * layouts.sequence / layouts.context
     dense = structured = operations = np.zeros(1)
     for layer in linear_layers(model):
-        used = model.experts_per_token / model.experts if layer.expert else 1.0
-        rows = tokens * used * layouts.expert if layer.expert else tokens
+        rows = tokens * layer.used * layouts.expert if layer.expert else tokens
         divided = layer.inputs if layer.divides_inputs else layer.outputs
         whole = layer.outputs if layer.divides_inputs else layer.inputs
         shortest = np.maximum(np.minimum(np.minimum(rows, whole), divided / layouts.tensor), 1.0)
         narrow = np.minimum(shortest, _width(form, rank_share, layer))
-        work = used * layer.count * layer.inputs * layer.outputs
+        work = layer.used * layer.count * layer.inputs * layer.outputs
         reduced = work * _flops_ratio(form, rank_share, layer)
         dense = dense + work * (1.0 + half / shortest)
         structured = structured + reduced * (1.0 + half / narrow)
         operations = operations + work
-    flops = _form(model, form, rank_share).flops_ratio
+    flops = form_of(model, settings).flops_ratio
     efficiency = np.minimum(flops * dense / structured, 1.0)
     return np.array(np.broadcast_to(efficiency, (len(layouts),)))
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory of candidates on their fullest stage, each (candidates,).
-
-    Attributes:
-        reserved_bytes: What the allocator holds.
-        pressing: What a run needs and cannot give back, over what the allocator can get: above 1
-            it runs out of memory.
-        headroom: Share of the memory that nothing is reserved of.
-    """
-
-    reserved_bytes: Array
-    pressing: Array
-    headroom: Array
-
-
-def room(
-    layouts: Cases, constants: MemoryConstants, layout: np.ndarray, shares: Array | None
-) -> Room:
-    """Memory of candidates, that of the states less what structured layers do without.
-
-    Args:
-        layouts: (layouts,).
-        constants: Of the memory model.
-        layout: (candidates,) index into `layouts`.
-        shares: (candidates,) parameters of the linear layers over those of the dense ones; None
-            where all are dense.
-    """
-    first = stage(layouts, "first")
-    stages = [first]
-    if (layouts.pipeline > 1.0).any():
-        stages.append(stage(layouts, "last"))
-    found = []
-    for item in stages:
-        need = demand(layouts, constants, item)
-        spared = 0.0 if shares is None else _spread(block_state_bytes(layouts, need, item), layout)
-        less = 0.0 if shares is None else spared * (1.0 - shares)
-        usable = _spread(need.usable * np.ones(len(layouts)), layout)
-        found.append(
-            (
-                _spread(need.reserved * np.ones(len(layouts)), layout) - less,
-                (_spread(need.pressing * np.ones(len(layouts)), layout) - less) / usable,
-                _spread(need.wanted * np.ones(len(layouts)), layout) - less,
-            )
-        )
-    reserved, pressing, wanted = (np.max(values, axis=0) for values in zip(*found, strict=True))
-    memory = _spread(layouts.memory_bytes * np.ones(len(layouts)), layout)
-    return Room(reserved, pressing, 1.0 - wanted / memory)
-
-
-def block_state_bytes(cases: Cases, need: Demand, of: Stage) -> Array:
-    """(cases,) weights, gradients and optimizer states of a stage's blocks, on one rank."""
-    tables = of.ends * embedding_parameters(cases) / cases.tensor
-    share = 1.0 - np.minimum(tables / np.maximum(need.states.parameters, 1.0), 1.0)
-    held: Array = need.states.lasting * share * np.ones(len(cases))
-    return held
-
-
-def _spread(values: Array, layout: np.ndarray) -> Array:
-    rows: Array = values[layout]
-    return rows
-
-
 @cache
-def _form(model: Transformer, form: str, rank_share: float) -> Form:
+def form_of(model: Transformer, settings: Settings) -> Form:
+    """Operations and parameters of a model with some settings."""
+    form, rank_share = settings.tensorize_form, settings.tensorize_rank
     whole = float(model.parameters)
     if form == "dense":
         return Form(1.0, whole, 1.0)
     dense = structured = flops = operations = 0.0
     for layer in linear_layers(model):
         size = layer.inputs * layer.outputs
-        used = model.experts_per_token / model.experts if layer.expert else 1.0
+        cost = layer_cost(form, layer.inputs, layer.outputs, _rank(rank_share, layer))
         dense += layer.count * size
-        structured += (
-            layer.count
-            * layer_cost(form, layer.inputs, layer.outputs, _rank(rank_share, layer)).parameters
-        )
-        operations += used * layer.count * size
-        flops += used * layer.count * size * _flops_ratio(form, rank_share, layer)
+        structured += layer.count * cost.parameters
+        operations += layer.used * layer.count * size
+        flops += layer.used * layer.count * size * _flops_ratio(form, rank_share, layer)
     return Form(flops / operations, whole - dense + structured, structured / dense)
 
 
@@ -337,8 +260,7 @@ def dense_flops(context: Context, layouts: Cases) -> Array:
     """(cases,) FLOPs of a token, forward and backward, in a model without structured layers."""
     model = context.model
     attention = 12.0 * model.layers * model.query_width * (layouts.sequence - 1.0)
-    flops: Array = model.flops_per_token(1) + attention
-    return flops
+    return np.asarray(model.flops_per_token(1) + attention)
 
 
 def with_mechanisms(
@@ -355,66 +277,49 @@ def with_mechanisms(
     """
     layouts, count = block.layouts, len(block.layouts)
     settings, setting = block.settings, block.setting
-    whole = _sum(plain, count)
-    products = _named(plain, ("matrix products",), count)
-    forms = [form_of(context.model, setting) for setting in settings]
-    kept = np.array([form.parameters for form in forms])[setting]
+    whole = total_of(plain, count)
+    products = total_of(plain, count, ("matrix products",))
+    kept = block.by_setting(lambda setting: form_of(context.model, setting).parameters)
     spread = _fewer_parameters(plain, block, kept / float(context.model.parameters))
     structured = np.zeros(len(block))
     if any(setting.tensorize_form != "dense" for setting in settings):
         constants = context.step.constants.constants([context.whose])
         ratios = time_ratios(context.model, layouts, constants, settings)
         structured = products[block.layout] * (ratios[block.layout, setting] - 1.0)
-    base = _sum(spread, len(block))
+    base = total_of(spread, len(block))
     if least is not None:
         dense, limits = dense_flops(context, layouts), np.broadcast_to(least, (count,))
         shares = [operations_ratio(context.model, setting, dense) for setting in settings]
         lowered = np.stack([limits * share for share in shares], axis=-1)[block.layout, setting]
         missing = np.maximum(lowered - (base + structured), 0.0)
         if missing.any():
-            text = "max(model FLOPs / (devices * peak * best published MFU) - all other terms, 0)"
             limit = {"seconds at the best published MFU": lowered}
-            spread, base = (*spread, Part(HELD, missing, text, limit, (), TABLE)), base + missing
+            spread, base = (*spread, TEXTS[HELD].part(HELD, missing, limit)), base + missing
         whole = np.maximum(whole, limits)
 
     checks, coverage = _guard(layouts, settings)
     checks, coverage = checks[block.layout, setting], coverage[block.layout, setting]
-    light = block.by_setting(
-        [LIGHT_SHARE if setting.guard == "light" else 0.0 for setting in settings]
-    )
+    light = block.by_setting(lambda setting: LIGHT_SHARE * (setting.guard == "light"))
     guarded = checks + light * (base + structured)
 
     computed = base + structured + guarded
     coding_ratio, claims = _coding(context, block, computed)
 
-    busy = _named(spread, BUSY, len(block)) + structured + guarded
+    busy = total_of(spread, len(block), BUSY) + structured + guarded
     clocks = _clocks(context, settings, (products / whole)[block.layout], block)
     slowed = np.zeros(len(block)) if clocks is None else busy * (clocks[0] - 1.0)
 
-    extra = [
-        Part(
-            "structured layers",
-            structured,
-            "matrix products * (ratio of operations / efficiency of narrower products - 1)",
-            {},
-            ("matmul_half_side",),
-            "outlast.tensorize.cost",
-        ),
-        Part(
-            "guard",
-            guarded,
-            "micro-batches * checks of its products, or a share of the step where they are few",
-            {},
-            (),
-            "outlast.guard.cost",
-        ),
-        Part("gradient coding", claims, "micro-batches * a claim", {}, (), "outlast.coding.cost"),
-        Part("lower clocks", slowed, "busy seconds * (factor - 1)", {}, (), "outlast.energy.cost"),
-    ]
-    parts = (*spread, *(part for part in extra if part.values.any()))
+    extra = {
+        "structured layers": structured,
+        "guard": guarded,
+        "gradient coding": claims,
+        "lower clocks": slowed,
+    }
+    added = (TEXTS[name].part(name, values, {}) for name, values in extra.items() if values.any())
+    parts = (*spread, *added)
     return Step(
         parts=parts,
-        seconds=_sum(parts, len(block)),
+        seconds=total_of(parts, len(block)),
         busy_seconds=busy,
         clocks=clocks,
         guard_overhead=guarded / (base + structured),
@@ -434,17 +339,17 @@ def _fewer_parameters(plain: Sequence[Part], block: Block, ratio: Array) -> tupl
         block: The candidates.
         ratio: (candidates,) parameters over those of the dense model.
     """
-    count, found = len(block.layouts), []
-    fewer = bool((ratio != 1.0).any())
+    fewer, found = bool((ratio != 1.0).any()), []
     for part in plain:
-        rows: Array = np.broadcast_to(part.values, (count,))
-        values = rows[block.layout]
-        formula, inputs = part.formula, part.inputs
+        spread = replace(part, values=block.spread(part.values))
         if fewer and part.name in BY_PARAMETERS:
-            values = values * ratio
-            formula = f"({formula}) * parameters / dense parameters"
-            inputs = {**inputs, "parameters / dense parameters": ratio}
-        found.append(Part(part.name, values, formula, inputs, part.constants, part.source))
+            spread = replace(
+                spread,
+                values=spread.values * ratio,
+                formula=f"({part.formula}) * parameters / dense parameters",
+                inputs={**part.inputs, "parameters / dense parameters": ratio},
+            )
+        found.append(spread)
     return tuple(found)
 
 
@@ -457,37 +362,26 @@ def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
     tokens = layouts.micro_batch * layouts.sequence / layouts.context
     blocks = layouts.layers / layouts.pipeline
     wide = layouts.intermediate + layouts.experts_per_token * layouts.expert_intermediate
+    attention_inputs = layouts.query_width + 2.0 * layouts.kv_width
+
+    def shape(inputs: Array, outputs: Array) -> LinearShape:
+        # The guard's formulas only multiply and add sizes, so that these may be arrays.
+        sizes: list[Any] = [tokens, inputs, outputs / layouts.tensor, blocks]
+        return LinearShape(*sizes)
+
     shapes = [
-        _shape(tokens, layouts.hidden, (layouts.query_width + 2.0 * layouts.kv_width), blocks),
-        _shape(tokens, layouts.query_width, layouts.hidden, blocks),
-        _shape(tokens, layouts.hidden, wide * (layouts.matrices - 1.0), blocks),
-        _shape(tokens, wide, layouts.hidden, blocks),
+        shape(layouts.hidden, attention_inputs),
+        shape(layouts.query_width, layouts.hidden),
+        shape(layouts.hidden, wide * (layouts.matrices - 1.0)),
+        shape(wide, layouts.hidden),
     ]
-    shapes = [_per_rank(shape, layouts.tensor) for shape in shapes]
-    rate = float(layouts.memory_bytes_per_s.min()) * CHECK_SHARE
     # Queries, keys and values go into attention, and as wide as the queries comes out.
-    inside = _shape(
-        tokens,
-        (layouts.query_width + 2.0 * layouts.kv_width) / layouts.tensor,
-        layouts.query_width,
-        blocks,
-    )
+    inside = shape(attention_inputs / layouts.tensor, layouts.query_width)
+    rate = float(layouts.memory_bytes_per_s.min()) * CHECK_SHARE
+    bytes_each, batches = cast("int", layouts.value_bytes), cast("int", layouts.micro_batches)
     checked = {
-        level: np.broadcast_to(
-            np.asarray(
-                check_seconds(
-                    those,
-                    cast("int", layouts.value_bytes),
-                    rate,
-                    microbatches=cast("int", layouts.micro_batches),
-                )
-            ),
-            (count,),
-        )
-        for level, those in (
-            ("linear", shapes),
-            ("full", [*shapes, _per_rank(inside, layouts.tensor)]),
-        )
+        level: np.asarray(check_seconds(those, bytes_each, rate, microbatches=batches))
+        for level, those in (("linear", shapes), ("full", [*shapes, inside]))
     }
     linear = sum(np.asarray(shape.flop) for shape in shapes)
     attention = 12.0 * tokens * layouts.sequence * layouts.query_width / layouts.tensor * blocks
@@ -501,17 +395,6 @@ def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
     return seconds, coverages
 
 
-def _shape(tokens: Array, inputs: Array, outputs: Array, count: Array) -> LinearShape:
-    """A layer whose sizes are arrays: the guard's formulas only multiply and add them."""
-    every: list[Any] = [tokens, inputs, outputs, count]
-    return LinearShape(*every)
-
-
-def _per_rank(shape: LinearShape, ranks: Array) -> LinearShape:
-    outputs: Any = shape.outputs / ranks
-    return LinearShape(shape.tokens, shape.inputs, outputs, shape.count)
-
-
 def _coding(context: Context, block: Block, computed: Array) -> tuple[Array, Array]:
     """(candidates,): ratio of gradient coding, and seconds of its claims in a step.
 
@@ -521,14 +404,12 @@ def _coding(context: Context, block: Block, computed: Array) -> tuple[Array, Arr
         computed: (candidates,) seconds of a step without a code.
     """
     ratio, claims = np.ones(len(block)), np.zeros(len(block))
-    copies = np.array([setting.coding_copies for setting in block.settings])[block.setting]
+    copies = block.by_setting(lambda setting: setting.coding_copies)
     if copies.max() == 1:
         return ratio, claims
-    count = len(block.layouts)
-    data = np.broadcast_to(block.layouts.data, (count,))[block.layout]
-    batches = np.broadcast_to(block.layouts.micro_batches, (count,))[block.layout]
-    sharded = np.broadcast_to(block.layouts.sharding > 0.0, (count,))[block.layout]
-    # Sharded states go with no code (`feasibility`), and simulating one takes a millisecond.
+    data, batches = block.spread(block.layouts.data), block.spread(block.layouts.micro_batches)
+    sharded = block.spread(block.layouts.sharding) > 0.0
+    # Sharded states go with no code (`possible`), and simulating one takes a millisecond.
     coded = np.flatnonzero((copies > 1) & ~sharded)
     claims[coded] = (
         batches[coded] * CostModel(chunk_seconds=1.0, chunks_per_worker=1).claims_seconds
@@ -572,8 +453,7 @@ def _straggling(context: Context, block: Block, computed: Array) -> Array:
             )
         return found
 
-    data = np.broadcast_to(block.layouts.data, (len(block.layouts),))[block.layout]
-    return _interpolated(factor, (data,), computed)
+    return _interpolated(factor, (block.spread(block.layouts.data),), computed)
 
 
 def _interpolated(value: Callable[..., float], counts: Sequence[Array], seconds: Array) -> Array:
@@ -591,15 +471,14 @@ def _interpolated(value: Callable[..., float], counts: Sequence[Array], seconds:
         for row in different
     ]
     low, high = np.array(values)[inverse.ravel()].reshape(2, -1)
-    found: Array = low + (place - below) * (high - low)
-    return found
+    return np.asarray(low + (place - below) * (high - low))
 
 
 def _clocks(
     context: Context, settings: Sequence[Settings], share: Array, block: Block
 ) -> tuple[Array, Array] | None:
     """(candidates,) factors of the clocks on busy seconds and watts."""
-    asked = np.array([setting.clock_mhz for setting in settings])[block.setting]
+    asked = block.by_setting(lambda setting: setting.clock_mhz)
     if not asked.any():
         return None
     constants, power = context.clocks, context.cluster.power
@@ -613,18 +492,4 @@ def _clocks(
     activity = activity_at(constants, drawn, top)
     # Ten classes of compute share are enough: the factors are smooth in it.
     rounded = np.round(share, 1)
-    factors = clock_factors(constants, activity, np.where(asked > 0.0, asked, top), rounded)
-    if isinstance(factors, Unavailable):
-        raise PlanError(f"clock_mhz = {asked.max():g}: {factors.reason}")
-    return factors
-
-
-def _named(parts: Sequence[Part], names: Sequence[str], count: int) -> Array:
-    return _sum([part for part in parts if part.name in names], count)
-
-
-def _sum(parts: Sequence[Part], count: int) -> Array:
-    total = np.zeros(count)
-    for part in parts:
-        total = total + part.values
-    return total
+    return clock_factors(constants, activity, np.where(asked > 0.0, asked, top), rounded)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.errors import PlanError
-from outlast.plan.batch import Array, Cases, Part, texts
-from outlast.plan.constants import MemoryConstants
-from outlast.plan.shard_sizes import (
-    Place,
+from outlast.plan.batch import (
+    Array,
+    Cases,
+    Part,
     Stage,
     block_parameters,
     embedding_parameters,
     routed_parameters,
     stage,
     stage_parameters,
-    stages_of,
+    texts,
 )
+from outlast.plan.constants import MemoryConstants
 
 SCORE_VALUES = 2.5
 """Of unfused attention per head and pair of tokens: softmax, its dropout's mask (one byte) and
@@ -111,6 +111,8 @@ def activations(cases: Cases, constants: MemoryConstants, stage: Stage) -> Activ
 
 MASTER_BYTES = 4.0
 """Of a weight that the optimizer keeps in fp32 beside the one of the products."""
+ADAM_BYTES = 8.0
+"""Moments of a weight that Adam updates."""
 MUON_BYTES = 4.0
 """Momentum of a weight that Muon updates; embedding and head have the other optimizer's."""
 QUANTIZED_BYTES = 2.0
@@ -185,8 +187,8 @@ def states(cases: Cases, constants: MemoryConstants, stage: Stage) -> States:
     tables = stage.ends * embedding_parameters(cases) / cases.tensor / np.maximum(parameters, 1.0)
     moments = np.where(
         cases.muon > 0.0,
-        tables * constants.moment_bytes + (1.0 - tables) * MUON_BYTES,
-        constants.moment_bytes,
+        tables * ADAM_BYTES + (1.0 - tables) * MUON_BYTES,
+        ADAM_BYTES,
     )
     per_owned = MASTER_BYTES * cases.half + moments
     summed = np.where(cases.sharding > 1.0, divided, parameters)
@@ -240,7 +242,6 @@ class Demand:
         after_step: What the time after the optimizer's step needs beyond that of the passes.
         allocated: After a step: no activations.
         peak: The most that tensors hold at once.
-        needed: The larger of passes and what follows the step, with buffers and libraries.
         fragments: Cached pieces that fit no tensor.
         ahead: Cached tensors that wait for collectives.
         copies: Cached buffers of the optimizer's step.
@@ -255,7 +256,6 @@ class Demand:
     after_step: Array
     allocated: Array
     peak: Array
-    needed: Array
     fragments: Array
     ahead: Array
     copies: Array
@@ -314,7 +314,6 @@ def demand(cases: Cases, constants: MemoryConstants, stage: Stage) -> Demand:
         after_step=after_step,
         allocated=stepped + floor,
         peak=np.maximum(busy, stepped + held.step_copies) + floor,
-        needed=needed,
         fragments=between * share,
         ahead=between * (1.0 - share),
         copies=copies,
@@ -347,143 +346,83 @@ LOG_DEVIATION = 0.16
 """Of the memory of a run around the model, where no fit says it."""
 
 
-def allocated_bytes(cases: Cases, constants: MemoryConstants) -> Array:
-    """Bytes of tensors after a step, on the rank that holds most: no activations.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of candidates on their fullest stage, each (candidates,).
+
+    Attributes:
+        reserved_bytes: The most that the allocator holds during a step.
+        pressing: What a run needs and cannot give back, over what the allocator can get: above 1
+            it runs out of memory, more likely than not.
+        headroom: Share of the memory that nothing is reserved of; below 0 where more is wanted.
+    """
+
+    reserved_bytes: Array
+    pressing: Array
+    headroom: Array
+
+
+def room(
+    layouts: Cases,
+    constants: MemoryConstants,
+    layout: NDArray[np.intp] | None = None,
+    shares: Array | None = None,
+) -> Room:
+    """Memory of candidates, that of the states less what structured layers do without.
+
+    The first stage of a pipeline keeps the most activations, the last one has the logits; those
+    between hold less than the first.
 
     Args:
-        cases: (cases,).
+        layouts: (layouts,).
         constants: Of the calibration, or the priors' medians.
-
-    Returns:
-        (cases,).
+        layout: (candidates,) index into `layouts`; None for each of them once.
+        shares: (candidates,) parameters of the linear layers over those of the dense ones; None
+            where all are dense.
     """
-    first, last = _ends(cases, constants)
-    return _full(cases, np.maximum(first.allocated, last.allocated))
+    rows = np.arange(len(layouts)) if layout is None else layout
+
+    def spread(values: Array) -> Array:
+        return np.broadcast_to(values, (len(layouts),))[rows]
+
+    piped = bool((layouts.pipeline > 1.0).any())
+    found = []
+    for item in stage(layouts, "first"), *([stage(layouts, "last")] if piped else []):
+        need = demand(layouts, constants, item)
+        less: Array | float = 0.0
+        if shares is not None:
+            less = spread(block_state_bytes(layouts, need, item)) * (1.0 - shares)
+        pressing = (spread(need.pressing) - less) / spread(need.usable)
+        found.append((spread(need.reserved) - less, pressing, spread(need.wanted) - less))
+    reserved, most, wanted = (np.max(values, axis=0) for values in zip(*found, strict=True))
+    return Room(reserved, most, 1.0 - wanted / spread(layouts.memory_bytes))
 
 
-def reserved_bytes(cases: Cases, constants: MemoryConstants) -> Array:
-    """The most that the allocator holds during a step, over the stages of the pipeline.
-
-    The first stage keeps the most activations, the last one has the logits; those between hold
-    less than the first.
-    """
-    first, last = _ends(cases, constants)
-    return _full(cases, np.maximum(first.reserved, last.reserved))
-
-
-def first_stage_allocated(cases: Cases, constants: MemoryConstants) -> Array:
-    """`allocated_bytes` of rank 0, which most logs are of."""
-    return _full(cases, demand(cases, constants, stage(cases, "first")).allocated)
-
-
-def first_stage_reserved(cases: Cases, constants: MemoryConstants) -> Array:
-    """`reserved_bytes` of rank 0, which most logs are of."""
-    return _full(cases, demand(cases, constants, stage(cases, "first")).reserved)
-
-
-def pressing_shares(cases: Cases, constants: MemoryConstants) -> Array:
-    """Bytes that a run cannot give back, over what its devices' allocators can get.
-
-    Above 1 it runs out of memory more likely than not.
-    """
-    first, last = _ends(cases, constants)
-    return _full(cases, np.maximum(first.pressing, last.pressing) / first.usable)
-
-
-def out_of_memory_probability(
-    cases: Cases, constants: MemoryConstants, log_deviation: float = LOG_DEVIATION
-) -> Array:
-    """Probability that a run does not fit.
-
-    Args:
-        cases: (cases,).
-        constants: Of the calibration, or the priors' medians.
-        log_deviation: Of measured memory around the model: `MemoryFit.log_deviation`.
-
-    Returns:
-        (cases,), from 0 to 1: that of a log-normal error that exceeds the room.
-    """
-    from scipy.special import ndtr
-
-    found: Array = ndtr(np.log(pressing_shares(cases, constants)) / log_deviation)
-    return found
-
-
-def headroom(cases: Cases, constants: MemoryConstants) -> Array:
-    """Share of the devices' memory that nothing is reserved of; below 0 where more is wanted."""
-    first, last = _ends(cases, constants)
-    return _full(cases, 1.0 - np.maximum(first.wanted, last.wanted) / cases.memory_bytes)
-
-
-def cliff(cases: Cases, constants: MemoryConstants) -> NDArray[np.bool_]:
-    """Mask of runs that fit, if at all, with so little room that they are several times slower."""
-    found: NDArray[np.bool_] = headroom(cases, constants) < CLIFF_HEADROOM
-    return found
-
-
-def fits(
-    cases: Cases, constants: MemoryConstants, least_headroom: float = CLIFF_HEADROOM
-) -> NDArray[np.bool_]:
-    """Mask of runs that fit with room to spare.
-
-    Args:
-        cases: (cases,).
-        constants: Of the calibration, or the priors' medians.
-        least_headroom: Share of the memory that must be left; 0.13 keeps clear of the cliff.
-    """
-    first, last = _ends(cases, constants)
-    wanted = np.maximum(first.wanted, last.wanted)
-    pressing = np.maximum(first.pressing, last.pressing)
-    found: NDArray[np.bool_] = _full(cases, wanted / cases.memory_bytes) <= 1.0 - least_headroom
-    return found & (pressing < first.usable)
-
-
-def _ends(cases: Cases, constants: MemoryConstants) -> tuple[Demand, Demand]:
-    first = demand(cases, constants, stage(cases, "first"))
-    if (cases.pipeline <= 1.0).all():
-        return first, first
-    return first, demand(cases, constants, stage(cases, "last"))
-
-
-def _full(cases: Cases, values: Array) -> Array:
-    """A figure of all cases, also where all its inputs agree."""
-    return np.broadcast_to(values, (len(cases),)).copy()
+def block_state_bytes(cases: Cases, need: Demand, of: Stage) -> Array:
+    """(cases,) weights, gradients and optimizer states of a stage's blocks, on one rank."""
+    tables = of.ends * embedding_parameters(cases) / cases.tensor
+    share = 1.0 - np.minimum(tables / np.maximum(need.states.parameters, 1.0), 1.0)
+    return np.asarray(need.states.lasting * share)
 
 
 MEMORY = texts("memory")
 
 
-def memory_parts(
-    cases: Cases, constants: MemoryConstants, place: Place = "first"
-) -> tuple[Part, ...]:
-    """The terms of a stage's reserved memory; their sum is `reserved_bytes` of that stage.
+def memory_parts(cases: Cases, constants: MemoryConstants, of: Stage) -> tuple[Part, ...]:
+    """The terms of a stage's reserved memory.
 
     Args:
         cases: (cases,).
         constants: Of the calibration, or the priors' medians.
-        place: "first", "middle" (the second stage) or "last".
+        of: The stage of each case.
 
     Returns:
         Parts in bytes, each of shape (cases,) or (1,), finite and not negative.
     """
-    return _parts(cases, constants, stage(cases, place))
-
-
-def stage_parts(case: Cases, constants: MemoryConstants) -> tuple[tuple[Part, ...], ...]:
-    """The terms of all stages of one case, the first stage first.
-
-    Raises:
-        PlanError: More than one case.
-    """
-    if len(case) != 1:
-        raise PlanError(f"{len(case)} cases: a table of stages is of one; take one of them")
-    return tuple(_parts(case, constants, item) for item in stages_of(case))
-
-
-def _parts(cases: Cases, constants: MemoryConstants, of: Stage) -> tuple[Part, ...]:
     found = demand(cases, constants, of)
+    held, passes = found.states, found.activations
     inputs = {
-        "parameters per rank": found.states.parameters,
+        "parameters per rank": held.parameters,
         "blocks": of.blocks,
         "in flight": of.in_flight,
         "tokens": cases.micro_batch * cases.sequence / cases.context,
@@ -491,17 +430,7 @@ def _parts(cases: Cases, constants: MemoryConstants, of: Stage) -> tuple[Part, .
         "tensor": cases.tensor,
         "usable": found.usable,
     }
-    return tuple(
-        Part(
-            name, values, MEMORY[name].formula, inputs, MEMORY[name].constants, MEMORY[name].source
-        )
-        for name, values in _values(cases, constants, found).items()
-    )
-
-
-def _values(cases: Cases, constants: MemoryConstants, found: Demand) -> dict[str, Array]:
-    held, passes = found.states, found.activations
-    return {
+    values = {
         "weights": held.weights,
         "gradients": held.gradients,
         "optimizer states": held.optimizer,
@@ -518,3 +447,4 @@ def _values(cases: Cases, constants: MemoryConstants, found: Demand) -> dict[str
         "cached for collectives": found.ahead,
         "cached for the step": found.copies,
     }
+    return tuple(MEMORY[name].part(name, item, inputs) for name, item in values.items())

@@ -11,21 +11,19 @@ carry a phrase that says so. Runs of the cluster at hand that reached more count
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.energy.cost import JOULES_PER_KWH
+from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
-from outlast.plan.calibration.conformal import interval_group
 from outlast.plan.constants import MemoryConstants, memory_constants
+from outlast.plan.constraints import calibrated_as
 from outlast.plan.energy import (
-    NORMAL_90,
     Bill,
     StepEnergy,
     bill,
@@ -33,39 +31,108 @@ from outlast.plan.energy import (
     measured_watts,
     step_energy,
 )
-from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance
-from outlast.plan.feasibility import possible
+from outlast.plan.estimate import NORMAL_90
+from outlast.plan.facts import facts
+from outlast.plan.fault_tolerance import FaultTolerance, fault_tolerance, possible
+from outlast.plan.goodput import Finish, finish
 from outlast.plan.loss import quality
 from outlast.plan.mechanisms import (
     HELD,
-    TABLE,
     Step,
     dense_flops,
     form_of,
     operations_ratio,
-    room,
     with_mechanisms,
 )
-from outlast.plan.memory import CLIFF_HEADROOM
-from outlast.plan.pareto.objectives import Objectives
-from outlast.plan.reliability.goodput import Finish, finish
-from outlast.plan.reliability.recovery import HOUR_SECONDS
+from outlast.plan.memory import CLIFF_HEADROOM, room
+from outlast.plan.objectives import Objectives
+from outlast.plan.reliability import HOUR_SECONDS, Restart
+from outlast.plan.step_fit import Belonging
 
 if TYPE_CHECKING:
+    from outlast.coding.delays import DelayModel
+    from outlast.energy.model.equations import DeviceConstants
     from outlast.plan.batch import Array, Cases
-    from outlast.plan.context import Context
+    from outlast.plan.cluster import Cluster
+    from outlast.plan.configuration import Configuration
     from outlast.plan.loss import Differences
-    from outlast.plan.pareto.space import Block
+    from outlast.plan.memory_fit import MemoryFit
+    from outlast.plan.space import Block
+    from outlast.plan.step_model import StepModel
+    from outlast.plan.transformer import Transformer
 
 
-"""Name of the term."""
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The job, the machines, and what is known of both.
 
-_ALIKE: Mapping[str, tuple[str, ...]] = {
-    "bf16": ("bf16", "fp16"),
-    "fp16": ("bf16", "fp16"),
-    "fp8": ("fp8",),
-    "fp32": ("fp32",),
-}
+    Attributes:
+        model: What is trained.
+        cluster: On what.
+        step: The calibration.
+        tokens: Of the whole training.
+        baseline: The run whose steps are counted and whose precision losses are compared with, at
+            equal data; its division of the work does not count.
+        framework: Software that trains.
+        timed_as: Name under which the time of such runs was calibrated; empty for that of the
+            framework.
+        unique_tokens: Different ones in the data; infinite where nothing repeats.
+        deadline_seconds: Wall time within which the run should be finished; None without one.
+        restart: The way back after a stop; spares are the cluster's.
+        delays: How late workers are; None where nobody knows, so that coding gains nothing.
+        clocks: Power and time constants of the device; None where nobody fitted them.
+        memory: Fitted constants of the memory model; None for the priors.
+        memory_elsewhere: They are of published runs on other clusters.
+        busy_watts: What a busy device was measured to draw; None for the prior.
+        commits_without: A gradient code commits a step without the chunks that were lost; else
+            they are computed again and the gradient is exact.
+        unmapped: What of a job is no part of the prediction, a sentence each.
+    """
+
+    model: Transformer
+    cluster: Cluster
+    step: StepModel
+    tokens: float
+    baseline: Configuration
+    framework: str = "outlast"
+    timed_as: str = ""
+    unique_tokens: float = math.inf
+    deadline_seconds: float | None = None
+    restart: Restart = field(default_factory=lambda: Restart(replace_seconds=300.0))
+    delays: DelayModel | None = None
+    clocks: DeviceConstants | None = None
+    memory: MemoryFit | None = None
+    memory_elsewhere: bool = False
+    busy_watts: float | None = None
+    commits_without: bool = False
+    unmapped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.tokens < math.inf:
+            raise PlanError(f"tokens = {self.tokens:g}: give a finite number above 0")
+        if not self.unique_tokens > 0.0:
+            raise PlanError(f"unique_tokens = {self.unique_tokens:g}: give a number above 0")
+        if self.deadline_seconds is not None and not self.deadline_seconds > 0.0:
+            raise PlanError(f"deadline_seconds = {self.deadline_seconds:g}: give more than 0")
+
+    @property
+    def whose(self) -> Belonging:
+        """Whose runs these are, as calibrations count."""
+        framework = self.timed_as or calibrated_as(self.framework)
+        return Belonging(self.cluster.device, self.cluster.name, framework)
+
+    @property
+    def calibrated(self) -> bool:
+        """True if runs of this very framework, chip and cluster were measured."""
+        return self.step.calibrated(self.whose, mixture=self.model.experts > 1)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the training."""
+        return max(math.ceil(self.tokens / self.baseline.tokens), 1)
+
+
+_ALIKE = {"bf16": ("bf16", "fp16"), "fp16": ("bf16", "fp16")}
 """Precisions with one peak."""
 
 
@@ -90,11 +157,8 @@ class Best:
     source: str
 
 
-@cache
-def published_best() -> tuple[Best, ...]:
-    """The table of best published utilisations."""
-    text = (files("outlast.plan") / TABLE).read_text(encoding="utf-8")
-    return tuple(Best(**entry) for entry in tomllib.loads(text)["best"])
+BEST = tuple(Best(**entry) for entry in facts("best_utilisation")["best"])
+"""The best published utilisations."""
 
 
 def best_of(chip: str, precision: str) -> tuple[float, str]:
@@ -104,12 +168,11 @@ def best_of(chip: str, precision: str) -> tuple[float, str]:
     a chip that has none, all of its runs do; of one of which nobody published any, those of all
     chips. Words say which of these it is.
     """
-    known = published_best()
     alike = _ALIKE.get(precision, (precision,))
-    own = [best for best in known if best.chip == chip]
-    same = [best for best in own or known if best.precision in alike]
+    own = [best for best in BEST if best.chip == chip]
+    same = [best for best in own or BEST if best.precision in alike]
     dense = [best for best in same if best.dense]
-    best = max(dense or same or own or known, key=lambda best: best.share)
+    best = max(dense or same or own or BEST, key=lambda best: best.share)
     remarks = []
     if not own:
         remarks.append(f"of any chip, since none is published of {chip}")
@@ -132,8 +195,7 @@ def least_seconds(context: Context, layouts: Cases) -> Array | None:
     if share is None:
         return None
     flops = dense_flops(context, layouts) * layouts.batch * layouts.sequence
-    seconds: Array = flops / (layouts.devices * layouts.peak_flop_per_s * share)
-    return seconds
+    return np.asarray(flops / (layouts.devices * layouts.peak_flop_per_s * share))
 
 
 def why_held(context: Context, layouts: Cases) -> tuple[str, ...]:
@@ -155,22 +217,19 @@ def _limits(context: Context, layouts: Cases) -> Array | None:
     The peak of processors is a rate that was measured of products, which others come close to.
     """
     whose = context.whose
-    mixture = context.model.experts > 1
-    calibrated = context.step.calibrated(whose, mixture=mixture)
-    if calibrated and context.cluster.processor:
+    if context.calibrated and context.cluster.processor:
         return None
-    reached: Mapping[str, float] = {}
-    if calibrated:
-        group = interval_group(whose.framework, whose.chip, whose.cluster, mixture=mixture)
-        place = context.step.places.get(group)
-        reached = {} if place is None else place.utilisation
+    place = context.step.places.get(whose.group(mixture=context.model.experts > 1))
+    reached = place.utilisation if place and context.calibrated else {}
     shares = {
-        name: max(best_of(whose.chip, name)[0], *(reached.get(item, 0.0) for item in _ALIKE[name]))
+        name: max(
+            best_of(whose.chip, name)[0],
+            *(reached.get(item, 0.0) for item in _ALIKE.get(name, (name,))),
+        )
         for name in ("fp8", "bf16", "fp32")
     }
     half = np.where(layouts.half > 0.0, shares["bf16"], shares["fp32"])
-    limits: Array = np.where(layouts.quantized > 0.0, shares["fp8"], half)
-    return limits
+    return np.asarray(np.where(layouts.quantized > 0.0, shares["fp8"], half))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,16 +280,14 @@ def judge(context: Context, block: Block) -> Judged:
         context: The job, the cluster, the calibration.
         block: Layouts and settings.
     """
-    layouts, count = block.layouts, len(block.layouts)
-
-    def spread(values: Array) -> Array:
-        rows: Array = np.broadcast_to(values, (count,))[block.layout]
-        return rows
-
+    layouts, spread = block.layouts, block.spread
     plain = context.step.parts(layouts, context.whose)
     step = with_mechanisms(context, block, plain, least_seconds(context, layouts))
     widths = spread(context.step.half_widths(layouts, context.whose))
-    memory = room(layouts, memory_of(context), block.layout, _shares(context, block))
+    shares = None
+    if any(setting.tensorize_form != "dense" for setting in block.settings):
+        shares = block.by_setting(lambda setting: form_of(context.model, setting).share)
+    memory = room(layouts, memory_of(context), block.layout, shares)
     capacity = spread(layouts.memory_bytes)
     alive = fault_tolerance(context, block, step)
     going = possible(context.cluster, block)
@@ -254,9 +311,14 @@ def judge(context: Context, block: Block) -> Judged:
         survival=alive,
         finish=done,
         energy=energy,
-        energy_half_widths=_energy_half_widths(energy, widths),
+        energy_half_widths=(
+            widths
+            if isinstance(energy, Unavailable)
+            # Errors of the watts and of the time are independent.
+            else np.hypot(widths, NORMAL_90 * energy.deviation / energy.joules)
+        ),
         run_joules=joules,
-        bill=bill(context.cluster.prices, device_hours, joules, context.cluster.sources),
+        bill=bill(context.cluster.prices, device_hours, joules),
         quality=quality(context, block, step),
         devices=devices,
     )
@@ -274,13 +336,6 @@ def memory_of(context: Context) -> MemoryConstants:
     return context.memory.constants((context.whose.framework,))
 
 
-def _shares(context: Context, block: Block) -> Array | None:
-    """(candidates,) parameters of the blocks' layers over the dense ones'; None where all are."""
-    if all(setting.tensorize_form == "dense" for setting in block.settings):
-        return None
-    return block.by_setting([form_of(context.model, setting).share for setting in block.settings])
-
-
 def beyond(context: Context, layouts: Cases) -> tuple[str, ...]:
     """Why the first of some layouts is beyond what was calibrated, a phrase each."""
     return (*context.step.outside(layouts, context.whose), *why_held(context, layouts))
@@ -296,6 +351,9 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
             missed = 1.0 - in_time(judged, context.deadline_seconds)
         half, joules = judged.step_half_widths, judged.energy_half_widths
         money = half if judged.bill.rented else joules
+        energy = judged.run_joules
+        if not isinstance(energy, Unavailable):
+            energy = energy * (1.0 / JOULES_PER_KWH)
         nats = (judged.quality.high - judged.quality.low) / 2.0
         return Objectives(
             hours=judged.finish.expected_seconds / HOUR_SECONDS,
@@ -304,12 +362,13 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
             capacity_bytes=judged.capacity_bytes,
             fits=judged.fits,
             cliff=judged.cliff,
-            kwh=_scaled(judged.run_joules, 1.0 / JOULES_PER_KWH),
+            kwh=energy,
             lost_hours=(1.0 - judged.survival.goodput.ettr)
             * judged.finish.expected_seconds
             / HOUR_SECONDS,
             miss_probability=missed,
             loss_difference=judged.quality.middle,
+            device_hours=judged.finish.expected_seconds / HOUR_SECONDS * judged.devices,
             money=judged.bill.money,
             grams_co2=judged.bill.carbon_grams,
             flags=lambda row: beyond(context, block.layouts.taken(block.layout[[row]])),
@@ -317,6 +376,7 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
                 "hours": half,
                 "kwh": joules,
                 "lost_hours": half,
+                "device_hours": half,
                 "money": money,
                 "grams_co2": joules,
                 "loss_difference": nats,
@@ -329,6 +389,11 @@ def evaluator(context: Context) -> Callable[[Block], Objectives]:
 def _energy(context: Context, block: Block, step: Step) -> StepEnergy | Unavailable:
     """Joules of a step: computing, waiting for others, and with nothing to do."""
     cluster = context.cluster
+    if cluster.power is None:
+        return Unavailable(
+            "what the devices draw is not known",
+            "give limit_watts, blocked_watts and idle_watts under [power] of the cluster file",
+        )
     names = ("pipeline bubble", "host and kernel starts", "fixed", "uneven stages")
     idle = np.zeros(len(block))
     for part in step.parts:
@@ -339,35 +404,27 @@ def _energy(context: Context, block: Block, step: Step) -> StepEnergy | Unavaila
     idle = np.minimum(idle, np.maximum(step.seconds - slowed, 0.0))
     blocked = np.maximum(step.seconds - slowed - idle, 0.0)
     if context.busy_watts is not None:
-        draw: object = measured_watts(context.busy_watts, "given with the job")
+        draw = measured_watts(context.busy_watts, "given with the job")
     else:
         layouts = block.layouts
         per_token = context.model.flops_per_token(context.baseline.sequence)
         flops = per_token * context.baseline.tokens
         # Full recomputation computes the forward pass, a third of the rest, once more.
         computed = flops * np.where(layouts.recompute == 2.0, 4.0 / 3.0, 1.0)
-        share = computed / (layouts.peak_flop_per_s * layouts.devices)
-        spread = np.broadcast_to(share, (len(layouts),))[block.layout]
-        kept = [operations_ratio(context.model, setting, per_token) for setting in block.settings]
-        spread = spread * block.by_setting(kept)
-        activity = np.minimum(spread / np.maximum(busy, 1e-12), 1.0)
+        share = block.spread(computed / (layouts.peak_flop_per_s * layouts.devices))
+        share = share * block.by_setting(
+            lambda setting: operations_ratio(context.model, setting, per_token)
+        )
+        activity = np.minimum(share / np.maximum(busy, 1e-12), 1.0)
         draw = busy_watts(cluster.power, activity)
     return step_energy(
         cluster.power,
-        draw,  # type: ignore[arg-type]
+        draw,
         (busy, blocked, idle),
         devices_per_node=cluster.devices_per_node,
         clocks=step.clocks,
         sources=cluster.sources,
     )
-
-
-def _energy_half_widths(energy: StepEnergy | Unavailable, widths: Array) -> Array:
-    """(candidates,) in log space: errors of the watts and of the time are independent."""
-    if isinstance(energy, Unavailable):
-        return widths
-    found: Array = np.hypot(widths, NORMAL_90 * energy.deviation / energy.joules)
-    return found
 
 
 def _run_joules(
@@ -381,9 +438,4 @@ def _run_joules(
     waiting = np.maximum(done.expected_seconds - computing, 0.0)
     rest = power.idle_watts + power.node_watts / energy.devices_per_node
     each = energy.joules * computing / step.seconds + waiting * rest * power.pue
-    joules: Array = devices * each
-    return joules
-
-
-def _scaled(values: Array | Unavailable, factor: float) -> Array | Unavailable:
-    return values if isinstance(values, Unavailable) else values * factor
+    return np.asarray(devices * each)

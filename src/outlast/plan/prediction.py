@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import Part, cases
-from outlast.plan.constants import MEMORY_PRIORS, PRIORS
+from outlast.plan.batch import Part, cases, stages_of, texts
+from outlast.plan.configuration import Settings
+from outlast.plan.constants import MEMORY_PRIORS, PRIORS, Constants, MemoryConstants, Prior
 from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
-from outlast.plan.feasibility import in_cliff, out_of_memory, why_impossible
-from outlast.plan.mechanisms import HELD, block_state_bytes, form_of, operations_ratio
-from outlast.plan.memory import LOG_DEVIATION, demand, stage_parts
+from outlast.plan.fault_tolerance import why_impossible
+from outlast.plan.goodput import SMALLEST, finish, goodput
+from outlast.plan.mechanisms import HELD, form_of, operations_ratio
+from outlast.plan.memory import LOG_DEVIATION, block_state_bytes, demand, memory_parts
 from outlast.plan.model import Judged, beyond, in_time, judge, memory_of
-from outlast.plan.pareto.settings import Settings
-from outlast.plan.pareto.space import Block
-from outlast.plan.reliability.goodput import SMALLEST, finish, goodput
-from outlast.plan.shard_sizes import stages_of
+from outlast.plan.space import Block
 from outlast.records import Predicted
 
 if TYPE_CHECKING:
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration
-    from outlast.plan.context import Context
-    from outlast.plan.reliability.goodput import Goodput
+    from outlast.plan.goodput import Goodput
+    from outlast.plan.model import Context
 
 
 def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:
     """Terms of the memory of all stages, with what structured layers do without."""
     constants, layouts = memory_of(context), block.layouts
-    plain = stage_parts(layouts, constants)
     form = form_of(context.model, block.settings[0])
-    if form.share == 1.0:
-        return plain
     found = []
-    for parts, item in zip(plain, stages_of(layouts), strict=True):
+    for item in stages_of(layouts):
+        parts = memory_parts(layouts, constants, item)
+        if form.share == 1.0:
+            found.append(parts)
+            continue
         held = block_state_bytes(layouts, demand(layouts, constants, item), item)
-        share = np.full(1, form.share)
-        spared = Part(
-            "structured layers",
-            held * (share - 1.0),
-            "states of the blocks * (parameters of their layers / dense ones - 1)",
-            {"states of the blocks": held, "parameters of their layers / dense ones": share},
-            (),
-            "outlast.tensorize.cost",
-        )
+        share, name = np.full(1, form.share), "structured layers"
+        inputs = {"states of the blocks": held, "parameters of their layers / dense ones": share}
+        spared = texts("mechanisms_memory")[name].part(name, held * (share - 1.0), inputs)
         found.append((*parts, spared))
     return tuple(found)
 
@@ -63,25 +58,7 @@ def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, 
         if context.memory_elsewhere:
             origin = "published"
             outside = (*outside, "constants of published runs on other clusters")
-    terms = tuple(
-        Term(
-            part.name,
-            first_of(part.values),
-            part.formula,
-            {name: first_of(value) for name, value in part.inputs.items()},
-            {
-                name: Source(
-                    first_of(getattr(values, name)),
-                    MEMORY_PRIORS[name].unit,
-                    origin,
-                    MEMORY_PRIORS[name].text,
-                )
-                for name in part.constants
-            },
-            part.source,
-        )
-        for part in parts
-    )
+    terms = tuple(_term(part, values, MEMORY_PRIORS, origin) for part in parts)
     middle = sum(term.value for term in terms)
     factor = float(np.exp(1.645 * deviation))
     return Total("B", Interval(middle / factor, middle, middle * factor, 0.9, outside), terms)
@@ -100,14 +77,27 @@ def _why_prior(context: Context) -> str:
 
 def why_unfit(context: Context, block: Block, run: Configuration, judged: Judged) -> str:
     """Why the run does not run as it should; empty where it does."""
-    impossible = why_impossible(context.cluster, block)
-    if impossible:
+    if impossible := why_impossible(context.cluster, block):
         return impossible
+    said = (
+        f"micro_batch = {run.micro_batch}, sharding = {run.sharding}, tensor = {run.tensor}, "
+        f"recompute = {run.recompute}"
+    )
     if not judged.fits[0]:
-        usable = memory_of(context).usable_share * context.cluster.memory_bytes
-        return out_of_memory(run, float(judged.pressing[0]), first_of(np.asarray(usable)))
+        usable = first_of(memory_of(context).usable_share * context.cluster.memory_bytes)
+        needed = float(judged.pressing[0]) * usable / 2**30
+        return (
+            f"out of memory: {needed:,.1f} GiB are needed and the allocator can get "
+            f"{usable / 2**30:,.1f} GiB with {said}; recompute, shard or divide more, lower "
+            "micro_batch, or take more devices"
+        )
     if judged.cliff[0]:
-        return in_cliff(run, float(judged.memory_bytes[0]), float(judged.capacity_bytes[0]))
+        reserved, capacity = judged.memory_bytes[0] / 2**30, judged.capacity_bytes[0] / 2**30
+        return (
+            f"in the memory cliff: {reserved:,.1f} GiB of {capacity:,.1f} GiB are reserved with "
+            f"{said}, so that the allocator gives back and asks again in every step; recompute, "
+            "shard or divide more, or lower micro_batch"
+        )
     return ""
 
 
@@ -222,7 +212,10 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     outside = beyond(context, block.layouts)
     # With an interval that ends where the devices' peak does.
     least_seconds = _least_seconds(context, run, block.settings[0])
-    terms = tuple(_term(context, part) for part in judged.step.parts)
+    published = "published" if context.step.rows else "prior"
+    origin = "calibrated" if context.calibrated else published
+    constants = context.step.constants.constants([context.whose])
+    terms = tuple(_term(part, constants, PRIORS, origin) for part in judged.step.parts)
     middle = sum(term.value for term in terms)
     half = float(np.exp(judged.step_half_widths[0]))
     widths = context.step.widths
@@ -239,7 +232,7 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     dense = context.model.flops_per_token(run.sequence)
     flops = dense * operations_ratio(context.model, block.settings[0], dense) / run.devices
     stages = stages_held(context, block)
-    held = tuple(sum(_first(part.values) for part in stage) for stage in stages)
+    held = tuple(sum(first_of(part.values) for part in stage) for stage in stages)
     rare, often = _rate_ends(context.cluster, judged)
     whole = (*outside, RATES_ASSUMED) if _assumed(context.cluster) else outside
     width, energy = float(judged.step_half_widths[0]), float(judged.energy_half_widths[0])
@@ -248,11 +241,12 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
         left_out = judged.energy.flags
         if judged.energy.draw.source.origin == "prior":
             left_out = ("watts of a busy device are a prior: none was measured", *left_out)
+    deadline = context.deadline_seconds
     # The last tier is the one that every run has: what a run leaves behind when it ends.
     shared, restart = judged.survival.run.tiers[-1], judged.survival.run.restart
     return Estimate(
         step_seconds=step,
-        calibrated=context.step.calibrated(context.whose, mixture=context.model.experts > 1),
+        calibrated=context.calibrated,
         tokens_per_s=rate,
         utilisation=rate.scaled(flops / context.cluster.peak_flop_per_s[run.precision]),
         memory=memory_total(context, stages[int(np.argmax(held))], outside),
@@ -264,13 +258,13 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
         headroom_bytes=float(judged.capacity_bytes[0] - judged.memory_bytes[0]),
         joules=_joules(judged, run.devices, (*outside, *left_out)),
         run_joules=_interval(judged.run_joules, energy, (*whole, *left_out)),
-        ettr=_share(_ettr(judged, (rare, often), whole)),
+        ettr=_ettr(judged, (rare, often), whole),
         finish_seconds=_finish(judged, seconds, (rare, often), whole),
-        on_time=_on_time(context, judged),
+        on_time=None if deadline is None else float(in_time(judged, deadline)[0]),
         lost_work_seconds=float(judged.finish.lost_work_seconds[0]),
         checkpoint_seconds=float(judged.survival.interval_seconds[0]),
-        last_save_seconds=_first(np.asarray(shared.blocked_seconds + shared.write_seconds)),
-        resume_seconds=_first(np.asarray(restart.restart_seconds + shared.restore_seconds)),
+        last_save_seconds=first_of(np.asarray(shared.blocked_seconds + shared.write_seconds)),
+        resume_seconds=first_of(np.asarray(restart.restart_seconds + shared.restore_seconds)),
         loss_difference=judged.quality.total(0),
         money=(
             _interval(judged.bill.money, width, whole)
@@ -310,21 +304,16 @@ def _least_seconds(context: Context, run: Configuration, settings: Settings) -> 
     return flops * run.tokens / (run.devices * context.cluster.peak_flop_per_s[run.precision])
 
 
-def _term(context: Context, part: Part) -> Term:
-    values = context.step.constants.constants([context.whose])
-    origin = "published" if context.step.rows else "prior"
-    if context.step.calibrated(context.whose, mixture=context.model.experts > 1):
-        origin = "calibrated"
+def _term(
+    part: Part, values: Constants | MemoryConstants, priors: Mapping[str, Prior], origin: str
+) -> Term:
+    """Of the first case, with the constants' values and what is known of them."""
     constants = {
-        name: Source(float(getattr(values, name)[0]), PRIORS[name].unit, origin, PRIORS[name].text)
+        name: Source(first_of(getattr(values, name)), priors[name].unit, origin, priors[name].text)
         for name in part.constants
     }
-    inputs = {name: _first(value) for name, value in part.inputs.items()}
-    return Term(part.name, _first(part.values), part.formula, inputs, constants, part.source)
-
-
-def _first(values: np.ndarray) -> float:
-    return float(np.ravel(values)[0])
+    inputs = {name: first_of(value) for name, value in part.inputs.items()}
+    return Term(part.name, first_of(part.values), part.formula, inputs, constants, part.source)
 
 
 def _joules(judged: Judged, devices: int, beyond: tuple[str, ...]) -> Total | Unavailable:
@@ -336,17 +325,6 @@ def _joules(judged: Judged, devices: int, beyond: tuple[str, ...]) -> Total | Un
     middle = total.figure.middle
     return Total(
         total.unit, Interval(middle / factor, middle, middle * factor, 0.9, beyond), total.terms
-    )
-
-
-def _share(total: Total) -> Total:
-    """A share within [0, 1], where its terms' rounding leads out of it."""
-    figure = total.figure
-    low, middle, high = (
-        min(max(item, 0.0), 1.0) for item in (figure.low, figure.middle, figure.high)
-    )
-    return Total(
-        total.unit, Interval(low, middle, high, figure.coverage, figure.extrapolated), total.terms
     )
 
 
@@ -378,20 +356,14 @@ def _ettr(judged: Judged, ends: tuple[Goodput, Goodput], beyond: tuple[str, ...]
     """Share of progress, between those with the failure rates at the ends of what is likely."""
     terms = judged.survival.goodput.explain(0)
     losses = tuple(
-        Term(
-            f"lost to {term.name}",
-            -term.value,
-            term.formula,
-            term.inputs,
-            term.constants,
-            term.source,
-        )
-        for term in terms[1:]
+        replace(term, name=f"lost to {term.name}", value=-term.value) for term in terms[1:]
     )
     whole = Term("wall time", 1.0, "1")
     share = 1.0 - sum(-term.value for term in losses)
-    shares = (share, *(_first(end.ettr) for end in ends))
-    return Total("1", Interval(min(shares), share, max(shares), 0.9, beyond), (whole, *losses))
+    shares = (share, *(first_of(end.ettr) for end in ends))
+    # Rounding of the terms may lead out of [0, 1].
+    low, middle, high = np.clip([min(shares), share, max(shares)], 0.0, 1.0).tolist()
+    return Total("1", Interval(low, middle, high, 0.9, beyond), (whole, *losses))
 
 
 def _finish(
@@ -403,7 +375,7 @@ def _finish(
     """
     mean = float(judged.finish.expected_seconds[0])
     early, late = (float(judged.finish.quantile_seconds(share)[0]) for share in (0.1, 0.9))
-    productive = mean * max(_first(judged.survival.goodput.ettr), SMALLEST)
+    productive = mean * max(first_of(judged.survival.goodput.ettr), SMALLEST)
     fast, slow = (float(finish(end, productive).expected_seconds[0]) for end in ends)
     # 10th and 90th percentile of the step from its 5th and 95th, as of a normal error.
     step = np.log(seconds.high / seconds.middle) * 1.2816 / 1.6449
@@ -418,24 +390,18 @@ def _joined(*spreads: float) -> float:
     return float(np.sqrt(sum(spread**2 for spread in spreads)))
 
 
-def _on_time(context: Context, judged: Judged) -> float | None:
-    if context.deadline_seconds is None:
-        return None
-    return float(in_time(judged, context.deadline_seconds)[0])
-
-
 def _interval(
     values: np.ndarray | Unavailable, half_width: float, outside: tuple[str, ...]
 ) -> Interval | Unavailable:
     if isinstance(values, Unavailable):
         return values
-    middle, factor = float(np.ravel(values)[0]), float(np.exp(half_width))
+    middle, factor = first_of(values), float(np.exp(half_width))
     return Interval(middle / factor, middle, middle * factor, 0.9, outside)
 
 
 def _limiting(judged: Judged) -> str:
     """Name the largest part of the step: "compute" where products and attention are most of it."""
-    values = {part.name: _first(part.values) for part in judged.step.parts}
+    values = {part.name: first_of(part.values) for part in judged.step.parts}
     computing = sum(values.get(name, 0.0) for name in COMPUTE)
     if computing > COMPUTE_SHARE * sum(values.values()):
         return "compute"

@@ -5,8 +5,19 @@ problem("deepspeed", model, run)                        # None, or why not, in o
 emit("sbatch", model, run, cluster, out=Path("run"))    # job.sbatch and job.toml
 """
 
+from outlast.plan.emit.outlast_job import mechanism_tables
 from outlast.plan.emit.settings import EmitSettings
-from outlast.plan.emit.targets import TARGETS, Target, can_express, problem
+from outlast.plan.emit.targets import TARGETS, Target, can_express, problem, target_named
 from outlast.plan.emit.write import emit, emitted
 
-__all__ = ["TARGETS", "EmitSettings", "Target", "can_express", "emit", "emitted", "problem"]
+__all__ = [
+    "TARGETS",
+    "EmitSettings",
+    "Target",
+    "can_express",
+    "emit",
+    "emitted",
+    "mechanism_tables",
+    "problem",
+    "target_named",
+]

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import PlanError
-from outlast.plan.emit.huggingface import CONFIG, config_text, model_config
-from outlast.plan.emit.settings import commented, head
-from outlast.plan.job import MEMORY_FOLDERS
-from outlast.plan.pareto.settings import Settings
+from outlast.plan.configuration import MEMORY_FOLDERS, Settings
+from outlast.plan.emit.settings import CONFIG, Plan, commented
 from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:
-    from outlast.plan.cluster import Cluster
-    from outlast.plan.configuration import Configuration
-    from outlast.plan.emit.settings import EmitSettings
-    from outlast.plan.pareto.settings import Recovery
     from outlast.plan.transformer import Transformer
 
 
@@ -49,20 +42,43 @@ def mechanism_tables(
     before = Settings(guard="", tensorize_form="dense") if own is None else own
     found: dict[str, dict[str, Any]] = {}
     if chosen.tiers != before.tiers:
-        found["checkpoint"] = {"fast": _fast(chosen.tiers, name)}
+        fast = {("shared",): "", ("memory", "shared"): f"{MEMORY_FOLDERS[0]}/{name}"}
+        if chosen.tiers not in fast:
+            raise PlanError(
+                f"tiers = {'+'.join(chosen.tiers)} cannot be expressed for Outlast: its "
+                "checkpoints go to one faster folder and to the run's; the nearest is --tier "
+                "memory+shared, or --tier shared with --set checkpoint.fast=FOLDER for a node's "
+                "own disk"
+            )
+        found["checkpoint"] = {"fast": fast[chosen.tiers]}
     if chosen.guard != before.guard:
         found["guard"] = {"policy": chosen.guard}
-    if chosen.recovery != before.recovery or own is None:
-        found["recover"] = _recover(chosen.recovery)
+    recovery = chosen.recovery
+    if recovery != before.recovery or own is None:
+        found["recover"] = {"mode": recovery.mode}
+        if recovery.mode == "restart":
+            found["recover"] |= {
+                "every_steps": recovery.every_steps,
+                "parity": "auto" if recovery.parity is None else recovery.parity,
+                "parity_group": recovery.parity_group,
+            }
     if chosen.coding_copies != before.coding_copies:
         found["coding"] = (
             {"scheme": "off"}
             if chosen.coding_copies == 1
             else {"scheme": "coverage", "copies": chosen.coding_copies}
         )
-    kinds = ("tensorize_form", "tensorize_rank")
-    if any(getattr(chosen, kind) != getattr(before, kind) for kind in kinds):
-        found["tensorize"] = _tensorize(model, chosen)
+    form, rank = chosen.tensorize_form, chosen.tensorize_rank
+    if (form, rank) != (before.tensorize_form, before.tensorize_rank):
+        if form == "dense":
+            found["tensorize"] = {"form": "off"}
+        else:
+            # Of forms without two factors a job takes a share for one of the parameters.
+            share = form in TWO_FACTOR_FORMS and rank < 1.0
+            found["tensorize"] = {
+                "form": form,
+                "rank": rank if share else max(round(rank * model.hidden), 1),
+            }
     return found
 
 
@@ -74,53 +90,18 @@ def only_in_outlast(chosen: Settings, title: str) -> str:
         title: Of the framework.
     """
     plain = Settings()
-    for field in fields(chosen):
-        value = getattr(chosen, field.name)
-        if field.name in _OPTIONS and value != getattr(plain, field.name):
+    for name, option in _OPTIONS.items():
+        value = getattr(chosen, name)
+        if value != getattr(plain, name):
             shown = "+".join(value) if isinstance(value, tuple) else value
             return (
-                f"{field.name} = {shown} cannot be expressed for {title}: it is a mechanism of "
-                f"Outlast; leave out {_OPTIONS[field.name]}, or give --target outlast"
+                f"{name} = {shown} cannot be expressed for {title}: it is a mechanism of Outlast; "
+                f"leave out {option}, or give --target outlast"
             )
     return ""
 
 
-def _fast(tiers: tuple[str, ...], name: str) -> str:
-    if tiers == ("shared",):
-        return ""
-    if tiers == ("memory", "shared"):
-        return f"{MEMORY_FOLDERS[0]}/{name}"
-    raise PlanError(
-        f"tiers = {'+'.join(tiers)} cannot be expressed for Outlast: its checkpoints go to one "
-        "faster folder and to the run's; the nearest is --tier memory+shared, or --tier shared "
-        "with --set checkpoint.fast=FOLDER for a node's own disk"
-    )
-
-
-def _recover(recovery: Recovery) -> dict[str, Any]:
-    if recovery.mode != "restart":
-        return {"mode": recovery.mode}
-    return {
-        "mode": "restart",
-        "every_steps": recovery.every_steps,
-        "parity": "auto" if recovery.parity is None else recovery.parity,
-        "parity_group": recovery.parity_group,
-    }
-
-
-def _tensorize(model: Transformer, chosen: Settings) -> dict[str, Any]:
-    form, rank = chosen.tensorize_form, chosen.tensorize_rank
-    if form == "dense":
-        return {"form": "off"}
-    if form in TWO_FACTOR_FORMS and rank < 1.0:
-        return {"form": form, "rank": rank}
-    # Of other forms a job takes a share for one of the parameters.
-    return {"form": form, "rank": max(round(rank * model.hidden), 1)}
-
-
-def outlast_files(
-    model: Transformer, run: Configuration, cluster: Cluster, settings: EmitSettings
-) -> dict[str, str]:
+def outlast_files(plan: Plan) -> dict[str, str]:
     """Text of job.toml, which `outlast.job` has read and found right, and of the model's config.
 
     Raises:
@@ -131,7 +112,7 @@ def outlast_files(
     from outlast.job import job_from_text
     from outlast.job.section import toml_value
 
-    tables = _tables(model, run, cluster, settings)
+    settings, tables = plan.settings, _tables(plan)
     for override in settings.overrides:
         _merge(tables, _parsed(override))
     lines = []
@@ -142,64 +123,58 @@ def outlast_files(
     notes = ["Start it in its own folder."] if beside else []
     if "data" in tables and not settings.job and not settings.train:
         notes.append("Its data are the default's, a small text: say what to train on under [data].")
-    text = commented(head(model, run, settings, *notes)) + "\n".join(lines) + "\n"
+    text = commented(plan.head(*notes)) + "\n".join(lines) + "\n"
     job_from_text(text, "job.toml")
-    if beside:
-        return {"job.toml": text, CONFIG: config_text(model, run, settings)}
-    return {"job.toml": text}
+    return {"job.toml": text, CONFIG: plan.config_text()} if beside else {"job.toml": text}
 
 
-def _tables(
-    model: Transformer, run: Configuration, cluster: Cluster, settings: EmitSettings
-) -> dict[str, dict[str, Any]]:
+def _tables(plan: Plan) -> dict[str, dict[str, Any]]:
     """The job that was planned, or one made from the plan's numbers, with the plan over it."""
-    known = settings.job or _described(model, run, settings)
+    run, settings = plan.run, plan.settings
+    known = settings.job or _described(plan)
     tables = {section: dict(values) for section, values in known.items()}
     _merge(tables, {"run": {"name": settings.name}})
     if "config" in tables["model"]:
         tables["model"]["config"] = CONFIG
     # Settings of [train] that the division of the work decides.
-    train: dict[str, Any] = {
-        "precision": run.precision,
-        "activation_checkpointing": run.recompute == "full",
-    }
-    if run.pipeline == 1:
-        train["micro_batch_size"] = run.micro_batch
+    recomputed = run.recompute == "full"
+    train = {"precision": run.precision, "activation_checkpointing": recomputed}
     _merge(tables, {"train": train})
     # All that a job can say of it is the plan's: what a job said of another division goes.
-    shard = (run.sharding_ranks or run.data) if run.sharding == "parameters" else 1
-    degrees = {
+    shard = plan.sharding_group if run.sharding == "parameters" else 1
+    tables["parallel"] = {
         "replicate": run.data // shard,
         "shard": shard,
         "tensor": run.tensor,
         "pipeline": run.pipeline,
     }
-    tables["parallel"] = degrees | (_pipeline(run) if run.pipeline > 1 else {})
-    if run.pipeline > 1:
+    if run.pipeline == 1:
+        tables["train"]["micro_batch_size"] = run.micro_batch
+    else:
         tables["train"].pop("micro_batch_size", None)
+        tables["parallel"]["pipeline_microbatches"] = run.micro_batches
+    if run.pipeline > 1 and run.stages_per_rank > 1:
+        tables["parallel"] |= {
+            "pipeline_schedule": "interleaved",
+            "pipeline_stages_per_rank": run.stages_per_rank,
+        }
     launch = tables.setdefault("launch", {})
     launch.pop("nproc", None)
-    if run.devices <= cluster.devices_per_node:
+    if run.devices <= plan.cluster.devices_per_node:
         launch["nproc"] = run.devices
-    said = mechanism_tables(model, settings.mechanisms, settings.name, settings.own_mechanisms)
-    _merge(tables, said)
+    own = settings.own_mechanisms
+    _merge(tables, mechanism_tables(plan.model, settings.mechanisms, settings.name, own))
     return {section: values for section, values in tables.items() if values}
 
 
-def _described(
-    model: Transformer, run: Configuration, settings: EmitSettings
-) -> dict[str, dict[str, Any]]:
+def _described(plan: Plan) -> dict[str, dict[str, Any]]:
     """A job where there was none: the model, its data and how it learns."""
+    run, settings = plan.run, plan.settings
+    given = settings.model_config
+    model = {"config": CONFIG} if given else {"settings": plan.model_config()}
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": settings.name, "seed": settings.seed},
-        "model": {
-            "attention": "sdpa" if run.fused_attention else "eager",
-            **(
-                {"config": CONFIG}
-                if settings.model_config
-                else {"settings": model_config(model, run, settings)}
-            ),
-        },
+        "model": {"attention": "sdpa" if run.fused_attention else "eager", **model},
         "data": {"sequence_length": run.sequence},
         "train": {
             "steps": settings.steps,
@@ -216,16 +191,6 @@ def _described(
     if settings.tokenizer:
         tables["data"]["tokenizer"] = settings.tokenizer
     return tables
-
-
-def _pipeline(run: Configuration) -> dict[str, Any]:
-    values: dict[str, Any] = {"pipeline_microbatches": run.micro_batches}
-    if run.stages_per_rank > 1:
-        values |= {
-            "pipeline_schedule": "interleaved",
-            "pipeline_stages_per_rank": run.stages_per_rank,
-        }
-    return values
 
 
 def _parsed(override: str) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""Measured runs, and what is learned from them: constants, corrections, widths of intervals."""

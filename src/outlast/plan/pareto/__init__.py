@@ -1,1 +1,0 @@
-"""All legal configurations of a run, and the exact Pareto front of them."""

@@ -1,1 +1,0 @@
-"""Failures, recovery and goodput: closed forms, and an event simulator that checks them."""
