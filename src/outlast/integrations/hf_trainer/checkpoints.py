@@ -262,7 +262,7 @@ class Saving(AdapterSaves):
         self._tell_all(told)
 
     def _open_store(self) -> CheckpointStore:
-        raise_together(lambda: self._directory.identify() if self._ranks.is_first else None)
+        raise_together(lambda: self._directory.create() if self._ranks.is_first else None)
         return raise_together(self._opened)
 
     @property
