@@ -23,14 +23,18 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-def setting(
-    default: Any, description: str, *, identity: bool = True, form: str = "", **limits: Any
-) -> Any:
-    """A field with its description and whether it is part of the run's identity.
+def setting(default: Any, description: str, *, form: str = "", **limits: Any) -> Any:
+    """A field that is part of the run's identity, with its description.
 
     `form` says in words what a `pattern` among the `limits` asks for.
     """
-    extra: JsonDict = {"identity": identity, "form": form}
+    extra: JsonDict = {"identity": True, "form": form}
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def changeable(default: Any, description: str, *, form: str = "", **limits: Any) -> Any:
+    """As `setting`, for what may change from one start of a run to the next."""
+    extra: JsonDict = {"identity": False, "form": form}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 

@@ -13,209 +13,174 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PlainValidator, PositiveFloat
 from pydantic_core import PydanticCustomError
 
-from outlast.job.cluster import SlurmSection, StagingSection
-from outlast.job.section import Count, Fraction, Positive, Section, setting
+from outlast.job.section import Count, Fraction, Positive, Section, changeable, setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-MegabytesPerSecond = Annotated[float, Field(ge=0.0)]
-
-
 class CheckpointSection(Section):
     """Frequency of saves, and the checkpoints to keep."""
 
-    every_steps: Count | Literal["auto"] = setting(
+    every_steps: Count | Literal["auto"] = changeable(
         100,
         'steps between checkpoints; 0: only at the end; "auto": as often as is best, from the '
         "measured cost of a save and the expected failures",
-        identity=False,
     )
-    mtbf_hours: Annotated[float, Field(ge=0.0)] = setting(
+    mtbf_hours: NonNegativeFloat = changeable(
         0.0,
         'for "auto": mean time between failures of the whole job; 0: a published figure per node',
-        identity=False,
     )
-    slowdown_budget: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
-        0.035, 'for "auto": largest share of the time that saves may cost', identity=False
+    slowdown_budget: Annotated[float, Field(gt=0.0, le=1.0)] = changeable(
+        0.035, 'for "auto": largest share of the time that saves may cost'
     )
-    longest_minutes: Annotated[float, Field(gt=0.0)] = setting(
-        30.0, 'for "auto": longest time between checkpoints', identity=False
+    longest_minutes: PositiveFloat = changeable(
+        30.0, 'for "auto": longest time between checkpoints'
     )
-    keep: Positive = setting(3, "newest checkpoints kept", identity=False)
-    keep_every: Count = setting(
-        0, "also keep the checkpoints of all multiples of this step; 0: none", identity=False
+    keep: Positive = changeable(3, "newest checkpoints kept")
+    keep_every: Count = changeable(
+        0, "also keep the checkpoints of all multiples of this step; 0: none"
     )
-    keep_best: Count = setting(
-        0, "also keep this many with the lowest validation loss; 0: none", identity=False
+    keep_best: Count = changeable(0, "also keep this many with the lowest validation loss; 0: none")
+    asynchronous: bool = changeable(
+        True, "write in the background; training goes on after the state is copied"
     )
-    asynchronous: bool = setting(
-        True, "write in the background; training goes on after the state is copied", identity=False
-    )
-    writer: Literal["process", "thread"] = setting(
+    writer: Literal["process", "thread"] = changeable(
         "process",
         "who codes and writes: a process of its own, or a thread, which starts at once but "
         "disturbs training a little",
-        identity=False,
     )
-    when_busy: Literal["wait", "skip", "replace"] = setting(
+    when_busy: Literal["wait", "skip", "replace"] = changeable(
         "wait",
         "when a checkpoint is due while the one before is still being written: wait for that, "
         "skip the new one, or give up the old one",
-        identity=False,
     )
-    turns: str = setting(
+    turns: str = changeable(
         "",
         "folder in which your jobs take turns at saving to one file system, so that they do not "
         "slow each other down: a due save waits for its turn while training goes on; empty: "
         "save when due",
-        identity=False,
     )
-    turn_seconds: Annotated[float, Field(ge=0.0)] = setting(
-        300.0, "save without a turn after so long a wait", identity=False
-    )
-    turn_order: Literal["least-waste", "fcfs", "set-10"] = setting(
+    turn_seconds: NonNegativeFloat = changeable(300.0, "save without a turn after so long a wait")
+    turn_order: Literal["least-waste", "fcfs", "set-10"] = changeable(
         "least-waste",
         "who of those that wait is next, the same for all jobs of the folder: who keeps the others "
         "waiting least for each node of its own; who came first; or one at a time of each class of "
         "periods, classes side by side",
-        identity=False,
     )
-    turn_load: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
+    turn_load: Annotated[float, Field(gt=0.0, lt=1.0)] = changeable(
         0.6,
         'for "auto" with checkpoint.turns: largest share of the time, below 1, for which the saves '
         "of all jobs of the folder, this one too, may keep the file system busy",
-        identity=False,
     )
-    turn_ask_slurm: bool = setting(
+    turn_ask_slurm: bool = changeable(
         True,
         "ask Slurm whether the job of a silent holder on another node has ended, in place of "
         "waiting 90 s for its next sign of life",
-        identity=False,
     )
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = setting(
-        1800.0, "longest wait for the storage or another process", identity=False
+    timeout_seconds: PositiveFloat = changeable(
+        1800.0, "longest wait for the storage or another process"
     )
-    compression: Literal["auto", "zstd", "lz4", "lz4hc", "zlib", "none"] = setting(
-        "auto", "lossless codec; auto: the smallest measured, lz4: fast", identity=False
+    compression: Literal["auto", "zstd", "lz4", "lz4hc", "zlib", "none"] = changeable(
+        "auto", "lossless codec; auto: the smallest measured, lz4: fast"
     )
     replay: Literal["off", "bf16", "exact"] = setting(
         "off",
         'also log every step\'s gradient, so that a restart loses no step: "exact" as it is; '
         '"bf16" 2.5 times smaller, and the optimizer sees the rounded gradient',
     )
-    delta_chain: Annotated[int, Field(ge=0, le=512)] = setting(
+    delta_chain: Annotated[int, Field(ge=0, le=512)] = changeable(
         0,
         "checkpoints in a row stored as differences to the one before: smaller, slower to "
         "restore, a second copy of the state in host memory; 0: each in full",
-        identity=False,
     )
 
-    fast: str = setting(
+    fast: str = changeable(
         "",
         "a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints "
         "are then copied on to the run's directory in the background",
-        identity=False,
     )
-    fast_private: bool = setting(
-        False, "whether nodes do not see each other's files in checkpoint.fast", identity=False
+    fast_private: bool = changeable(
+        False, "whether nodes do not see each other's files in checkpoint.fast"
     )
-    fast_keep: Positive = setting(1, "newest checkpoints kept in checkpoint.fast", identity=False)
-    drain_every: Positive = setting(
-        5, "with checkpoint.fast: every how many-th checkpoint is copied on", identity=False
+    fast_keep: Positive = changeable(1, "newest checkpoints kept in checkpoint.fast")
+    drain_every: Positive = changeable(
+        5, "with checkpoint.fast: every how many-th checkpoint is copied on"
     )
-    drain_megabytes_per_s: MegabytesPerSecond = setting(
+    drain_megabytes_per_s: NonNegativeFloat = changeable(
         0.0,
         "with checkpoint.fast: most that a process writes to the run's directory when checkpoints "
         "are copied on; 0: no limit",
-        identity=False,
     )
-    mirror: str = setting(
+    mirror: str = changeable(
         "",
         "a safer place that checkpoints are copied on to, a directory or any fsspec URL such as "
         "s3://bucket/runs",
-        identity=False,
     )
-    mirror_every: Positive = setting(
-        10, "with checkpoint.mirror: every how many-th checkpoint is copied on", identity=False
+    mirror_every: Positive = changeable(
+        10, "with checkpoint.mirror: every how many-th checkpoint is copied on"
     )
-    mirror_megabytes_per_s: MegabytesPerSecond = setting(
-        0.0, "most that a process writes to checkpoint.mirror; 0: no limit", identity=False
+    mirror_megabytes_per_s: NonNegativeFloat = changeable(
+        0.0, "most that a process writes to checkpoint.mirror; 0: no limit"
     )
-    back_off: bool = setting(
+    back_off: bool = changeable(
         False,
         "copies of checkpoints find their rate below these limits: a little more while they get "
         "what they ask for, half of what they get when others want it too",
-        identity=False,
     )
-    transfer_plan: str = setting(
+    transfer_plan: str = changeable(
         "",
         "file for `outlast cluster tasks` that plans this run, its tiers named run and mirror: "
         "copies of checkpoints and of data then take the bandwidth that the plan gives them, in "
         "its order; empty: no plan",
-        identity=False,
     )
-
-
-Seconds = Annotated[float, Field(gt=0.0)]
 
 
 class RecoverSection(Section):
     """Recovery of a run after a failure without a file checkpoint."""
 
-    mode: Literal["off", "restart", "live"] = setting(
+    mode: Literal["off", "restart", "live"] = changeable(
         "restart",
         "restart: a failed group of processes starts again and takes the last step's state from "
         "memory; live: survivors go on with the dead ones' share (needs the extra ft); "
         "off: from the newest checkpoint",
-        identity=False,
     )
-    every_steps: Positive = setting(
-        1, "restart: keep the state in memory after every so many steps", identity=False
+    every_steps: Positive = changeable(
+        1, "restart: keep the state in memory after every so many steps"
     )
-    memory: str = setting(
-        "/dev/shm",
-        "restart: directory in each node's memory (tmpfs) that outlives a process",
-        identity=False,
+    memory: str = changeable(
+        "/dev/shm", "restart: directory in each node's memory (tmpfs) that outlives a process"
     )
-    parity: Literal["auto", 0, 1, 2] = setting(
+    parity: Literal["auto", 0, 1, 2] = changeable(
         "auto",
         "restart: how many of a group of nodes may be lost together with their memory; auto: 1 "
         "where a node holds what no other holds, else 0",
-        identity=False,
     )
-    parity_group: Annotated[int, Field(ge=2, le=255)] = setting(
-        8, "nodes that share their parity, at most", identity=False
+    parity_group: Annotated[int, Field(ge=2, le=255)] = changeable(
+        8, "nodes that share their parity, at most"
     )
-    domain: Literal["node", "process"] = setting(
-        "node", "what is lost together: a node, or each process by itself", identity=False
+    domain: Literal["node", "process"] = changeable(
+        "node", "what is lost together: a node, or each process by itself"
     )
-    groups: Count = setting(
-        0, "live: replica groups; 0: one for each of parallel.replicate", identity=False
+    groups: Count = changeable(0, "live: replica groups; 0: one for each of parallel.replicate")
+    lighthouse: str = changeable(
+        "", "live: host:port of torchft's lighthouse; empty: outlast train starts one itself"
     )
-    lighthouse: str = setting(
-        "",
-        "live: host:port of torchft's lighthouse; empty: outlast train starts one itself",
-        identity=False,
+    heartbeat_seconds: PositiveFloat = changeable(
+        1.0, "live: a group that is silent for so long counts as dead"
     )
-    heartbeat_seconds: Seconds = setting(
-        1.0, "live: a group that is silent for so long counts as dead", identity=False
-    )
-    fixed_order: bool = setting(
+    fixed_order: bool = changeable(
         False,
         "live: sum the gradients of micro-batches in one order, whoever computes them, so that the "
         "weights do not depend on deaths to the last bit; slow, for drills",
-        identity=False,
     )
-    hang_seconds: Literal["auto"] | Annotated[float, Field(ge=0.0)] = setting(
+    hang_seconds: Literal["auto"] | NonNegativeFloat = changeable(
         "auto",
         "a step that takes longer counts as hung: stacks are written to the run's directory, and "
         "the process ends itself; auto: from the measured steps; 0: never",
-        identity=False,
     )
 
 
@@ -286,14 +251,13 @@ Rank = Annotated[int | float | str, PlainValidator(_rank)]
 class RunSection(Section):
     """Location of the run, and the seed that makes it repeatable."""
 
-    name: str = setting(
+    name: str = changeable(
         "run",
         "name of the run; its directory is <directory>/<name>",
-        identity=False,
         form="letters, digits, dots, dashes and underscores, with a letter or a digit first",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
-    directory: str = setting("runs", "folder that holds the run directories", identity=False)
+    directory: str = changeable("runs", "folder that holds the run directories")
     seed: Count = setting(0, "seed of initial weights, sample order, dropout and sampling")
     deterministic: bool = setting(
         True, "use deterministic kernels, so that a resumed run ends in bit-identical weights"
@@ -350,8 +314,8 @@ class DataSection(Section):
         None, "element type of a bare .bin file that has no header (default uint16)"
     )
     sequence_length: Annotated[int, Field(ge=2)] = setting(128, "tokens in one sample")
-    prepare_timeout_seconds: Annotated[float, Field(gt=0)] = setting(
-        3600.0, "how long other ranks wait while rank 0 tokenises", identity=False
+    prepare_timeout_seconds: PositiveFloat = changeable(
+        3600.0, "how long other ranks wait while rank 0 tokenises"
     )
 
 
@@ -360,25 +324,19 @@ class TrainSection(Section):
 
     steps: Positive = setting(1000, "optimizer steps in the whole run")
     batch_size: Positive = setting(32, "samples in one optimizer step, over all ranks")
-    micro_batch_size: Count = setting(
-        0,
-        "samples in one forward on one rank; 0: the rank's whole share of the batch",
-        identity=False,
+    micro_batch_size: Count = changeable(
+        0, "samples in one forward on one rank; 0: the rank's whole share of the batch"
     )
     precision: Literal["fp32", "bf16"] = setting(
         "fp32", "bf16: matrix products in bfloat16, master weights and optimizer in fp32"
     )
-    gradient_clip: Annotated[float, Field(ge=0.0)] = setting(
-        1.0, "largest global gradient norm; 0: no clipping"
+    gradient_clip: NonNegativeFloat = setting(1.0, "largest global gradient norm; 0: no clipping")
+    activation_checkpointing: bool = changeable(
+        False, "recompute each block's activations in the backward pass"
     )
-    activation_checkpointing: bool = setting(
-        False, "recompute each block's activations in the backward pass", identity=False
-    )
-    compile: bool = setting(False, "torch.compile the model", identity=False)
-    stop_after_steps: Count = setting(
-        0,
-        "stop this start of the run after so many steps, as if a signal had come; 0: never",
-        identity=False,
+    compile: bool = changeable(False, "torch.compile the model")
+    stop_after_steps: Count = changeable(
+        0, "stop this start of the run after so many steps, as if a signal had come; 0: never"
     )
 
 
@@ -413,7 +371,7 @@ class TensorizeSection(Section):
     mup: bool = setting(
         False, "muP: start and learning rate of every factor by its own fan in and fan out"
     )
-    spectral_limit: Annotated[float, Field(ge=0.0)] = setting(
+    spectral_limit: NonNegativeFloat = setting(
         0.0,
         "two factors: how far a step may move their product, in the spectral norm, at the peak "
         "learning rate; 0: no limit",
@@ -421,12 +379,11 @@ class TensorizeSection(Section):
     product_weight_decay: bool = setting(
         False, "decay the product of the factors in place of the factors"
     )
-    spikes: bool = setting(True, "warn of spikes of the loss", identity=False)
-    calibrate: bool = setting(
+    spikes: bool = changeable(True, "warn of spikes of the loss")
+    calibrate: bool = changeable(
         False,
         "measure what operations cost on this machine, if that was not done yet (ten seconds), so "
         "that the ways to compute layers are chosen for it",
-        identity=False,
     )
 
 
@@ -436,18 +393,14 @@ class OptimizerSection(Section):
     name: Literal["adamw", "muon"] = setting(
         "adamw", "muon: torch.optim.Muon for hidden matrices, AdamW for everything else"
     )
-    learning_rate: Annotated[float, Field(gt=0.0)] = setting(
+    learning_rate: PositiveFloat = setting(
         1e-3, "peak learning rate of AdamW (with muon: of embeddings, head and vectors)"
     )
-    muon_learning_rate: Annotated[float, Field(gt=0.0)] = setting(
-        0.02, "peak learning rate of Muon's matrices"
-    )
-    weight_decay: Annotated[float, Field(ge=0.0)] = setting(
-        0.1, "decoupled weight decay, on matrices only"
-    )
+    muon_learning_rate: PositiveFloat = setting(0.02, "peak learning rate of Muon's matrices")
+    weight_decay: NonNegativeFloat = setting(0.1, "decoupled weight decay, on matrices only")
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.9, "AdamW's first moment decay")
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.95, "AdamW's second moment decay")
-    epsilon: Annotated[float, Field(gt=0.0)] = setting(1e-8, "AdamW's epsilon")
+    epsilon: PositiveFloat = setting(1e-8, "AdamW's epsilon")
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.95, "Muon's momentum")
 
 
@@ -465,91 +418,70 @@ class ScheduleSection(Section):
 class ParallelSection(Section):
     """Parallelism: the product of the four degrees is the number of processes."""
 
-    replicate: Count = setting(
-        0, "data-parallel replicas (DDP); 0: whatever the other degrees leave over", identity=False
+    replicate: Count = changeable(
+        0, "data-parallel replicas (DDP); 0: whatever the other degrees leave over"
     )
-    shard: Positive = setting(
-        1, "processes over which parameters are sharded (FSDP2)", identity=False
+    shard: Positive = changeable(1, "processes over which parameters are sharded (FSDP2)")
+    tensor: Positive = changeable(1, "processes that share every matrix (tensor parallel)")
+    pipeline: Positive = changeable(1, "processes that share the layers (pipeline parallel)")
+    pipeline_schedule: Literal["1f1b", "interleaved"] = changeable(
+        "1f1b", "interleaved: every process holds several stages"
     )
-    tensor: Positive = setting(
-        1, "processes that share every matrix (tensor parallel)", identity=False
+    pipeline_microbatches: Count = changeable(
+        0, "micro-batches in flight per step; 0: twice the number of stages"
     )
-    pipeline: Positive = setting(
-        1, "processes that share the layers (pipeline parallel)", identity=False
-    )
-    pipeline_schedule: Literal["1f1b", "interleaved"] = setting(
-        "1f1b", "interleaved: every process holds several stages", identity=False
-    )
-    pipeline_microbatches: Count = setting(
-        0, "micro-batches in flight per step; 0: twice the number of stages", identity=False
-    )
-    pipeline_stages_per_rank: Positive = setting(
-        2, "stages per process of the interleaved schedule", identity=False
+    pipeline_stages_per_rank: Positive = changeable(
+        2, "stages per process of the interleaved schedule"
     )
 
 
 class GuardSection(Section):
     """Checks of computations for silent data corruption."""
 
-    policy: GuardLevel = setting(
+    policy: GuardLevel = changeable(
         "light",
         "light: optimizer state and parameters at rest, a slice per step; linear: also every "
         "linear layer, embedding and gradient reduction; full: also attention, norms, loss and the "
         "whole optimizer",
-        identity=False,
     )
-    modules: dict[str, GuardLevel] = setting(
-        {},
-        "levels by module name pattern, e.g. {'*.mlp.*' = 'linear'}; the last match counts",
-        identity=False,
+    modules: dict[str, GuardLevel] = changeable(
+        {}, "levels by module name pattern, e.g. {'*.mlp.*' = 'linear'}; the last match counts"
     )
-    correct: bool = setting(
-        True, "compute wrong numbers again and put the right ones in place", identity=False
-    )
-    persistent: Literal["raise", "drop"] = setting(
-        "raise",
-        "when a process's numbers stay wrong: stop the run, or drop its gradient and go on",
-        identity=False,
+    correct: bool = changeable(True, "compute wrong numbers again and put the right ones in place")
+    persistent: Literal["raise", "drop"] = changeable(
+        "raise", "when a process's numbers stay wrong: stop the run, or drop its gradient and go on"
     )
 
 
 class CodingSection(Section):
     """Gradient coding: protection of data-parallel replicas against slow and dead ones."""
 
-    scheme: CodingScheme = setting(
+    scheme: CodingScheme = changeable(
         "off",
         "coverage: replicas that are done take over micro-batches of slow ones, exact and free "
         "while nobody is slow; the others: every replica computes `copies` shares of the batch",
-        identity=False,
     )
-    copies: Positive = setting(
+    copies: Positive = changeable(
         3,
         "replicas that may compute each micro-batch, its owner among them; a fixed code stands "
         "copies - 1 stragglers",
-        identity=False,
     )
-    chunks: Positive = setting(
-        4,
-        "coverage: micro-batches that each replica's share is divided into at least",
-        identity=False,
+    chunks: Positive = changeable(
+        4, "coverage: micro-batches that each replica's share is divided into at least"
     )
-    lost: Literal["recompute", "commit"] = setting(
+    lost: Literal["recompute", "commit"] = changeable(
         "recompute",
         "what to do about micro-batches that were lost with a process: compute them again; or "
         "commit without them, and without what nobody has finished by the deadline, with a "
         "certified error",
-        identity=False,
     )
-    deadline_seconds: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        'with coding.lost = "commit": longest time that a step may compute; 0: no limit',
-        identity=False,
+    deadline_seconds: NonNegativeFloat = changeable(
+        0.0, 'with coding.lost = "commit": longest time that a step may compute; 0: no limit'
     )
-    largest_error: Annotated[float, Field(ge=0.0)] = setting(
+    largest_error: NonNegativeFloat = changeable(
         0.0,
         "fixed codes: a step is decoded as soon as the certified error is at most this share of "
         "the number of chunks; 0: only when it is exact",
-        identity=False,
     )
 
 
@@ -574,104 +506,247 @@ EnergySource = Annotated[str, AfterValidator(_energy_source)]
 class EnergySection(Section):
     """Measurement and price of energy; nothing is ever set on a device."""
 
-    measure: bool = setting(
-        True, "read the meters of this machine while training, and record joules", identity=False
+    measure: bool = changeable(
+        True, "read the meters of this machine while training, and record joules"
     )
-    sources: list[EnergySource] = setting(
+    sources: list[EnergySource] = changeable(
         ["auto"],
         "what is read: auto for all of gpu, cpu, memory and node that have a meter, or some of "
         "these; file:PATH is a node's meter whose joules since any beginning stand in a file",
-        identity=False,
         min_length=1,
     )
-    every_steps: Positive = setting(
-        50,
-        "steps between two records of energy at least; they come with those of the loss",
-        identity=False,
+    every_steps: Positive = changeable(
+        50, "steps between two records of energy at least; they come with those of the loss"
     )
-    tariff: str = setting(
-        "", "file with the price of energy by time of day; empty: no cost", identity=False
+    tariff: str = changeable("", "file with the price of energy by time of day; empty: no cost")
+    region: str = changeable(
+        "", "where the energy comes from, for its carbon, e.g. SE; empty: no carbon figure"
     )
-    region: str = setting(
-        "",
-        "where the energy comes from, for its carbon, e.g. SE; empty: no carbon figure",
-        identity=False,
-    )
-    pue: Annotated[float, Field(ge=1.0)] = setting(
+    pue: Annotated[float, Field(ge=1.0)] = changeable(
         1.0,
         "power usage effectiveness of the building, a factor on what the meters say; 1: not known",
-        identity=False,
     )
-    loss_target: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        "training loss up to which joules are counted too; 0: the best one of the run",
-        identity=False,
+    loss_target: NonNegativeFloat = changeable(
+        0.0, "training loss up to which joules are counted too; 0: the best one of the run"
     )
-    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = setting(
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = changeable(
         0,
         "every process serves its last energy record on this machine to Prometheus, at this port "
         "plus its local rank; 0: none",
-        identity=False,
     )
 
 
 class EvaluateSection(Section):
     """Frequency of validation."""
 
-    every_steps: Count = setting(0, "steps between evaluations; 0: only at the end", identity=False)
-    samples: Count = setting(
-        512, "validation samples per evaluation, 0: all of them", identity=False
-    )
+    every_steps: Count = changeable(0, "steps between evaluations; 0: only at the end")
+    samples: Count = changeable(512, "validation samples per evaluation, 0: all of them")
 
 
 class SampleSection(Section):
     """The continuation that the trained model writes at the end."""
 
-    prompt: str = setting("def ", "text to continue", identity=False)
-    tokens: Count = setting(200, "tokens to write; 0: no sample", identity=False)
-    temperature: Annotated[float, Field(ge=0.0)] = setting(
-        0.7, "0: always the most likely token", identity=False
-    )
+    prompt: str = changeable("def ", "text to continue")
+    tokens: Count = changeable(200, "tokens to write; 0: no sample")
+    temperature: NonNegativeFloat = changeable(0.7, "0: always the most likely token")
 
 
 class ExportSection(Section):
     """Exported files at the end of the run."""
 
-    huggingface: bool = setting(
-        True, "write <run>/model, a Hugging Face directory, at the end", identity=False
-    )
+    huggingface: bool = changeable(True, "write <run>/model, a Hugging Face directory, at the end")
 
 
 class LogSection(Section):
     """Records written while training."""
 
-    every_steps: Positive = setting(10, "steps between two records of the loss", identity=False)
-    tensorboard: bool = setting(
-        False, "also log to TensorBoard in <run>/tensorboard", identity=False
-    )
-    wandb_project: str | None = setting(
-        None, "also log to this Weights & Biases project", identity=False
-    )
-    mlflow_experiment: str | None = setting(
-        None, "also log to this MLflow experiment", identity=False
-    )
-    mlflow_uri: str | None = setting(
-        None, "where MLflow keeps it: a URL or sqlite:///FILE", identity=False
-    )
-    trackio_project: str | None = setting(None, "also log to this trackio project", identity=False)
+    every_steps: Positive = changeable(10, "steps between two records of the loss")
+    tensorboard: bool = changeable(False, "also log to TensorBoard in <run>/tensorboard")
+    wandb_project: str | None = changeable(None, "also log to this Weights & Biases project")
+    mlflow_experiment: str | None = changeable(None, "also log to this MLflow experiment")
+    mlflow_uri: str | None = changeable(None, "where MLflow keeps it: a URL or sqlite:///FILE")
+    trackio_project: str | None = changeable(None, "also log to this trackio project")
 
 
 class LaunchSection(Section):
     """Start of processes by ``outlast train`` itself."""
 
-    nproc: Positive = setting(
-        1, "processes to start on this machine (--nproc says the same)", identity=False
+    nproc: Positive = changeable(1, "processes to start on this machine (--nproc says the same)")
+    restarts: Count = changeable(3, "how often a failed group of processes is restarted")
+    timeout_seconds: PositiveFloat = changeable(
+        600.0, "longest wait for another process before the run fails"
     )
-    restarts: Count = setting(
-        3, "how often a failed group of processes is restarted", identity=False
+
+
+ChainKind = Literal["dependent", "presubmitted", "array"]
+
+# Slurm's forms of a time limit, and a number with a unit.
+_CLOCK = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
+_UNIT = r"[0-9]+(\.[0-9]+)?(s|sec|m|min|h|d)"
+WALL_TIME = rf"^({_CLOCK}|{_UNIT}|auto)?$"
+CHOSEN = "auto"
+"""A `wall_time` that is chosen from the live queue whenever a link is submitted."""
+_ONE_WORD = r"^\S*$"
+
+
+class SlurmSection(Section):
+    """A long run on a shared cluster, as a chain of jobs: see outlast submit."""
+
+    wall_time: str = changeable(
+        "",
+        "time limit of a link, e.g. 8:00:00, 2-00:00:00, 90min or 8h; auto: for each link the one "
+        "that is predicted to end the run first on the queue as it is then; empty: the longest "
+        "that the partition allows, 7 days where it has no limit",
+        form="a time such as 8:00:00, 2-00:00:00, 90min or 8h, or auto",
+        pattern=WALL_TIME,
     )
-    timeout_seconds: Annotated[float, Field(gt=0)] = setting(
-        600.0, "longest wait for another process before the run fails", identity=False
+    link_seconds: NonNegativeFloat = changeable(
+        0.0,
+        "end every link after so long, whatever is left of its time limit; 0: use the whole limit",
+    )
+    nodes: list[Positive] = changeable(
+        [1],
+        "nodes of a link; several: the first link has the first number, the next the next, and "
+        "all later ones the last",
+        min_length=1,
+    )
+    sizes: list[Positive] = changeable(
+        [],
+        'node counts that outlast cluster plan compares, and that wall_time = "auto" chooses '
+        "from; empty: those of nodes alone are submitted, and their halves and doubles compared",
+    )
+    tasks_per_node: Positive = changeable(1, "processes of the run on a node")
+    cpus_per_task: Count = changeable(0, "cores of a process; 0: the cluster's default")
+    gpus_per_node: Count = changeable(0, "GPUs of a node; 0: ask for none")
+    partition: str = changeable(
+        "",
+        "partition, or several separated by commas; empty: the cluster's default",
+        form="a name, or names separated by commas, without spaces",
+        pattern=_ONE_WORD,
+    )
+    account: str = changeable(
+        "",
+        "account that pays; empty: your default",
+        form="a name without spaces",
+        pattern=_ONE_WORD,
+    )
+    qos: str = changeable(
+        "",
+        "quality of service; empty: your default",
+        form="a name without spaces",
+        pattern=_ONE_WORD,
+    )
+    directives: list[str] = changeable(
+        [],
+        'more lines of the batch script: options such as "--constraint=a100", or whole lines such '
+        'as "#BB ..."',
+    )
+    setup: list[str] = changeable([], 'shell lines before the run, e.g. "module load cuda"')
+    python: str = changeable("", "Python on the compute nodes; empty: the one that submits")
+    command: str = changeable(
+        "",
+        "what a link runs in place of outlast train, as a shell line with its own srun; it ends "
+        "with 0 when all is done and with 3 when it is to be continued",
+    )
+    chain: ChainKind = changeable(
+        "dependent",
+        "dependent: a running link submits the next one, which waits for it; presubmitted: all "
+        "are submitted at once, where compute nodes have no sbatch; array: one job array whose "
+        "places run one after the other, which starts fastest",
+    )
+    links: Count = changeable(
+        0, "most links of the chain; 0: as many as it takes (dependent alone)"
+    )
+    filler_nodes: list[Positive] = changeable(
+        [],
+        "node counts of fillers: while a link waits in the queue, a smaller job trains on nodes "
+        "that are free meanwhile, and hands over when the link starts; none: no fillers",
+    )
+    filler_minutes: PositiveFloat = changeable(
+        60.0, "shortest backfill window in the queue that is worth a filler"
+    )
+    attempts_without_progress: Positive = changeable(
+        3, "the chain gives up after so many links in a row that have saved no step"
+    )
+    lead_seconds: NonNegativeFloat = changeable(
+        0.0, "begin the last save of a link so long before its end; 0: as measured saves say"
+    )
+    restart_seconds: NonNegativeFloat = changeable(
+        0.0, "what a link needs to its first step; 0: as measured in earlier links"
+    )
+
+
+def _directive(line: str) -> str:
+    if line.startswith("#") and not line.startswith(("#!", "#SBATCH")) and line.isprintable():
+        return line
+    right = (
+        'one line that begins with the site\'s directive, such as "#BB ...", "#DW ...", "#DB ..."'
+    )
+    raise PydanticCustomError("directive", "{right}", {"right": right})
+
+
+Directive = Annotated[str, AfterValidator(_directive)]
+
+
+class StagingSection(Section):
+    """Copy of the tokens on each node's own disk, made once for all its processes."""
+
+    directory: str = changeable(
+        "",
+        "directory of the node's own disk or memory, e.g. $SLURM_TMPDIR, /local or /dev/shm; "
+        "empty: tokens are read where they are",
+    )
+    limit_gigabytes: NonNegativeFloat = changeable(
+        0.0,
+        "most that all copies of this user may take there (10^9 bytes); those used longest ago go "
+        "first, never one that a live process uses; 0: no limit but the disk",
+    )
+    keep_free_gigabytes: NonNegativeFloat = changeable(
+        1.0, "what is to stay free on that disk (10^9 bytes)"
+    )
+    required: bool = changeable(
+        False,
+        "stop where a copy cannot be made; false: read in place, with a warning (a URL is always "
+        "required)",
+    )
+    wait: bool = changeable(
+        True,
+        "begin when the copies are there; false: where there is none yet, read in place and leave "
+        "the copying to the prefetch beside training, for the next link (a URL is waited for)",
+    )
+    prefetch: bool = changeable(
+        True,
+        "in a chain, copy what a node lacks beside training, once that is under way, for the next "
+        "link",
+    )
+    prefetch_megabytes_per_s: PositiveFloat = changeable(
+        200.0,
+        "most that a node takes for the next link; half of what it gets when others want it too",
+    )
+    megabytes_per_s: NonNegativeFloat = changeable(
+        0.0, "most that a node takes while its processes wait for a copy; 0: no limit"
+    )
+    read_back: bool = changeable(
+        True, "read each new copy from the disk once and compare its digest"
+    )
+    timeout_seconds: PositiveFloat = changeable(
+        3600.0, "longest time for one copy, and for waiting for it"
+    )
+    block_megabytes: Positive = changeable(8, "size of one read of the source (MiB)")
+    read_ahead: Positive = changeable(4, "reads of the source on the way at once")
+    burst_buffer: Literal["off", "datawarp", "rabbit", "lines"] = changeable(
+        "off",
+        "have the site copy the files of data.train and data.validation before the job starts: "
+        "directives for DataWarp or Rabbit, or those of staging.burst_buffer_lines; "
+        "staging.directory is then where they appear, e.g. $DW_JOB_STRIPED or $DW_JOB_outlast",
+    )
+    burst_buffer_gigabytes: NonNegativeFloat = changeable(
+        0.0, "capacity to ask for; 0: the size of the files and a tenth more"
+    )
+    burst_buffer_lines: list[Directive] = changeable(
+        [],
+        "the site's own directives, as in its manual; {gigabytes} is the capacity, and a line with "
+        "{source} is repeated for every file, {name} being its name without folders",
     )
 
 

@@ -6,7 +6,7 @@ run.losses()[-1]                      # (1500, 1.43)
 run.seconds()["checkpoint"]           # seconds that training waited for checkpoints
 """
 
-from outlast.records.directory import RunDirectory, replace_file, sync_directory
+from outlast.records.directory import RunDirectory, replace_file, replacing, sync_directory
 from outlast.records.energy import DeviceEnergy, EnergyTotals, EnergyWindow, energy_totals
 from outlast.records.events import (
     PURPOSES,
@@ -131,6 +131,7 @@ __all__ = [
     "recovery_totals",
     "recovery_words",
     "replace_file",
+    "replacing",
     "scalars",
     "sync_directory",
     "this_process",

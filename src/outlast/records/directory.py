@@ -11,18 +11,18 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from outlast.errors import RunError
 from outlast.records.lock import OwnerLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)
@@ -178,15 +178,24 @@ class RunDirectory:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write `content` so that `path` holds the old or the new bytes, never a mixture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name `path`, durably, when the block ends well, and else is gone."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
+        with temporary.open("xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        # Its own failure must not hide the first one.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
 
