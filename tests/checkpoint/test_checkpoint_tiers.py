@@ -40,8 +40,8 @@ from outlast.checkpoint.format.storage import LocalStorage
 from outlast.checkpoint.format.version import SEAL, is_published
 from outlast.checkpoint.place import Place
 from outlast.checkpoint.tiers import Copy, RateLimiter, Tiers
-from outlast.distributed.agreement import StoreAgreement
 from outlast.distributed.group import Group as OneRank
+from outlast.distributed.group import StoreAgreement
 from outlast.errors import CheckpointError
 
 Group = Callable[[int], Callable[..., list[Any]]]

@@ -38,8 +38,7 @@ from outlast.checkpoint.place import Place
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restore import Restored, Restorer
 from outlast.checkpoint.tiers import DrainResult, Tier, Tiers
-from outlast.distributed.agreement import StoreAgreement
-from outlast.distributed.group import Group
+from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
 from outlast.state.install import Misfit

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.format.manifest import Chunk
     from outlast.checkpoint.format.storage import Storage
     from outlast.checkpoint.format.version import Version
-    from outlast.distributed.agreement import StoreAgreement
-    from outlast.distributed.group import Group
+    from outlast.distributed.group import Group, StoreAgreement
 
 
 @dataclass(frozen=True)

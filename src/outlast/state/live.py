@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,17 +37,6 @@ State = Mapping[str, Any]
 # What wrappers put in front of a module's own name; "module" is also a name that a model may use.
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything with a state of its own, e.g. a data sampler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as tensors and plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state over."""
 
 
 @dataclass
@@ -221,7 +210,7 @@ def optimizers_of(value: Any) -> list[torch.optim.Optimizer] | None:
         return [value]
     if isinstance(value, Sequence) and all(isinstance(v, torch.optim.Optimizer) for v in value):
         return list(value)
-    if isinstance(value, Stateful):
+    if all(hasattr(value, name) for name in ("state_dict", "load_state_dict")):
         return None
     raise CheckpointError(
         f"a state of type {type(value).__name__} cannot be saved: it is neither a module, nor an "
@@ -279,15 +268,14 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         local = tensor.to_local()
         _refuse_wrapped(local)
         return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
-    if (
-        tensor.layout != torch.strided
-        or tensor.is_quantized
-        or tensor.is_nested
-        or tensor.device.type == "meta"
-    ):
-        what = "quantised" if tensor.is_quantized else str(tensor.layout).replace("torch.", "")
-        what = "nested" if tensor.is_nested else what
-        what = "meta" if tensor.device.type == "meta" else what
+    what = ""
+    if tensor.device.type == "meta":
+        what = "meta"
+    elif tensor.is_nested or tensor.is_quantized:
+        what = "nested" if tensor.is_nested else "quantised"
+    elif tensor.layout != torch.strided:
+        what = str(tensor.layout).removeprefix("torch.")
+    if what:
         raise CheckpointError(
             f"a {what} tensor cannot be saved; give a dense one, e.g. its indices and values"
         )
