@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from checkpoint_states import Net, open_store, steps_in
 
-from outlast.checkpoint.format.encoder import Encoder
+from outlast.checkpoint.encoder import Encoder
 from outlast.distributed import agreement
 from outlast.errors import CheckpointError
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Version, load, storage_of
-from outlast.checkpoint.format.encoder import AbandonedError, Encoder, PartJob, StagedPiece, Written
-from outlast.checkpoint.format.manifest import Catalogue, TensorFacts, grid, tiles
-from outlast.checkpoint.format.reader import VersionReader, Wanted
+from outlast.checkpoint.encoder import AbandonedError, Encoder, PartJob, StagedPiece, Written
+from outlast.checkpoint.manifest import Catalogue, TensorFacts, grid, tiles
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, whole
 

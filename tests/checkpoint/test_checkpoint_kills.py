@@ -18,9 +18,9 @@ import pytest
 from checkpoint_states import bits, make_state, open_store, steps_in, train
 
 from outlast.checkpoint import CheckpointStore, Reduction, list_versions, storage_of
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.storage import _LocalPending
-from outlast.checkpoint.format.version import is_published, load
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.storage import _LocalPending
+from outlast.checkpoint.version import is_published, load
 
 pytestmark = pytest.mark.distributed
 

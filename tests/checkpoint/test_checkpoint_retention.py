@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Retention, list_versions, load, storage_of
-from outlast.checkpoint.format.retention import Known, prune, to_keep
-from outlast.checkpoint.format.storage import LocalStorage
-from outlast.checkpoint.format.version import Version
+from outlast.checkpoint.retention import Known, prune, to_keep
+from outlast.checkpoint.storage import LocalStorage
+from outlast.checkpoint.version import Version
 from outlast.errors import CheckpointError
 
 

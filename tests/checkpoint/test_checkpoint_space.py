@@ -23,7 +23,7 @@ from checkpoint_states import (
 )
 
 from outlast.checkpoint import CheckpointStore, Reduction, SaveResult
-from outlast.checkpoint.format.storage import LocalStorage, _LocalPending
+from outlast.checkpoint.storage import LocalStorage, _LocalPending
 from outlast.errors import CheckpointError
 
 BYTES = 174_000

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import storage_of
-from outlast.checkpoint.format.retention import complete_versions
+from outlast.checkpoint.retention import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.fabric import CheckpointFiles
 from outlast.integrations.pointer import read_pointer

@@ -33,6 +33,7 @@ from outlast.checkpoint.dcp.content import (
     newest_contents,
     read_dcp_content,
 )
+from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
 from outlast.checkpoint.foreign_formats import (
     COMMON,
     SAFETENSORS_NAMES,
@@ -42,13 +43,12 @@ from outlast.checkpoint.foreign_formats import (
     split_rows,
     write_megatron_files,
 )
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
-from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.format.owner import Ownership, claimed
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.storage import sentence_of, storage_of
-from outlast.checkpoint.format.version import Version, list_versions, seal
+from outlast.checkpoint.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.owner import Ownership, claimed
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.restore import whole_tensor
+from outlast.checkpoint.storage import sentence_of, storage_of
+from outlast.checkpoint.version import Version, list_versions, seal
 from outlast.checkpoint.writer import Arena
 from outlast.errors import CheckpointError, OutlastError
 from outlast.records import sync_directory
@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
     from outlast.checkpoint.foreign_formats import ForeignCheckpoint
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
 __all__ = ["Converted", "export_checkpoint", "import_checkpoint"]

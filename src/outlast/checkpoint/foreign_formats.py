@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from outlast.checkpoint.dcp.content import DcpContent
-from outlast.checkpoint.format.manifest import IMPORTED
-from outlast.checkpoint.format.storage import sentence_of
+from outlast.checkpoint.manifest import IMPORTED
+from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
@@ -37,7 +37,7 @@ from outlast.state.box import Box, whole
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.checkpoint.format.manifest import TensorFacts
+    from outlast.checkpoint.manifest import TensorFacts
 
 
 STRUCTURE = IMPORTED

@@ -6,11 +6,11 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.format.manifest import Part, root_of
-from outlast.checkpoint.format.owner import Ownership
-from outlast.checkpoint.format.retention import Known, Retention, prune
-from outlast.checkpoint.format.storage import describe_failure, sentence_of, storage_of
-from outlast.checkpoint.format.version import (
+from outlast.checkpoint.manifest import Part, root_of
+from outlast.checkpoint.owner import Ownership
+from outlast.checkpoint.retention import Known, Retention, prune
+from outlast.checkpoint.storage import describe_failure, sentence_of, storage_of
+from outlast.checkpoint.version import (
     SEAL,
     Contents,
     UnfinishedError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Collection
 
-    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.storage import Storage
     from outlast.distributed.group import Group
 
 

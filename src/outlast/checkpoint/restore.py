@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.checkpoint.format.manifest import REPLAY
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.retention import leading_on
-from outlast.checkpoint.format.storage import describe_failure, sentence_of
-from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions
+from outlast.checkpoint.manifest import REPLAY
 from outlast.checkpoint.place import Place, not_held
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.replay import (
     DIGEST,
     EXTRA,
@@ -32,7 +29,10 @@ from outlast.checkpoint.replay import (
     add_digest,
     has_optimizer,
 )
+from outlast.checkpoint.retention import leading_on
+from outlast.checkpoint.storage import describe_failure, sentence_of
 from outlast.checkpoint.tiers import Tiers
+from outlast.checkpoint.version import UnfinishedError, Version, list_versions
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import whole
@@ -48,7 +48,7 @@ from outlast.state.live import (
 from outlast.state.tensors import dtype_of, opaque_array
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.version import Contents
     from outlast.distributed.group import Group
 
 

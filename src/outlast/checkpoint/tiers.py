@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from outlast.checkpoint.format.manifest import Part
-from outlast.checkpoint.format.owner import claimed
-from outlast.checkpoint.format.retention import Retention
-from outlast.checkpoint.format.storage import LocalStorage, describe_failure, publish, within
-from outlast.checkpoint.format.version import SEAL, list_versions, world_sizes
+from outlast.checkpoint.manifest import Part
+from outlast.checkpoint.owner import claimed
 from outlast.checkpoint.place import Place
+from outlast.checkpoint.retention import Retention
+from outlast.checkpoint.storage import LocalStorage, describe_failure, publish, within
+from outlast.checkpoint.version import SEAL, list_versions, world_sizes
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from outlast.checkpoint.format.manifest import Chunk
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Version
+    from outlast.checkpoint.manifest import Chunk
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Version
     from outlast.distributed.group import Group, StoreAgreement
 
 

@@ -34,10 +34,10 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.wrappers import _unwrap_objects
 
 from outlast.checkpoint import CheckpointStore, Compression, Reduction, list_versions, load
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.retention import Retention, prune
-from outlast.checkpoint.format.storage import LocalStorage
+from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.restore import read_into, saved_in
+from outlast.checkpoint.retention import Retention, prune
+from outlast.checkpoint.storage import LocalStorage
 from outlast.checkpoint.store import wait_for_saves
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from outlast.checkpoint import SaveHandle, SaveResult, Version
-    from outlast.checkpoint.format.retention import Known
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.retention import Known
+    from outlast.checkpoint.version import Contents
     from outlast.job import LoopJob
     from outlast.state.live import State
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from outlast.checkpoint.format.manifest import (
+from outlast.checkpoint.manifest import (
     FORMAT,
     STATE,
     Fields,
@@ -25,16 +25,16 @@ from outlast.checkpoint.format.manifest import (
     sealed,
     unsealed,
 )
-from outlast.checkpoint.format.storage import sentence_of
-from outlast.checkpoint.format.version import UnfinishedError, list_versions, load, read_seal
+from outlast.checkpoint.storage import sentence_of
+from outlast.checkpoint.version import UnfinishedError, list_versions, load, read_seal
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
 from outlast.state.tensors import dtype_of
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 DCP_FILE = "dcp.json"
 DCP_NOTE = {"by": "dcp"}

@@ -37,14 +37,14 @@ from outlast.checkpoint.dcp.content import (
     metadata_file,
     newest_contents,
 )
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
-from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.format.owner import Claim, Ownership, claimed
-from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
-from outlast.checkpoint.format.retention import Retention, prune
-from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
-from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions, seal
+from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
+from outlast.checkpoint.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.owner import Claim, Ownership, claimed
 from outlast.checkpoint.plan import add_facts
+from outlast.checkpoint.reader import Counters, VersionReader, Wanted
+from outlast.checkpoint.retention import Retention, prune
+from outlast.checkpoint.storage import LocalStorage, sentence_of, storage_of
+from outlast.checkpoint.version import UnfinishedError, Version, list_versions, seal
 from outlast.checkpoint.writer import Arena
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, aligned, whole
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
         WriteItem,
     )
 
-    from outlast.checkpoint.format.lossy import Bound
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.lossy import Bound
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
 @dataclass(frozen=True)

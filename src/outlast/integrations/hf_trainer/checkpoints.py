@@ -20,7 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from outlast import cluster
 from outlast.autosave.resume.process import set_random_states
 from outlast.checkpoint import CheckpointStore, Retention, list_versions
-from outlast.checkpoint.format.version import is_published
+from outlast.checkpoint.version import is_published
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.entries import RandomEntry, TextEntry, padded

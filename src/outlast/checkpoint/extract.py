@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.storage import TEMPORARY, sentence_of
-from outlast.checkpoint.inspection.listing import values_of
+from outlast.checkpoint.inspection import values_of
+from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.storage import TEMPORARY, sentence_of
 from outlast.errors import CheckpointError
 from outlast.records import sync_directory
 from outlast.state.box import whole
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from outlast.checkpoint.format.manifest import TensorFacts
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
-    from outlast.checkpoint.inspection.listing import Progress
+    from outlast.checkpoint.inspection import Progress
+    from outlast.checkpoint.manifest import TensorFacts
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 FILE_BYTES = 5_000_000_000
 """Largest content of a file; a tensor that is larger has a file of its own."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.codec import DELTAS, Coder, Compression
-from outlast.checkpoint.format.lossy import LOSSY_DTYPES, Bound, round_to_bound
-from outlast.checkpoint.format.manifest import (
+from outlast.checkpoint import codec
+from outlast.checkpoint.codec import DELTAS, Coder, Compression
+from outlast.checkpoint.lossy import LOSSY_DTYPES, Bound, round_to_bound
+from outlast.checkpoint.manifest import (
     MAX_CHAIN,
     STATE,
     Catalogue,
@@ -27,8 +27,8 @@ from outlast.checkpoint.format.manifest import (
     root_of,
     tiles,
 )
-from outlast.checkpoint.format.storage import publish
-from outlast.checkpoint.format.version import SEAL, Version, is_published
+from outlast.checkpoint.storage import publish
+from outlast.checkpoint.version import SEAL, Version, is_published
 from outlast.errors import CheckpointError
 from outlast.state.box import Box
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.format.codec import Bytes, PlanePlan
-    from outlast.checkpoint.format.manifest import TensorFacts
-    from outlast.checkpoint.format.storage import PendingFile, Storage
+    from outlast.checkpoint.codec import Bytes, PlanePlan
+    from outlast.checkpoint.manifest import TensorFacts
+    from outlast.checkpoint.storage import PendingFile, Storage
 
 
 @dataclass(frozen=True)

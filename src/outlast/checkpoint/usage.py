@@ -9,27 +9,27 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.format.manifest import REPLAY, Part, Piece
-from outlast.checkpoint.format.owner import Ownership, refuse_if_held
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.retention import (
+from outlast.checkpoint.inspection import logs_size, raw_size, summarize
+from outlast.checkpoint.manifest import REPLAY, Part, Piece
+from outlast.checkpoint.owner import Ownership, refuse_if_held
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.retention import (
     Retention,
     complete_versions,
     prune,
     states_of,
     to_keep,
 )
-from outlast.checkpoint.format.storage import TEMPORARY, LocalStorage, sentence_of
-from outlast.checkpoint.format.version import SEAL, Seal, Version, list_versions, load, read_seal
-from outlast.checkpoint.inspection.listing import logs_size, raw_size, summarize
+from outlast.checkpoint.storage import TEMPORARY, LocalStorage, sentence_of
+from outlast.checkpoint.version import SEAL, Seal, Version, list_versions, load, read_seal
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
-    from outlast.checkpoint.inspection.listing import Place, Progress
+    from outlast.checkpoint.inspection import Place, Progress
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
 _MANIFEST, _PACK = ".json", ".pack"

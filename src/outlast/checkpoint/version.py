@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.format.manifest import (
+from outlast.checkpoint.manifest import (
     FORMAT,
     IMPORTED,
     PART_NAME,
@@ -35,7 +35,7 @@ from outlast.checkpoint.format.manifest import (
     sealed,
     unsealed,
 )
-from outlast.checkpoint.format.storage import publish, sentence_of
+from outlast.checkpoint.storage import publish, sentence_of
 from outlast.errors import CheckpointError
 from outlast.state.box import covers
 from outlast.state.values import tensors_of
@@ -43,7 +43,7 @@ from outlast.state.values import tensors_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.storage import Storage
 
 SEAL = "version.json"
 _FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)

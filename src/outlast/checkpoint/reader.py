@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.manifest import ManifestError, collection_paused, tiles, tiles_within
-from outlast.checkpoint.format.storage import sentence_of
+from outlast.checkpoint import codec
+from outlast.checkpoint.manifest import ManifestError, collection_paused, tiles, tiles_within
+from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.format.codec import Bytes
-    from outlast.checkpoint.format.manifest import Chunk, Part
-    from outlast.checkpoint.format.storage import RangeReader, Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.codec import Bytes
+    from outlast.checkpoint.manifest import Chunk, Part
+    from outlast.checkpoint.storage import RangeReader, Storage
+    from outlast.checkpoint.version import Contents
     from outlast.state.box import Box
 
 _BATCH_BYTES = 4 << 20

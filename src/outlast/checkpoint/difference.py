@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from outlast.checkpoint.format.manifest import Catalogue, Piece, tiles
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.inspection.listing import group_of, optimizer_keys, values_of
+from outlast.checkpoint.inspection import group_of, optimizer_keys, values_of
+from outlast.checkpoint.manifest import Catalogue, Piece, tiles
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.format.manifest import Part, TensorFacts
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
-    from outlast.checkpoint.inspection.listing import Progress
+    from outlast.checkpoint.inspection import Progress
+    from outlast.checkpoint.manifest import Part, TensorFacts
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
 _INTEGERS = {"bool": "u1"} | {

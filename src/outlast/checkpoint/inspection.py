@@ -12,24 +12,24 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from outlast.checkpoint.format.manifest import ManifestError, root_of, unsealed
-from outlast.checkpoint.format.retention import leading_on, logs_of
-from outlast.checkpoint.format.storage import TEMPORARY, storage_of
-from outlast.checkpoint.format.version import SEAL, Seal, Version, list_versions, load
+from outlast.checkpoint.manifest import ManifestError, root_of, unsealed
+from outlast.checkpoint.retention import leading_on, logs_of
+from outlast.checkpoint.storage import TEMPORARY, storage_of
+from outlast.checkpoint.version import SEAL, Seal, Version, list_versions, load
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.manifest import Part, TensorFacts
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.manifest import Part, TensorFacts
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outlast.checkpoint.format.manifest import Catalogue
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.manifest import Catalogue
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
     Progress = Callable[[int, int], None]
     """Called with the bytes done so far and the bytes in all."""

@@ -10,8 +10,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.format.storage import LocalStorage, storage_of
-from outlast.checkpoint.format.version import (
+from outlast.checkpoint.storage import LocalStorage, storage_of
+from outlast.checkpoint.version import (
     SEAL,
     Seal,
     UnfinishedError,
@@ -26,8 +26,8 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
 @dataclass(frozen=True)
