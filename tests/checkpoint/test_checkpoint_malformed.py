@@ -29,9 +29,8 @@ from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
 from outlast.checkpoint.difference import compare
 from outlast.checkpoint.extract import extract
-from outlast.checkpoint.inspection import describe, find_version, summarize
+from outlast.checkpoint.inspection import describe, find_version, summarize, usage, verify
 from outlast.checkpoint.manifest import ManifestError, Part, unsealed
-from outlast.checkpoint.usage import usage, verify
 from outlast.checkpoint.version import SEAL
 from outlast.cli.ckpt import ckpt
 from outlast.cli.main import main

@@ -35,10 +35,9 @@ from outlast.checkpoint import (
     load,
     storage_of,
 )
-from outlast.checkpoint.place import Place
 from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.tiers import Copy, RateLimiter, Tiers
+from outlast.checkpoint.tiers import Copy, Place, RateLimiter, Tiers
 from outlast.checkpoint.version import SEAL, is_published
 from outlast.distributed.group import Group as OneRank
 from outlast.distributed.group import StoreAgreement

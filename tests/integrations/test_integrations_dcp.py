@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from outlast.checkpoint import list_versions, storage_of
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
-from outlast.checkpoint.dcp import storage as dcp_storage
+from outlast.checkpoint import dcp as dcp_storage
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from outlast.checkpoint.lossy import Bound
     from outlast.checkpoint.replay import ReplayLog
     from outlast.checkpoint.restore import Restored
-    from outlast.checkpoint.retention import Retention
     from outlast.checkpoint.storage import storage_of
     from outlast.checkpoint.store import CheckpointStore
     from outlast.checkpoint.tiers import DrainResult, Tier
-    from outlast.checkpoint.version import Version, list_versions, load
+    from outlast.checkpoint.version import Retention, Version, list_versions, load
 
 _HOMES = {
     "Bound": "lossy",
@@ -39,7 +38,7 @@ _HOMES = {
     "Reduction": "encoder",
     "ReplayLog": "replay",
     "Restored": "restore",
-    "Retention": "retention",
+    "Retention": "version",
     "SaveHandle": "lane",
     "SaveResult": "lane",
     "Tier": "tiers",

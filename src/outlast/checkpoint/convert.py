@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from outlast.checkpoint.dcp.content import (
+from outlast.checkpoint.dcp import (
     DCP_FILE,
     DCP_NOTE,
     DcpContent,
@@ -48,7 +48,7 @@ from outlast.checkpoint.owner import Ownership, claimed
 from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.restore import whole_tensor
 from outlast.checkpoint.storage import sentence_of, storage_of
-from outlast.checkpoint.version import Version, list_versions, seal
+from outlast.checkpoint.version import Version, list_versions, load, seal
 from outlast.checkpoint.writer import Arena
 from outlast.errors import CheckpointError, OutlastError
 from outlast.records import sync_directory
@@ -534,7 +534,7 @@ def _write(
     if source.dcp is not None:
         with storage.create(f"{version.folder}/{DCP_FILE}") as file:
             file.write(_prefixed(source.dcp, prefix).to_bytes())
-    seal(storage, version)
+    seal(storage, load(storage, version))
     return total
 
 

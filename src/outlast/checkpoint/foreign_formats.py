@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from outlast.checkpoint.dcp.content import DcpContent
+from outlast.checkpoint.dcp import DcpContent
 from outlast.checkpoint.manifest import IMPORTED
 from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError

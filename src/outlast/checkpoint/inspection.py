@@ -1,31 +1,40 @@
-"""Versions of a store: their state, tensors, coding and values. Needs no torch, no training code.
+"""Looking into stores: versions, tensors, coding, values and space; verifying and pruning.
 
-`difference` compares two versions, `extract` writes one as safetensors, `usage` says what takes the
-space and checks a version's content.
+Needs neither torch nor the training's code. `difference` compares two versions, `extract` writes
+one as safetensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from outlast.checkpoint.manifest import ManifestError, root_of, unsealed
-from outlast.checkpoint.retention import leading_on, logs_of
-from outlast.checkpoint.storage import TEMPORARY, storage_of
-from outlast.checkpoint.version import SEAL, Seal, Version, list_versions, load
+from outlast.checkpoint.manifest import REPLAY, ManifestError, Part, Piece, root_of, unsealed
+from outlast.checkpoint.owner import Ownership, refuse_if_held
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.storage import TEMPORARY, LocalStorage, sentence_of, storage_of
+from outlast.checkpoint.version import (
+    SEAL,
+    Retention,
+    Seal,
+    Version,
+    complete_versions,
+    leading_on,
+    list_versions,
+    load,
+    logs_of,
+    prune,
+    read_seal,
+    states_of,
+    to_keep,
+)
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.manifest import Part, TensorFacts
-    from outlast.checkpoint.storage import Storage
-    from outlast.checkpoint.version import Contents
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from outlast.checkpoint.manifest import Catalogue
     from outlast.checkpoint.storage import Storage
@@ -114,8 +123,10 @@ def find_version(storage: Storage, step: int | None = None) -> Contents:
     if not versions:
         raise CheckpointError(f"{storage.location} holds no complete version")
     if not chosen:
+        steps = [str(step) for step in sorted({version.step for version in versions})]
+        listed = ", ".join(steps if len(steps) <= 12 else [*steps[:5], "...", *steps[-5:]])
         raise CheckpointError(
-            f"step = {step} is not in {storage.location}; the steps there are {_steps(versions)}"
+            f"step = {step} is not in {storage.location}; the steps there are {listed}"
         )
     problems = []
     for version in chosen:
@@ -126,19 +137,30 @@ def find_version(storage: Storage, step: int | None = None) -> Contents:
     raise CheckpointError("; ".join(problems))
 
 
-def _steps(versions: list[Version]) -> str:
-    steps = [str(step) for step in sorted({version.step for version in versions})]
-    return ", ".join(steps if len(steps) <= 12 else [*steps[:5], "...", *steps[-5:]])
-
-
 @dataclass(frozen=True)
-class VersionSummary:
-    """One version in a list.
+class Named:
+    """The version that something is said of.
 
     Attributes:
         step: Steps done.
         session: Which owner of the store saved it, from 1.
         folder: Its folder in the store.
+    """
+
+    step: int
+    session: int
+    folder: str
+
+
+def _named(version: Version) -> tuple[int, int, str]:
+    return version.step, version.session, version.folder
+
+
+@dataclass(frozen=True)
+class VersionSummary(Named):
+    """One version in a list.
+
+    Attributes:
         kind: ``state``, ``replay``, or empty when no manifest can be read.
         state: ``complete``; ``incomplete``: the save did not finish, or still goes on; ``damaged``:
             what was published is not there any more as it was.
@@ -154,48 +176,42 @@ class VersionSummary:
         metrics: The figures that were saved with it.
     """
 
-    step: int
-    session: int
-    folder: str
-    kind: str
-    state: Literal["complete", "incomplete", "damaged"]
-    problem: str
-    root: str
-    ranks: int | None
-    tensors: int | None
-    raw_bytes: int | None
-    stored_bytes: int
-    referred_bytes: int | None
-    ratio: float | None
-    metrics: dict[str, float]
+    kind: str = ""
+    state: Literal["complete", "incomplete", "damaged"] = "complete"
+    problem: str = ""
+    root: str = ""
+    ranks: int | None = None
+    tensors: int | None = None
+    raw_bytes: int | None = None
+    stored_bytes: int = 0
+    referred_bytes: int | None = None
+    ratio: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def summarize(storage: Storage, version: Version) -> VersionSummary:
     """Summarize `version` for a list of versions; reads its manifests, no tensor."""
     files = storage.files(version.folder)
     stored_bytes = sum(size for name, size in files.items() if not name.endswith(TEMPORARY))
-    root, problems = _seal_problems(storage, version, files)
+    root, problems = "", []
+    if SEAL in files:
+        name = f"{version.folder}/{SEAL}"
+        try:
+            content = storage.read(name)
+            Seal.from_bytes(content, f"{storage.location}/{name}")
+            root = root_of(content)
+        except OSError as error:
+            reason = error.strerror or error
+            problems.append(f"{storage.location}/{name} cannot be read: {reason}")
+        except CheckpointError as error:
+            problems.append(str(error))
+    summary = VersionSummary(*_named(version), root=root, stored_bytes=stored_bytes)
     try:
         contents = load(storage, version, files)
     except CheckpointError as error:
-        return VersionSummary(
-            version.step,
-            version.session,
-            version.folder,
-            "",
-            "damaged"
-            if isinstance(error, ManifestError) or _was_published(storage, version, files)
-            else "incomplete",
-            "; ".join([str(error), *problems]),
-            root,
-            ranks=None,
-            tensors=None,
-            raw_bytes=None,
-            stored_bytes=stored_bytes,
-            referred_bytes=None,
-            ratio=None,
-            metrics={},
-        )
+        damaged = isinstance(error, ManifestError) or _was_published(storage, version, files)
+        problem = "; ".join([str(error), *problems])
+        return replace(summary, state="damaged" if damaged else "incomplete", problem=problem)
     own = f"{version.folder}/"
     referred = {
         (part.packs[chunk.pack], chunk.offset): chunk.length
@@ -204,21 +220,16 @@ def summarize(storage: Storage, version: Version) -> VersionSummary:
         if not part.packs[chunk.pack].startswith(own)
     }
     raw_bytes = raw_size(contents.catalogue)
-    return VersionSummary(
-        version.step,
-        version.session,
-        version.folder,
-        contents.kind,
-        "complete",
-        "; ".join([*contents.problems, *problems]),
-        root,
-        contents.parts[0].world_size,
-        len(contents.catalogue.tensors),
-        raw_bytes,
-        stored_bytes,
-        sum(referred.values()),
-        ratio(raw_bytes, stored_bytes),
-        contents.parts[0].notes.get("metrics", {}),
+    return replace(
+        summary,
+        kind=contents.kind,
+        problem="; ".join([*contents.problems, *problems]),
+        ranks=contents.parts[0].world_size,
+        tensors=len(contents.catalogue.tensors),
+        raw_bytes=raw_bytes,
+        referred_bytes=sum(referred.values()),
+        ratio=ratio(raw_bytes, stored_bytes),
+        metrics=contents.seal.metrics,
     )
 
 
@@ -273,29 +284,12 @@ def logs_size(storage: Storage) -> int:
 
 def raw_size(catalogue: Catalogue) -> int:
     """Bytes of all tensors, each counted once."""
-    return sum(math.prod(facts.shape) * facts.itemsize for facts in catalogue.tensors.values())
+    return sum(facts.bytes for facts in catalogue.tensors.values())
 
 
 def ratio(raw_bytes: int, stored_bytes: int) -> float | None:
     """Raw bytes over stored bytes; None when nothing is stored."""
     return raw_bytes / stored_bytes if stored_bytes else None
-
-
-def _seal_problems(
-    storage: Storage, version: Version, files: dict[str, int]
-) -> tuple[str, list[str]]:
-    """The root that the seal names, and what is wrong with the seal."""
-    if SEAL not in files:
-        return "", []
-    name = f"{version.folder}/{SEAL}"
-    try:
-        content = storage.read(name)
-        Seal.from_bytes(content, f"{storage.location}/{name}")
-    except OSError as error:
-        return "", [f"{storage.location}/{name} cannot be read: {error.strerror or error}"]
-    except CheckpointError as error:
-        return "", [str(error)]
-    return root_of(content), []
 
 
 def _was_published(storage: Storage, version: Version, files: dict[str, int]) -> bool:
@@ -375,13 +369,10 @@ class GroupReport:
 
 
 @dataclass(frozen=True)
-class Description:
+class Description(Named):
     """A complete version.
 
     Attributes:
-        step: Steps done.
-        session: Which owner of the store saved it.
-        folder: Its folder in the store.
         kind: ``state`` or ``replay``.
         root: BLAKE3 over the whole version; empty without a seal.
         problem: What is damaged, although the version is complete; else empty.
@@ -399,9 +390,6 @@ class Description:
         values: Name to JSON value.
     """
 
-    step: int
-    session: int
-    folder: str
     kind: str
     root: str
     problem: str
@@ -425,41 +413,60 @@ def describe(storage: Storage, contents: Contents) -> Description:
     bounds = {name: bound for part in contents.parts for name, bound in part.bounds.items()}
     optimizers = optimizer_keys(contents)
     whole = _Count()
-    groups: dict[str, _Group] = {}
-    tensors = []
+    counts: dict[str, _Count] = defaultdict(_Count)
+    groups: dict[str, list[TensorReport]] = {}
     for name, facts in sorted(contents.catalogue.tensors.items()):
-        report = _tensor(name, facts, contents.parts, group_of(name, optimizers), bounds.get(name))
-        group = groups.setdefault(report.group, _Group())
-        group.add(report)
+        group, count = group_of(name, optimizers), _Count()
         for part in contents.parts:
             for _, number in part.tiles(name, facts):
-                group.count.add(part, number)
-                whole.add(part, number)
-        tensors.append(report)
-    first = contents.parts[0]
+                for tally in (count, counts[group], whole):
+                    tally.add(part, number)
+        coding = count.coding()
+        report = TensorReport(
+            name,
+            group,
+            facts.dtype,
+            facts.shape,
+            sum(len(part.pieces.get(name, ())) for part in contents.parts),
+            facts.bytes,
+            ratio(facts.bytes, coding.stored_bytes),
+            bounds.get(name),
+            coding,
+        )
+        groups.setdefault(group, []).append(report)
+    found = []
+    for group, reports in groups.items():
+        raw_bytes, coding = sum(report.raw_bytes for report in reports), counts[group].coding()
+        given = [report.bound for report in reports if report.bound is not None]
+        found.append(
+            GroupReport(
+                group,
+                len(reports),
+                tuple(sorted({report.dtype for report in reports})),
+                raw_bytes,
+                ratio(raw_bytes, coding.stored_bytes),
+                tuple(bound for n, bound in enumerate(given) if bound not in given[:n]),
+                coding,
+            )
+        )
+    notes = contents.parts[0].notes
+    tensors = (report for reports in groups.values() for report in reports)
     return Description(
-        step=first.step,
-        session=first.session,
-        folder=contents.version.folder,
+        *_named(contents.version),
         kind=contents.kind,
         root=summary.root,
         problem=summary.problem,
-        ranks=first.world_size,
-        requires=tuple(require.step for require in contents.requires),
-        notes={name: note for name, note in first.notes.items() if name != "metrics"},
+        ranks=contents.parts[0].world_size,
+        requires=tuple(contents.requires),
+        notes={name: note for name, note in notes.items() if name != "metrics"},
         metrics=summary.metrics,
         raw_bytes=raw_size(contents.catalogue),
         own_bytes=summary.stored_bytes,
         referred_bytes=summary.referred_bytes or 0,
         ratio=summary.ratio,
         coding=whole.coding(),
-        groups=tuple(
-            sorted(
-                (group.report(name) for name, group in groups.items()),
-                key=lambda group: -group.raw_bytes,
-            )
-        ),
-        tensors=tuple(tensors),
+        groups=tuple(sorted(found, key=lambda group: -group.raw_bytes)),
+        tensors=tuple(sorted(tensors, key=lambda report: report.name)),
         values=values_of(contents),
     )
 
@@ -487,28 +494,6 @@ def group_of(name: str, optimizers: set[str]) -> str:
     if key in optimizers and kind in ("groups", "other"):
         return f"{key}.{kind}.*"
     return f"{key}.*" if rest else key
-
-
-def _tensor(
-    name: str, facts: TensorFacts, parts: list[Part], group: str, bound: dict[str, Any] | None
-) -> TensorReport:
-    count = _Count()
-    for part in parts:
-        for _, number in part.tiles(name, facts):
-            count.add(part, number)
-    coding = count.coding()
-    raw_bytes = math.prod(facts.shape) * facts.itemsize
-    return TensorReport(
-        name,
-        group,
-        facts.dtype,
-        facts.shape,
-        sum(len(part.pieces.get(name, ())) for part in parts),
-        raw_bytes,
-        ratio(raw_bytes, coding.stored_bytes),
-        bound,
-        coding,
-    )
 
 
 @dataclass
@@ -542,31 +527,373 @@ class _Count:
         )
 
 
-@dataclass
-class _Group:
-    """Tensors of one kind, added up."""
+_MANIFEST, _PACK = ".json", ".pack"
 
-    tensors: int = 0
-    raw_bytes: int = 0
-    dtypes: set[str] = field(default_factory=set)
-    bounds: list[dict[str, Any]] = field(default_factory=list)
-    count: _Count = field(default_factory=_Count)
 
-    def add(self, report: TensorReport) -> None:
-        self.tensors += 1
-        self.raw_bytes += report.raw_bytes
-        self.dtypes.add(report.dtype)
-        if report.bound is not None and report.bound not in self.bounds:
-            self.bounds.append(report.bound)
+@dataclass(frozen=True)
+class VersionUsage(Named):
+    """Space that one version takes.
 
-    def report(self, name: str) -> GroupReport:
-        coding = self.count.coding()
-        return GroupReport(
-            name,
-            self.tensors,
-            tuple(sorted(self.dtypes)),
-            self.raw_bytes,
-            ratio(self.raw_bytes, coding.stored_bytes),
-            tuple(self.bounds),
-            coding,
+    Attributes:
+        complete: Whether it can be restored.
+        raw_bytes: Bytes of its tensors; None when it is not complete.
+        own_bytes: Bytes of the files with chunks that no other version needs.
+        shared_bytes: Bytes of the files with chunks that it needs and others too.
+        manifest_bytes: Bytes of its manifests.
+        freed_bytes: What deleting this version alone would free: own files and manifests.
+    """
+
+    complete: bool
+    raw_bytes: int | None
+    own_bytes: int
+    shared_bytes: int
+    manifest_bytes: int
+    freed_bytes: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Space that a store takes; `total_bytes` is the sum of the six below it.
+
+    Attributes:
+        versions: From old to new.
+        raw_bytes: Bytes of the tensors of all complete versions.
+        total_bytes: Bytes of all files.
+        own_bytes: Files with chunks that one version needs.
+        shared_bytes: Files with chunks that several versions need, each counted once.
+        manifest_bytes: Manifests.
+        temporary_bytes: Temporary files: of killed saves, or of one under way.
+        orphan_bytes: Other files that no version refers to.
+        log_bytes: Replay logs, and what killed saves left behind among them.
+        ratio: `raw_bytes` / (`total_bytes` - `log_bytes`).
+    """
+
+    versions: tuple[VersionUsage, ...]
+    raw_bytes: int
+    total_bytes: int
+    own_bytes: int
+    shared_bytes: int
+    manifest_bytes: int
+    temporary_bytes: int
+    orphan_bytes: int
+    log_bytes: int
+    ratio: float
+
+
+def usage(storage: Storage) -> Usage:
+    """Add up the files of a store by what they are needed for; reads manifests, no tensor."""
+    folders = {version: storage.files(version.folder) for version in list_versions(storage)}
+    needs = {version: _needs(storage, version, files) for version, files in folders.items()}
+    sizes = {
+        f"{version.folder}/{name}": size
+        for version, files in folders.items()
+        for name, size in files.items()
+    }
+    users = Counter(pack for packs, _ in needs.values() for pack in packs)
+    versions = []
+    for version, files in folders.items():
+        manifest_bytes = sum(size for name, size in files.items() if name.endswith(_MANIFEST))
+        if not manifest_bytes:
+            continue
+        packs, raw = needs[version]
+        own_bytes = sum(sizes.get(pack, 0) for pack in packs if users[pack] == 1)
+        shared_bytes = sum(sizes.get(pack, 0) for pack in packs if users[pack] > 1)
+        freed_bytes = own_bytes + manifest_bytes
+        named, is_complete = _named(version), raw is not None
+        versions.append(
+            VersionUsage(
+                *named, is_complete, raw, own_bytes, shared_bytes, manifest_bytes, freed_bytes
+            )
         )
+    temporary = {name: size for name, size in sizes.items() if name.endswith(TEMPORARY)}
+    temporary |= {n: size for n, size in storage.files("").items() if n.endswith(TEMPORARY)}
+    version_bytes = sum({**sizes, **temporary}.values())
+    log_bytes = logs_size(storage)
+    own_bytes = sum(version.own_bytes for version in versions)
+    shared_bytes = sum(sizes.get(pack, 0) for pack, count in users.items() if count > 1)
+    manifest_bytes = sum(version.manifest_bytes for version in versions)
+    temporary_bytes = sum(temporary.values())
+    raw_bytes = sum(version.raw_bytes or 0 for version in versions)
+    return Usage(
+        tuple(versions),
+        raw_bytes,
+        version_bytes + log_bytes,
+        own_bytes,
+        shared_bytes,
+        manifest_bytes,
+        temporary_bytes,
+        version_bytes - own_bytes - shared_bytes - manifest_bytes - temporary_bytes,
+        log_bytes,
+        raw_bytes / version_bytes if version_bytes else 0.0,
+    )
+
+
+def _needs(
+    storage: Storage, version: Version, files: dict[str, int]
+) -> tuple[set[str], int | None]:
+    """The packs that a version needs, as far as an incomplete one can still say; and raw bytes."""
+    manifests = [name for name in files if name.endswith(_MANIFEST)]
+    if not manifests:
+        return set(), None
+    with contextlib.suppress(CheckpointError):
+        contents = load(storage, version, files)
+        return contents.packs, raw_size(contents.catalogue)
+    packs = {f"{version.folder}/{name}" for name in files if name.endswith(_PACK)}
+    with contextlib.suppress(CheckpointError):
+        if (seal := read_seal(storage, version)) is not None:
+            return packs.union(seal.packs), None
+    for name in manifests:
+        if name.startswith("rank-"):
+            with contextlib.suppress(OSError, CheckpointError):
+                part = Part.from_bytes(storage.read(f"{version.folder}/{name}"), name)
+                packs.update(part.packs)
+    return packs, None
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Result of applying a retention policy.
+
+    Attributes:
+        deleted: Folders of the versions deleted, or that would be, from old to new.
+        kept: Folders of the complete versions that stay.
+        freed_bytes: Bytes of the files deleted, or that would be; remains of killed saves too.
+        dry_run: Whether nothing was deleted.
+    """
+
+    deleted: tuple[str, ...]
+    kept: tuple[str, ...]
+    freed_bytes: int
+    dry_run: bool
+
+
+def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -> Pruned:
+    """Delete the versions that `policy` does not keep; see `retention.prune`.
+
+    Replay logs are left to the store, which deletes those of no more use when it saves.
+
+    Raises:
+        CheckpointError: When a live process owns the store, a version that would stay is damaged,
+            no version has the metric by which the best are chosen, or these are replay logs.
+    """
+    with contextlib.nullcontext() if dry_run else hold(storage):
+        known = complete_versions(storage)
+        if any(seal.kind == REPLAY for seal in known.values()):
+            raise CheckpointError(
+                f"{storage.location} holds replay logs, each of which needs those before it; give "
+                "the store above it"
+            )
+        metrics = sorted({name for seal in known.values() for name in seal.metrics})
+        if policy.best and policy.metric not in metrics:
+            raise CheckpointError(
+                f'metric = "{policy.metric}" was saved with no version of {storage.location}, so '
+                f"that the best cannot be kept; the metrics there are "
+                f"{', '.join(metrics) or 'none'}"
+            )
+        if not known:
+            return Pruned((), (), 0, dry_run)
+        kept = to_keep(known, policy)
+        versions = list_versions(storage)
+        for version in versions:
+            # Refuse to delete good versions for the sake of one whose seal is all that is left.
+            try:
+                if version in kept:
+                    load(storage, version)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{version.folder} would stay but cannot be restored: {error}; bring back its "
+                    "files or delete its folder, then prune again"
+                ) from None
+        packs = {pack for version in known if version in kept for pack in known[version].packs}
+        doomed = {
+            f"{version.folder}/{name}": size
+            for version in versions
+            if version not in kept and version < max(known)
+            for name, size in storage.files(version.folder).items()
+            if f"{version.folder}/{name}" not in packs
+        }
+        deleted = prune(storage, policy, dry_run=dry_run)
+        if not dry_run:
+            # What could not be deleted is not counted.
+            for folder in {name.partition("/")[0] for name in doomed}:
+                for name in storage.files(folder):
+                    doomed.pop(f"{folder}/{name}", None)
+    stays = (version.folder for version in known if version not in deleted)
+    gone = (version.folder for version in deleted)
+    return Pruned(tuple(gone), tuple(stays), sum(doomed.values()), dry_run)
+
+
+@contextlib.contextmanager
+def hold(storage: Storage) -> Iterator[None]:
+    """Own a store of a file system; in an object store, see that no one of this host saves.
+
+    Raises:
+        CheckpointError: When a live process owns it.
+    """
+    if not isinstance(storage, LocalStorage):
+        refuse_if_held(storage)
+    ownership = Ownership(storage)
+    ownership.lock(remedy="wait for it to end")
+    try:
+        yield
+    finally:
+        ownership.release()
+
+
+@dataclass(frozen=True)
+class Verification(Named):
+    """Result of verifying a version.
+
+    Attributes:
+        state: ``ok``; ``damaged``; or ``incomplete``: a save that did not finish or still goes on,
+            which is no damage.
+        problems: A sentence for each thing that is wrong.
+        restorable: Whether everything that was saved is there and right, whatever else is damaged.
+        root: BLAKE3 over the whole version; empty without a usable seal.
+        chunks: How many chunks were decoded and found right.
+        known_chunks: How many more were found right before, with another version.
+        content_bytes: Bytes of the chunks decoded now.
+        read_bytes: Bytes read from the storage for that.
+    """
+
+    state: Literal["ok", "damaged", "incomplete"]
+    problems: tuple[str, ...] = ()
+    restorable: bool = False
+    root: str = ""
+    chunks: int = 0
+    known_chunks: int = 0
+    content_bytes: int = 0
+    read_bytes: int = 0
+
+
+Known = tuple[int, tuple[tuple[str, int, str, str], ...]]
+"""Bytes of an element (which decoding depends on), and for a chunk and its bases: file, first byte,
+hash of the stored bytes, hash of the content."""
+
+
+def verify(
+    storage: Storage,
+    version: Version,
+    known: set[Known] | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Decode everything that `version` stores and compare it with all its checksums.
+
+    Args:
+        storage: The store.
+        version: Which version.
+        known: Chunks that were found right with other versions; they are not read again, and those
+            of this version are added when all of them are right.
+        progress: Told how much is done.
+    """
+    found = Verification(*_named(version), state="damaged")
+    try:
+        summary = summarize(storage, version)
+        if summary.state != "complete":
+            problems = (summary.problem,)
+            return replace(found, state=summary.state, problems=problems, root=summary.root)
+        contents = load(storage, version)
+        return _verified(storage, contents, summary, set() if known is None else known, progress)
+    except CheckpointError as error:
+        return replace(found, problems=(str(error),))
+    except OSError as error:
+        problem = f"{storage.location}/{version.folder} cannot be read: {sentence_of(error)}"
+        return replace(found, problems=(problem,))
+
+
+def _verified(
+    storage: Storage,
+    contents: Contents,
+    summary: VersionSummary,
+    known: set[Known],
+    progress: Progress | None,
+) -> Verification:
+    problems = [summary.problem] if summary.problem else []
+    problems += _disagreements(storage, contents)
+    for step in contents.requires:
+        try:
+            load(states_of(storage), Version(contents.version.session, step))
+        except CheckpointError as error:
+            problems.append(f"it starts from step {step}, which cannot be used: {error}")
+    unknown, news, content_bytes, known_chunks = _without(contents, known)
+    done_bytes, chunks, read_bytes, restorable = 0, 0, 0, False
+
+    def done(size: int) -> None:
+        nonlocal done_bytes
+        done_bytes += size
+        if progress is not None:
+            progress(done_bytes, content_bytes)
+
+    try:
+        with VersionReader(storage, unknown) as reader:
+            chunks = reader.check(done)
+            read_bytes = reader.counters.read_bytes
+        known |= news
+        restorable = True
+    except CheckpointError as error:
+        problems.append(str(error))
+    return Verification(
+        *_named(contents.version),
+        state="damaged" if problems else "ok",
+        problems=tuple(problems),
+        restorable=restorable,
+        root=summary.root,
+        chunks=chunks,
+        known_chunks=known_chunks,
+        content_bytes=done_bytes,
+        read_bytes=read_bytes,
+    )
+
+
+def _disagreements(storage: Storage, contents: Contents) -> Iterator[str]:
+    """A sentence for each thing in which the seal and the manifests do not agree."""
+    name = f"{contents.version.folder}/{SEAL}"
+    try:
+        seal = Seal.from_bytes(storage.read(name), name)
+    except (OSError, CheckpointError):
+        return
+    place = f"{storage.location}/{name}"
+    for part, root in zip(contents.parts, contents.roots, strict=True):
+        file = contents.version.part_name(part.rank, part.world_size).partition("/")[2]
+        if seal.roots.get(file) != root:
+            yield f"{place} names another manifest of rank {part.rank} than is there"
+    if not contents.problems and len(seal.roots) != len(contents.parts):
+        yield f"{place} names {len(seal.roots)} manifests where {len(contents.parts)} are"
+    if not contents.problems and set(seal.packs) != contents.packs:
+        yield f"{place} names other files than the manifests"
+    if seal.kind != contents.kind:
+        yield f"{place} says that this is a {seal.kind}, the manifests say {contents.kind}"
+
+
+def _without(contents: Contents, known: set[Known]) -> tuple[Contents, set[Known], int, int]:
+    """Leave known chunks out: contents, chunks, bytes that remain; and how many are left out."""
+    parts: list[Part] = []
+    news: set[Known] = set()
+    places: set[tuple[Place, int]] = set()
+    left_out: set[Known] = set()
+    content_bytes = 0
+    for part in contents.parts:
+        pieces: dict[str, list[Piece]] = {}
+        for name in part.pieces:
+            facts = contents.catalogue.tensors[name]
+            for tile, number in part.tiles(name, facts):
+                chain = (part.chunks[item] for item in part.chain(number))
+                key = (
+                    facts.itemsize,
+                    tuple(
+                        (part.packs[link.pack], link.offset, link.stored_hash, link.content_hash)
+                        for link in chain
+                    ),
+                )
+                if key in known:
+                    left_out.add(key)
+                    continue
+                pieces.setdefault(name, []).append(Piece(tile, [number]))
+                news.add(key)
+                chunk = part.chunks[number]
+                place = (part.packs[chunk.pack], chunk.offset), facts.itemsize
+                if place not in places:
+                    places.add(place)
+                    content_bytes += chunk.size
+        parts.append(replace(part, pieces=pieces))
+    return replace(contents, parts=parts), news, content_bytes, len(left_out)

@@ -24,10 +24,8 @@ from outlast.checkpoint.encoder import Reduction
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
 from outlast.checkpoint.manifest import REPLAY, STATE
 from outlast.checkpoint.owner import OwnedError
-from outlast.checkpoint.place import Place
 from outlast.checkpoint.plan import holding
 from outlast.checkpoint.restore import Restored, Restorer
-from outlast.checkpoint.retention import logs_of, prune_logs
 from outlast.checkpoint.storage import (
     LocalStorage,
     describe_failure,
@@ -36,8 +34,8 @@ from outlast.checkpoint.storage import (
     sentence_of,
     within,
 )
-from outlast.checkpoint.tiers import DrainResult, Tier, Tiers
-from outlast.checkpoint.version import Version, list_versions
+from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
+from outlast.checkpoint.version import Version, list_versions, logs_of, prune_logs
 from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
@@ -46,7 +44,7 @@ from outlast.state.live import State, collect, mesh_of
 
 if TYPE_CHECKING:
     from outlast.checkpoint.plan import Holding
-    from outlast.checkpoint.retention import Retention
+    from outlast.checkpoint.version import Retention
     from outlast.state.live import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
         Coding,
         Description,
         LogsSummary,
+        Pruned,
+        Usage,
+        Verification,
         VersionSummary,
     )
-    from outlast.checkpoint.usage import Pruned, Usage, Verification
 
 
 ExportedStep = Annotated[
@@ -210,13 +212,13 @@ def verify(
     finish, or that a live run is at.
     """
     from outlast.checkpoint.inspection import (
+        Known,
         find_version,
         list_begun,
         newest_complete,
         open_store,
     )
-    from outlast.checkpoint.usage import Known
-    from outlast.checkpoint.usage import verify as verify_version
+    from outlast.checkpoint.inspection import verify as verify_version
 
     if every and step is not None:
         raise CheckpointError(f"--step {step} and --all exclude each other; give one of them")
@@ -278,8 +280,7 @@ def du(store: Store, json: AsJson = False) -> None:
     "own" are files with chunks that no other version needs, "shared" those that others need too.
     Replay logs are counted apart.
     """
-    from outlast.checkpoint.inspection import open_store
-    from outlast.checkpoint.usage import usage
+    from outlast.checkpoint.inspection import open_store, usage
 
     storage = open_store(store)
     found = usage(storage)
@@ -339,9 +340,8 @@ def prune(
     Chunks that a remaining version needs are kept, and replay logs, which a run deletes itself when
     it saves. Refused while a live process owns the store.
     """
-    from outlast.checkpoint.inspection import open_store
-    from outlast.checkpoint.retention import Retention
-    from outlast.checkpoint.usage import prune_store
+    from outlast.checkpoint.inspection import open_store, prune_store
+    from outlast.checkpoint.version import Retention
 
     if keep is None and not every and not best:
         raise CheckpointError(

@@ -141,10 +141,7 @@ def read_content(storage: Storage, contents: Contents, tree: Any = None) -> dict
     with VersionReader(storage, contents) as reader:
         boxes = {name: whole(fact.shape) for name, fact in facts.items()}
         reader.read(
-            [
-                Wanted(name, boxes[name], opaque_array(tensor, boxes[name]))
-                for name, tensor in tensors.items()
-            ]
+            [Wanted(name, boxes[name], opaque_array(tensor)) for name, tensor in tensors.items()]
         )
 
     def get(name: str, kind: str) -> Any:

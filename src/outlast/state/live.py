@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
-from outlast.state.tensors import dtype_of, is_dense, opaque_array
+from outlast.state.tensors import OPAQUE, dtype_of, is_dense, opaque_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -303,32 +303,50 @@ def mesh_of(live: Live) -> dict[str, int]:
 
 
 class Filling:
-    """A live tensor and the host memory that it is read into: its own, where that is possible."""
+    """A live tensor and the host memory that it is read into: its own, where that is possible.
 
-    def __init__(self, name: str, tensor: torch.Tensor, facts: Facts) -> None:
-        box, self._local = local_box(tensor)
-        dtype = dtype_of(facts)
+    Args:
+        name: Of the saved tensor.
+        tensor: The live one.
+        facts: Of the saved tensor.
+        box: The part of the saved tensor that is read; None: what this rank holds.
+
+    Attributes:
+        local: Memory of the live tensor.
+        out: Array to be filled.
+        extra_bytes: Host memory that it needs besides.
+    """
+
+    def __init__(
+        self, name: str, tensor: torch.Tensor, facts: Facts, box: Box | None = None
+    ) -> None:
+        held, self.local = local_box(tensor)
+        self.name, self.box = name, held if box is None else box
+        dtype, stride = dtype_of(facts), self.local.stride()
+        # All along an expanded dimension is one and the same memory.
+        self._expanded = [
+            dimension
+            for dimension, size in enumerate(self.local.shape)
+            if stride[dimension] == 0 and size > 1
+        ]
         direct = (
-            self._local.device.type == "cpu"
-            and self._local.dtype == dtype
-            and is_dense(self._local)
-            and not (self._local.is_conj() or self._local.is_neg())
+            self.local.device.type == "cpu"
+            and self.local.dtype == dtype
+            and not (self.local.is_conj() or self.local.is_neg())
         )
-        self._host = self._local if direct else torch.empty(tuple(self._local.shape), dtype=dtype)
+        if not is_dense(self.local):
+            direct = direct and self.local.element_size() in OPAQUE and not self._expanded
+        self._host = self.local if direct else torch.empty(tuple(self.local.shape), dtype=dtype)
         self.extra_bytes = 0 if direct else self._host.numel() * self._host.element_size()
-        self.name = name
-        self.box = box
-        self.out = opaque_array(self._host, box)
+        self.out = opaque_array(self._host)
 
     def finish(self) -> None:
         """Move what was read to where it belongs."""
-        if self._host is self._local:
+        if self._host is self.local:
             return
-        target, source = self._local, self._host
-        for dimension, stride in enumerate(self._local.stride()):
-            # All along an expanded dimension is one and the same memory.
-            if stride == 0 and target.shape[dimension] > 1:
-                target = target.narrow(dimension, 0, 1)
-                source = source.narrow(dimension, 0, 1)
+        target, source = self.local, self._host
+        for dimension in self._expanded:
+            target = target.narrow(dimension, 0, 1)
+            source = source.narrow(dimension, 0, 1)
         with torch.no_grad():
             target.copy_(source)
