@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import math
 import os
 import shutil
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from outlast.records import sync_directory
 from outlast.state.box import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
     from outlast.checkpoint.inspection import Progress
     from outlast.checkpoint.manifest import TensorFacts
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 FILE_BYTES = 5_000_000_000
 """Largest content of a file; a tensor that is larger has a file of its own."""
 
-_NAMES = {
+SAFETENSORS_TYPES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -63,6 +62,7 @@ _NAMES = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }
+"""Names of element types in a safetensors file, by those of torch."""
 
 
 @dataclass(frozen=True)
@@ -111,109 +111,124 @@ def extract(
         CheckpointError: When the directory is in use or cannot be written, a type is unknown to
             safetensors, nothing fits `only`, or the version is damaged.
     """
-    chosen = {
+    tensors = {
         name: facts
         for name, facts in sorted(contents.catalogue.tensors.items())
         if fnmatch.fnmatchcase(name, only)
     }
-    _check(chosen, only, directory, contents)
-    files = _shares(chosen, file_bytes)
-    values = values_of(contents)
-    target = directory.resolve()
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
-    try:
-        temporary.mkdir(parents=True)
-        with VersionReader(storage, contents) as reader, contextlib.ExitStack() as stack:
-            wanted = [
-                frame
-                for name, names in files.items()
-                for frame in stack.enter_context(
-                    _mapped(temporary / name, {n: chosen[n] for n in names}, contents)
-                )
-            ]
-            _read(reader, wanted, progress)
-        _write(
-            temporary / "tensors.safetensors.index.json",
-            {
-                "metadata": {"total_size": sum(map(_bytes, chosen.values()))},
-                "weight_map": {name: file for file, names in files.items() for name in names},
-            },
-        )
-        _write(temporary / "values.json", values)
-        sync_directory(temporary)
-        temporary.replace(target)
-        sync_directory(target.parent)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be written: {sentence_of(error)}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Extracted(
-        contents.version.folder,
-        str(directory),
-        tuple(files),
-        len(chosen),
-        sum(map(_bytes, chosen.values())),
-        len(values),
-    )
-
-
-def _check(chosen: dict[str, TensorFacts], only: str, directory: Path, contents: Contents) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(
             f"{directory} exists and is not an empty directory; give one that does not exist"
         )
-    if not chosen and contents.catalogue.tensors:
+    if not tensors and contents.catalogue.tensors:
         example = min(contents.catalogue.tensors)
         raise CheckpointError(
             f'only = "{only}" fits no tensor of {contents.version.folder}; one of its names is '
             f"{example}"
         )
-    for name, facts in chosen.items():
-        if facts.dtype not in _NAMES:
+    for name, facts in tensors.items():
+        if facts.dtype not in SAFETENSORS_TYPES:
             raise CheckpointError(
                 f"`{name}` is of type {facts.dtype}, which safetensors cannot hold; leave it out "
                 "by a pattern of the names to write, e.g. --only 'model.*'"
             )
-
-
-def _bytes(facts: TensorFacts) -> int:
-    return math.prod(facts.shape) * facts.itemsize
-
-
-def _shares(chosen: dict[str, TensorFacts], file_bytes: int) -> dict[str, list[str]]:
-    """File name to the tensors that go there, in the order of their names."""
-    shares: list[list[str]] = [[]]
-    used = 0
-    for name, facts in chosen.items():
-        if used and used + _bytes(facts) > file_bytes:
-            shares.append([])
-            used = 0
-        shares[-1].append(name)
-        used += _bytes(facts)
-    return {
+    shares = shares_of(tensors, file_bytes)
+    files = {
         f"tensors-{number:05d}-of-{len(shares):05d}.safetensors": names
         for number, names in enumerate(shares, 1)
     }
+    values, total_bytes = values_of(contents), sum(facts.bytes for facts in tensors.values())
+    notes = {"format": "pt", "outlast_version": contents.version.folder}
+    done_bytes = 0
+
+    def done(size: int) -> None:
+        nonlocal done_bytes
+        done_bytes += size
+        if progress is not None:
+            progress(min(done_bytes, total_bytes), total_bytes)
+
+    try:
+        with appearing(directory.resolve()) as temporary:
+            temporary.mkdir(parents=True)
+            with VersionReader(storage, contents) as reader, contextlib.ExitStack() as stack:
+                wanted = []
+                for file, names in files.items():
+                    own = {name: (name, tensors[name]) for name in names}
+                    wanted += stack.enter_context(safetensors_file(temporary / file, own, notes))
+                reader.read(wanted, done)
+            weight_map = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            for file, content in (
+                ("tensors.safetensors.index.json", index),
+                ("values.json", values),
+            ):
+                with (temporary / file).open("x") as output:
+                    json.dump(content, output, indent=1)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written: {sentence_of(error)}") from None
+    folder = contents.version.folder
+    return Extracted(folder, str(directory), (*files,), len(tensors), total_bytes, len(values))
 
 
 @contextlib.contextmanager
-def _mapped(
-    path: Path, tensors: dict[str, TensorFacts], contents: Contents
+def appearing(target: Path) -> Iterator[Path]:
+    """A name for a file or folder that becomes `target`, durably, when the block ends well."""
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
+    try:
+        yield temporary
+        inside = [path for path in temporary.rglob("*") if path.is_file()]
+        for path in inside or [temporary]:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if temporary.is_dir():
+            sync_directory(temporary)
+        temporary.rename(target)
+        sync_directory(target.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def shares_of(tensors: Mapping[str, TensorFacts], file_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file, in their order."""
+    shares: list[list[str]] = [[]]
+    used = 0
+    for name, facts in tensors.items():
+        if used and used + facts.bytes > file_bytes:
+            shares.append([])
+            used = 0
+        shares[-1].append(name)
+        used += facts.bytes
+    return shares
+
+
+@contextlib.contextmanager
+def safetensors_file(
+    path: Path, tensors: Mapping[str, tuple[str, TensorFacts]], notes: Mapping[str, str]
 ) -> Iterator[list[Wanted]]:
-    """A safetensors file with room for `tensors`; it is durable when the block ends well."""
+    """A safetensors file with room for `tensors`, which the caller fills; then it is durable.
+
+    The library's own writer needs all tensors of a file in memory.
+
+    Args:
+        path: Of the file.
+        tensors: Name in the file to stored name and facts.
+        notes: Metadata of the file.
+
+    Yields:
+        Where each tensor goes.
+    """
     # Large elements first, so that every tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    entries: dict[str, object] = {
-        "__metadata__": {"format": "pt", "outlast_version": contents.version.folder}
-    }
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
+    entries: dict[str, Any] = {"__metadata__": notes}
     end = 0
-    for name, facts in ordered:
-        begin, end = end, end + _bytes(facts)
-        entries[name] = {
-            "dtype": _NAMES[facts.dtype],
-            "shape": facts.shape,
-            "data_offsets": [begin, end],
-        }
+    for name, (_, facts) in ordered:
+        begin, end = end, end + facts.bytes
+        offsets = {"data_offsets": [begin, end]}
+        dtype = SAFETENSORS_TYPES[facts.dtype]
+        entries[name] = {"dtype": dtype, "shape": facts.shape, **offsets}
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with path.open("xb+") as file:
@@ -224,32 +239,10 @@ def _mapped(
         memory = np.memmap(file, np.uint8, "r+")
         content = memory[8 + len(header) :]
         wanted = []
-        begin = 0
-        for name, facts in ordered:
-            raw = content[begin : begin + _bytes(facts)]
+        for name, (stored, facts) in ordered:
+            raw = content[slice(*entries[name]["data_offsets"])]
             out = raw.view(f"u{facts.itemsize}").reshape(facts.shape)
-            wanted.append(Wanted(name, whole(facts.shape), out))
-            begin += raw.size
+            wanted.append(Wanted(stored, whole(facts.shape), out))
         yield wanted
         memory.flush()
-        os.fsync(file.fileno())
-
-
-def _read(reader: VersionReader, wanted: list[Wanted], progress: Progress | None) -> None:
-    total_bytes = sum(item.out.nbytes for item in wanted)
-    done_bytes = 0
-
-    def done(size: int) -> None:
-        nonlocal done_bytes
-        done_bytes += size
-        if progress is not None:
-            progress(min(done_bytes, total_bytes), total_bytes)
-
-    reader.read(wanted, done)
-
-
-def _write(path: Path, content: object) -> None:
-    with path.open("x") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
         os.fsync(file.fileno())
