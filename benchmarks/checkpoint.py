@@ -35,10 +35,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from outlast.checkpoint import CheckpointStore, IntervalEstimator, Reduction, storage_of
-from outlast.checkpoint.format.encoder import Encoder, PartJob, StagedPiece
-from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.version import Version, load
+from outlast.checkpoint.encoder import Encoder, PartJob, StagedPiece
+from outlast.checkpoint.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.version import Version, load
 from outlast.state.box import Box, whole
 
 MEGABYTE = 1e6

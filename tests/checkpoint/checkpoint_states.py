@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.checkpoint import CheckpointStore, SaveResult, list_versions, storage_of
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Written
+from outlast.checkpoint.encoder import Encoder, PartJob, Written
 
 VOCABULARY, WIDTH = 11, 6
 

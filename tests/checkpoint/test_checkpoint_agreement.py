@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from outlast.distributed.agreement import StoreAgreement
+from outlast.distributed.group import StoreAgreement
 
 pytestmark = pytest.mark.distributed
 

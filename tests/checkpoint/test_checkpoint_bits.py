@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from outlast.checkpoint import CheckpointStore, Compression, Reduction
-from outlast.checkpoint.format import manifest
+from outlast.checkpoint import CheckpointStore, Compression, Reduction, manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
 

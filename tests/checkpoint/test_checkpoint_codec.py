@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.codec import Coder, Compression
+from outlast.checkpoint import codec
+from outlast.checkpoint.codec import Coder, Compression
 from outlast.errors import CheckpointError
 from outlast.state import values
 

@@ -66,7 +66,6 @@ def _batches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Large checkpoints go in batches; small limits make small ones go so too."""
     if request.param == "many batches":
         monkeypatch.setattr(convert, "_BATCH_BYTES", 20_000)
-        monkeypatch.setattr(convert, "_READ_BYTES", 20_000)
         monkeypatch.setattr(convert, "_ONE_FILE_BYTES", 20_000)
 
 

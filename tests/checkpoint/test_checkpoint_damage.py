@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.checkpoint import Reduction, Restored, Version, load, storage_of
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.storage import LocalStorage
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.storage import LocalStorage
 from outlast.errors import CheckpointError
 
 PART = "rank-00000-of-00001.json"
@@ -149,7 +149,7 @@ def test_a_damaged_seal_is_no_loss(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_later_format_is_named(tmp_path: Path) -> None:
-    from outlast.checkpoint.format.manifest import sealed, unsealed
+    from outlast.checkpoint.manifest import sealed, unsealed
 
     save(tmp_path, 1, 2)
     part = folder(tmp_path, 2) / PART
@@ -216,7 +216,7 @@ def test_the_base_of_a_delta_is_checked_too(tmp_path: Path) -> None:
 def test_a_listing_that_lags_hides_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_checkpoint_encoder import Case, encoders_for, random_array, write
 
-    from outlast.checkpoint.format.manifest import TensorFacts
+    from outlast.checkpoint.manifest import TensorFacts
     from outlast.state.box import Box
 
     facts = TensorFacts.of("float32", (6,))

@@ -34,8 +34,8 @@ from outlast.checkpoint import (
     list_versions,
     storage_of,
 )
+from outlast.checkpoint import dcp as dcp_storage
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
-from outlast.checkpoint.dcp import storage as dcp_storage
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (un|dis)")

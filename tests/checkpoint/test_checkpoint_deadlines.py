@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from checkpoint_states import Net, open_store, steps_in
 
-from outlast.checkpoint.format.encoder import Encoder
-from outlast.distributed import agreement
+from outlast.checkpoint.encoder import Encoder
+from outlast.distributed import group
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
@@ -111,7 +111,7 @@ def save_last(directory: Path) -> str | None:
         return write(*args)
 
     Encoder.write = slow  # type: ignore[method-assign]
-    agreement._FIRST_PAUSE_SECONDS = agreement._LONGEST_PAUSE_SECONDS = 1.0
+    group._FIRST_PAUSE_SECONDS = group._LONGEST_PAUSE_SECONDS = 1.0
     with open_store(directory) as store:
         return store.save_async(1, {"model": Net(0)}).result().error
 

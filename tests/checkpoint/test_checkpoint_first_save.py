@@ -12,8 +12,8 @@ from checkpoint_states import Holder, open_store
 from typer.testing import CliRunner
 
 from outlast.checkpoint import CheckpointStore, list_versions, storage_of
-from outlast.checkpoint.format.storage import LocalStorage
-from outlast.checkpoint.format.version import SEAL
+from outlast.checkpoint.storage import LocalStorage
+from outlast.checkpoint.version import SEAL
 from outlast.cli.ckpt import ckpt
 from outlast.errors import CheckpointError
 

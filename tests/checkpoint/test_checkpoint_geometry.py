@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.format.manifest import grid, tiles, tiles_within
+from outlast.checkpoint.manifest import grid, tiles, tiles_within
 from outlast.state import box as state_box
 from outlast.state.box import Box, covers, whole
 

@@ -23,21 +23,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.checkpoint import Bound, CheckpointStore, Compression, Reduction, Retention, storage_of
-from outlast.checkpoint.format.encoder import Encoder, PartJob
-from outlast.checkpoint.format.manifest import REPLAY, Catalogue
-from outlast.checkpoint.format.storage import LocalStorage
-from outlast.checkpoint.format.version import SEAL, Version, list_versions, seal
-from outlast.checkpoint.inspection.difference import Difference, Distance, compare, numbers_of
-from outlast.checkpoint.inspection.extract import extract
-from outlast.checkpoint.inspection.listing import (
+from outlast.checkpoint.difference import Difference, Distance, compare, numbers_of
+from outlast.checkpoint.encoder import Encoder, PartJob
+from outlast.checkpoint.extract import extract
+from outlast.checkpoint.inspection import (
     describe,
     find_version,
+    hold,
     list_saved,
     open_store,
+    prune_store,
     summarize,
     summarize_logs,
+    usage,
+    verify,
 )
-from outlast.checkpoint.inspection.usage import hold, prune_store, usage, verify
+from outlast.checkpoint.manifest import REPLAY, Catalogue
+from outlast.checkpoint.storage import LocalStorage
+from outlast.checkpoint.version import SEAL, Version, list_versions, load, seal
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -247,7 +250,7 @@ def write_replay(directory: Path, step: int, requires: list[int], *, sealed: boo
     )
     Encoder(storage, PLAIN, [memory]).write(job, lambda: None)
     if sealed:
-        seal(storage, job.version)
+        seal(storage, load(storage, job.version))
 
 
 def test_a_replay_log_needs_the_state_that_it_starts_from(damaged: Path) -> None:

@@ -18,9 +18,9 @@ import pytest
 from checkpoint_states import bits, make_state, open_store, steps_in, train
 
 from outlast.checkpoint import CheckpointStore, Reduction, list_versions, storage_of
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.storage import _LocalPending
-from outlast.checkpoint.format.version import is_published, load
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.storage import PendingFile
+from outlast.checkpoint.version import is_published, load
 
 pytestmark = pytest.mark.distributed
 
@@ -67,7 +67,7 @@ class Killer:
         self._events = events
         self._torn = torn
         self._armed = False
-        sync, write = os.fsync, _LocalPending.write
+        sync, write = os.fsync, PendingFile.write
 
         def counted_sync(descriptor: int) -> None:
             self.event(write=False)
@@ -85,7 +85,7 @@ class Killer:
                 self.event(write=False)
 
         os.fsync = counted_sync
-        _LocalPending.write = counted_write  # type: ignore[method-assign]
+        PendingFile.write = counted_write  # type: ignore[method-assign]
         sys.addaudithook(audit)
 
     def event(self, *, write: bool) -> None:

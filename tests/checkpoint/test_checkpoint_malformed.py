@@ -24,15 +24,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 from outlast.checkpoint import list_versions, load, storage_of
+from outlast.checkpoint.codec import Coder
 from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
-from outlast.checkpoint.format.codec import Coder
-from outlast.checkpoint.format.manifest import ManifestError, Part, unsealed
-from outlast.checkpoint.format.version import SEAL
-from outlast.checkpoint.inspection.difference import compare
-from outlast.checkpoint.inspection.extract import extract
-from outlast.checkpoint.inspection.listing import describe, find_version, summarize
-from outlast.checkpoint.inspection.usage import usage, verify
+from outlast.checkpoint.difference import compare
+from outlast.checkpoint.extract import extract
+from outlast.checkpoint.inspection import describe, find_version, summarize, usage, verify
+from outlast.checkpoint.manifest import ManifestError, Part, unsealed
+from outlast.checkpoint.version import SEAL
 from outlast.cli.ckpt import ckpt
 from outlast.cli.main import main
 from outlast.errors import CheckpointError

@@ -11,8 +11,7 @@ from checkpoint_states import Holder, open_store
 from fsspec.implementations.memory import MemoryFileSystem
 
 from outlast.checkpoint import Retention, list_versions, storage_of
-from outlast.checkpoint.format.retention import prune
-from outlast.checkpoint.format.version import SEAL, UnreadableError, Version, is_published
+from outlast.checkpoint.version import SEAL, UnreadableError, Version, is_published, prune
 from outlast.errors import CheckpointError
 
 Refuses = Callable[[str, str], bool]

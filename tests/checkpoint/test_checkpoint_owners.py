@@ -16,11 +16,11 @@ import torch
 from checkpoint_states import Holder, WritingHeld, open_store, restore_step, save_once, steps_in
 
 from outlast.checkpoint import CheckpointStore, Reduction, Version, load, storage_of
+from outlast.checkpoint import storage as storage_module
 from outlast.checkpoint import store as store_module
-from outlast.checkpoint.format import storage as storage_module
-from outlast.checkpoint.format.owner import Ownership
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.storage import LocalStorage
+from outlast.checkpoint.owner import Ownership
+from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.storage import LocalStorage
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records.lease import LEASE_FILE, LEASE_TOKEN
 from outlast.state.box import whole

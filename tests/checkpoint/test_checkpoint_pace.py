@@ -12,7 +12,7 @@ from checkpoint_meshes import matrix_state
 from checkpoint_states import open_store, steps_in
 
 from outlast.checkpoint import Reduction
-from outlast.checkpoint.format.encoder import Encoder
+from outlast.checkpoint.encoder import Encoder
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from outlast.checkpoint.format.codec import Coder, Compression, PlaneCoder, PlanePlan, add, subtract
+from outlast.checkpoint.codec import Coder, Compression, PlaneCoder, PlanePlan, add, subtract
 from outlast.errors import CheckpointError
 
 WORDS = {2: np.uint16, 4: np.uint32}

@@ -10,7 +10,7 @@ import torch
 from checkpoint_states import Holder, WritingHeld, open_store, restore_step, steps_in
 
 from outlast.checkpoint import Reduction
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Written
+from outlast.checkpoint.encoder import Encoder, PartJob, Written
 
 
 def state_of(value: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from checkpoint_states import Holder, Net, Sampler, bits, open_store, save_once,
 from torch import nn
 
 from outlast.checkpoint import Reduction, SaveResult
-from outlast.checkpoint.format.encoder import Encoder
+from outlast.checkpoint.encoder import Encoder
 from outlast.errors import CheckpointError, LeaseLostError
 
 pytestmark = pytest.mark.distributed

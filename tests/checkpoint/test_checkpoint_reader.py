@@ -8,11 +8,11 @@ import torch
 from checkpoint_states import Holder, open_store, save_once
 
 from outlast.checkpoint import load, storage_of
-from outlast.checkpoint.format import reader as reading
-from outlast.checkpoint.format.manifest import TensorFacts
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.storage import LocalStorage
-from outlast.checkpoint.format.version import Version
+from outlast.checkpoint import reader as reading
+from outlast.checkpoint.manifest import TensorFacts
+from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.storage import LocalStorage
+from outlast.checkpoint.version import Version
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, whole
 

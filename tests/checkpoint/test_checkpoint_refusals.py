@@ -17,8 +17,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from outlast.checkpoint import Bound, CheckpointStore, Reduction
 from outlast.checkpoint import lane as lane_module
-from outlast.checkpoint.format.storage import storage_of
-from outlast.checkpoint.format.version import Version, load
+from outlast.checkpoint.storage import storage_of
+from outlast.checkpoint.version import Version, load
 from outlast.errors import CheckpointError
 
 Group = Callable[[int], Callable[..., list[Any]]]

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.checkpoint import Bound, CheckpointStore, Reduction, SaveResult
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Written
-from outlast.checkpoint.format.manifest import REPLAY, STATE
+from outlast.checkpoint.encoder import Encoder, PartJob, Written
+from outlast.checkpoint.manifest import REPLAY, STATE
 from outlast.checkpoint.replay import ReplayLog
 from outlast.errors import CheckpointError
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Retention, list_versions, load, storage_of
-from outlast.checkpoint.format.retention import Known, prune, to_keep
-from outlast.checkpoint.format.storage import LocalStorage
-from outlast.checkpoint.format.version import Version
+from outlast.checkpoint.manifest import STATE
+from outlast.checkpoint.storage import LocalStorage
+from outlast.checkpoint.version import Seal, Version, prune, to_keep
 from outlast.errors import CheckpointError
 
 
@@ -111,21 +111,20 @@ def test_the_newest_are_always_kept(
     names: list[tuple[int, int]], keep: int, every: int, best: int, data: st.DataObject
 ) -> None:
     figures = st.dictionaries(st.just("loss"), st.floats(-9, 9))
-    known = [
-        Known(Version(*name), "state", frozenset(), data.draw(figures)) for name in sorted(names)
-    ]
+    known = {Version(*name): Seal({}, [], [], data.draw(figures), STATE) for name in sorted(names)}
     kept = to_keep(known, Retention(keep, every=every, best=best, metric="loss"))
-    versions = [each.version for each in known]
+    versions = [*known]
     assert kept <= set(versions)
     assert set(versions[-keep:]) <= kept
     assert len(kept) >= min(keep, len(known))
-    for each in known:
-        if every and each.version.step % every == 0:
-            assert each.version in kept
-    rated = [each for each in known if "loss" in each.metrics]
+    for version in known:
+        if every and version.step % every == 0:
+            assert version in kept
+    rated = {version: seal.metrics["loss"] for version, seal in known.items() if seal.metrics}
     if best and rated:
-        smallest = min(each.metrics["loss"] for each in rated)
-        assert any(e.metrics["loss"] == smallest for e in rated if e.version in kept)
+        assert any(
+            loss == min(rated.values()) for version, loss in rated.items() if version in kept
+        )
 
 
 @settings(max_examples=15, deadline=None)
@@ -281,15 +280,11 @@ def test_what_was_deleted_is_not_remembered_where_its_folder_stays(tmp_path: Pat
     with open_store(tmp_path, keep=9) as store:
         for step in (1, 2, 3):
             store.save(step, state_at(1))
-    cache: dict[Version, Known] = {}
+    cache: dict[Version, Seal] = {}
     storage = storage_of(tmp_path)
     prune(storage, Retention(1), cache=cache)
     assert list_versions(storage) == [Version(1, 1), Version(1, 3)], "step 3 needs its pack"
     assert list(cache) == [Version(1, 3)]
-
-
-def known(step: int, session: int, world_size: int) -> Known:
-    return Known(Version(session, step), "state", frozenset(), {}, world_size)
 
 
 def part_file(directory: Path, version: Version, world_size: int) -> None:
@@ -310,7 +305,8 @@ def test_versions_of_another_number_of_ranks_go_only_after_a_newer_one_of_this(
         part_file(directory, version, world_size)
         sizes[version] = world_size
         if complete:
-            cache[version] = known(step, 1, world_size)
+            part = version.part_name(0, world_size).partition("/")[2]
+            cache[version] = Seal({part: ""}, [], [], {}, STATE)
     deleted = prune(storage_of(directory), Retention(keep), world_size=2, cache=dict(cache))
     left = set(list_versions(storage_of(directory)))
     assert left == sizes.keys() - set(deleted)

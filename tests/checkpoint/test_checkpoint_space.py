@@ -23,7 +23,7 @@ from checkpoint_states import (
 )
 
 from outlast.checkpoint import CheckpointStore, Reduction, SaveResult
-from outlast.checkpoint.format.storage import LocalStorage, _LocalPending
+from outlast.checkpoint.storage import LocalStorage, PendingFile
 from outlast.errors import CheckpointError
 
 BYTES = 174_000
@@ -186,7 +186,7 @@ class Failing:
         self._number = number
         self._code = code
         for owner, name in [
-            (_LocalPending, "write"),
+            (PendingFile, "write"),
             (LocalStorage, "create"),
             (LocalStorage, "files"),
             (LocalStorage, "read"),

@@ -35,13 +35,12 @@ from outlast.checkpoint import (
     load,
     storage_of,
 )
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.storage import LocalStorage
-from outlast.checkpoint.format.version import SEAL, is_published
-from outlast.checkpoint.place import Place
-from outlast.checkpoint.tiers import Copy, RateLimiter, Tiers
-from outlast.distributed.agreement import StoreAgreement
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.storage import LocalStorage
+from outlast.checkpoint.tiers import Copy, Place, RateLimiter, Tiers
+from outlast.checkpoint.version import SEAL, is_published
 from outlast.distributed.group import Group as OneRank
+from outlast.distributed.group import StoreAgreement
 from outlast.errors import CheckpointError
 
 Group = Callable[[int], Callable[..., list[Any]]]

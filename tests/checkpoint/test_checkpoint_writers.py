@@ -13,11 +13,11 @@ from checkpoint_states import Holder, open_store
 from s3_server import s3_server
 
 from outlast.checkpoint import CheckpointStore, Retention, list_versions, load, storage_of
-from outlast.checkpoint.format.owner import Claim, OwnedError, claimed
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.storage import publish
-from outlast.checkpoint.format.version import SEAL
-from outlast.checkpoint.inspection.usage import prune_store
+from outlast.checkpoint.inspection import prune_store
+from outlast.checkpoint.owner import Claim, OwnedError, claimed
+from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.storage import publish
+from outlast.checkpoint.version import SEAL
 from outlast.errors import CheckpointError, LeaseLostError
 
 RIVAL = """

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.data import Document, split_by_name, stdlib_files, stdlib_root, text_files, whole_files
+from outlast.data import split_by_name, stdlib_files, stdlib_root, text_files, whole_files
+from outlast.data.prepare import Document
 from outlast.errors import DataError
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from outlast.data import (
     ByteTokenizer,
-    Document,
     TokenFile,
     check_vocabulary,
     whole_files,
     write_tokens,
 )
+from outlast.data.prepare import Document
 from outlast.data.tokens import _TokenSink
 from outlast.errors import DataError
 

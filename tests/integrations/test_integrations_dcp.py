@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import fully_shard
 
+from outlast.checkpoint import dcp as dcp_storage
 from outlast.checkpoint import list_versions, storage_of
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
-from outlast.checkpoint.dcp import storage as dcp_storage
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ pytest.importorskip("lightning.fabric")
 from fabric_runs import assert_same, finish, losses, records, start, weights
 
 from outlast.checkpoint import storage_of
-from outlast.checkpoint.format.retention import complete_versions
+from outlast.checkpoint.version import complete_versions
 from outlast.records import CorruptionDetected, StopRequested, energy_totals, forecast_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
@@ -87,7 +87,7 @@ def test_saves_and_loads_of_fabric_go_through_the_store(tmp_path: Path, strategy
     assert len((folder / "losses0.jsonl").read_text().splitlines()) == 20
     # One path leads to two of the saves, and another to the newest; the others are gone.
     kept = complete_versions(storage_of(folder / "store"))
-    assert [each.version.step for each in kept] == [2, 3, 4]
+    assert [version.step for version in kept] == [2, 3, 4]
 
 
 @pytest.mark.supports("fabric", "malleable")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import storage_of
-from outlast.checkpoint.format.retention import complete_versions
+from outlast.checkpoint.version import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.fabric import CheckpointFiles
 from outlast.integrations.pointer import read_pointer
@@ -28,7 +28,7 @@ def content(number: float, **more: Any) -> dict[str, Any]:
 
 
 def versions(place: Path) -> list[int]:
-    return [each.version.step for each in complete_versions(storage_of(place))]
+    return [version.step for version in complete_versions(storage_of(place))]
 
 
 def test_what_torch_would_pickle_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_runs import Tiny, assert_same, finish, loaders, losses, start
 
 from outlast.checkpoint import list_versions, load, storage_of
-from outlast.checkpoint.format.retention import complete_versions
+from outlast.checkpoint.version import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import read_content
 from outlast.integrations.fabric import StoreCheckpointIO
@@ -39,7 +39,7 @@ BEST: dict[str, Any] = {
 def versions(folder: Path) -> list[str]:
     store = storage_of(folder / "runs" / "it" / "checkpoints")
     # What others need of a version that is gone may still be in its folder.
-    return [each.version.folder for each in complete_versions(store)]
+    return [version.folder for version in complete_versions(store)]
 
 
 def _validated(folder: Path, path: str) -> float:

@@ -16,7 +16,7 @@ pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
 
 from titan_runs import Titan, settings, steps_in
 
-from outlast.checkpoint.place import Place
+from outlast.checkpoint.tiers import Place
 from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, IntegrationError
 from outlast.integrations.torchtitan import manager
 

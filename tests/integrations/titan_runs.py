@@ -26,7 +26,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from outlast.checkpoint import list_versions, storage_of
-from outlast.checkpoint.format.version import is_published
+from outlast.checkpoint.version import is_published
 from outlast.integrations.torchtitan import OutlastCheckpointManager
 
 SAMPLES, LENGTH, SYMBOLS = 4, 16, 64

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outlast.job import Job
 from outlast.job.checks import impossible_combinations
-from outlast.job.cluster import WALL_TIME
+from outlast.job.sections import WALL_TIME
 
 ATOMS = (
     st.booleans()

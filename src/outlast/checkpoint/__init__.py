@@ -17,36 +17,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.codec import Compression
-    from outlast.checkpoint.format.encoder import Reduction
-    from outlast.checkpoint.format.lossy import Bound
-    from outlast.checkpoint.format.retention import Retention
-    from outlast.checkpoint.format.storage import storage_of
-    from outlast.checkpoint.format.version import Version, list_versions, load
+    from outlast.checkpoint.codec import Compression
+    from outlast.checkpoint.encoder import Reduction
     from outlast.checkpoint.interval import IntervalEstimator
     from outlast.checkpoint.lane import SaveHandle, SaveResult
+    from outlast.checkpoint.lossy import Bound
     from outlast.checkpoint.replay import ReplayLog
     from outlast.checkpoint.restore import Restored
+    from outlast.checkpoint.storage import storage_of
     from outlast.checkpoint.store import CheckpointStore
     from outlast.checkpoint.tiers import DrainResult, Tier
+    from outlast.checkpoint.version import Retention, Version, list_versions, load
 
 _HOMES = {
-    "Bound": "format.lossy",
+    "Bound": "lossy",
     "CheckpointStore": "store",
-    "Compression": "format.codec",
+    "Compression": "codec",
     "DrainResult": "tiers",
     "IntervalEstimator": "interval",
-    "Reduction": "format.encoder",
+    "Reduction": "encoder",
     "ReplayLog": "replay",
     "Restored": "restore",
-    "Retention": "format.retention",
+    "Retention": "version",
     "SaveHandle": "lane",
     "SaveResult": "lane",
     "Tier": "tiers",
-    "Version": "format.version",
-    "list_versions": "format.version",
-    "load": "format.version",
-    "storage_of": "format.storage",
+    "Version": "version",
+    "list_versions": "version",
+    "load": "version",
+    "storage_of": "storage",
 }
 
 __all__ = [

@@ -9,69 +9,81 @@ result appears complete or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import pickle
-import shutil
-import uuid
 import warnings
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from outlast.checkpoint.dcp.content import (
+from outlast.checkpoint.dcp import (
     DCP_FILE,
     DCP_NOTE,
     DcpContent,
     newest_contents,
     read_dcp_content,
 )
+from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
+from outlast.checkpoint.extract import FILE_BYTES, appearing, safetensors_file, shares_of
 from outlast.checkpoint.foreign_formats import (
     COMMON,
-    SAFETENSORS_NAMES,
+    COMMON_FILE,
+    MEGATRON_FORMAT,
+    MEGATRON_FORMAT_FILE,
+    SAFETENSORS_READ,
     STRUCTURE,
-    Converted,
     open_source,
     split_rows,
-    write_megatron_files,
 )
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
-from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.format.owner import Ownership, claimed
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.storage import sentence_of, storage_of
-from outlast.checkpoint.format.version import Version, list_versions, seal
+from outlast.checkpoint.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.owner import Ownership, claimed
+from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.restore import whole_tensor
+from outlast.checkpoint.storage import sentence_of, storage_of
+from outlast.checkpoint.version import Version, list_versions, load, seal
 from outlast.checkpoint.writer import Arena
 from outlast.errors import CheckpointError, OutlastError
-from outlast.records import sync_directory
 from outlast.state import values
-from outlast.state.box import Box, aligned, whole
+from outlast.state.box import Box, aligned
 from outlast.state.tensors import dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.planner import WriteItem
 
     from outlast.checkpoint.foreign_formats import ForeignCheckpoint
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
-__all__ = ["Converted", "export_checkpoint", "import_checkpoint"]
 EXPORT_KINDS = ("safetensors", "torch", "dcp", "megatron")
-_READ_BYTES = 32 << 20
-_SHARD_BYTES = 5_000_000_000
 _ONE_FILE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Result of a conversion.
+
+    Attributes:
+        step: Step of the store's version.
+        tensors: Number of tensors.
+        bytes: Their bytes.
+        notes: What was left out or should be known, a sentence each.
+    """
+
+    step: int
+    tensors: int
+    bytes: int
+    notes: list[str] = field(default_factory=list)
 
 
 def export_checkpoint(
@@ -81,7 +93,7 @@ def export_checkpoint(
     kind: str,
     step: int | None = None,
     prefix: str = "",
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int = FILE_BYTES,
 ) -> Converted:
     """Write a version of a store as a checkpoint of another format.
 
@@ -126,14 +138,15 @@ def export_checkpoint(
                 else f"step {contents.version.step} in {storage.location} has no tensors"
             )
         try:
-            with _appearing(path) as temporary:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with appearing(path) as temporary:
                 exporters[kind](selection, temporary, shard_bytes)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {sentence_of(error)}") from error
     return Converted(
         contents.version.step,
         len(selection.tensors),
-        sum(selection.bytes_of(name) for name in selection.tensors),
+        selection.bytes,
         selection.notes,
     )
 
@@ -143,6 +156,7 @@ class _Selection:
 
     Attributes:
         tensors: Exported name to stored name.
+        bytes: Of the tensors.
         objects: The same for bytes that DCP's planner made.
         values: The same for JSON values.
         within_values: Stored names of tensors that lie within a value that was asked for.
@@ -157,10 +171,13 @@ class _Selection:
         self.facts = reader.contents.catalogue.tensors
         self.json = reader.contents.values
         objects = set(content.objects)
-        names = sorted(self.facts, key=_order(content.names))
+        # The order in which the names were saved, then by the alphabet.
+        places = {name: place for place, name in enumerate(content.names)}
+        names = sorted(self.facts, key=lambda name: (places.get(name, len(places)), name))
         chosen = [name for name in names if name.startswith(prefix) and name != prefix]
         self.tensors = {name[len(prefix) :]: name for name in chosen if name not in objects}
         self.objects = {name[len(prefix) :]: name for name in chosen if name in objects}
+        self.bytes = sum(self.facts[name].bytes for name in self.tensors.values())
         self.values = {
             name[len(prefix) :]: name
             for name in self.json
@@ -168,11 +185,6 @@ class _Selection:
         }
         self.notes: list[str] = []
         self.within_values: set[str] = set()
-
-    def bytes_of(self, name: str) -> int:
-        """Bytes of the tensor exported as `name`."""
-        facts = self.facts[self.tensors[name]]
-        return whole(facts.shape).elements * facts.itemsize
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor exported as `name`."""
@@ -209,95 +221,31 @@ class _Selection:
         return tensor.numpy() if kind == "numpy" else tensor
 
 
-def _order(names: list[str]) -> Callable[[str], tuple[int, str]]:
-    """The order in which the names were saved, then by the alphabet."""
-    places = {name: place for place, name in enumerate(names)}
-    return lambda name: (places.get(name, len(places)), name)
-
-
-@contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A name for a file or folder that becomes `target` when the block ends well."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        yield temporary
-        inside = [path for path in temporary.rglob("*") if path.is_file()]
-        for path in inside or [temporary]:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if temporary.is_dir():
-            sync_directory(temporary)
-        temporary.rename(target)
-        sync_directory(target.parent)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-
-
 def _export_safetensors(selection: _Selection, folder: Path, shard_bytes: int) -> None:
-    for name in selection.tensors:
-        dtype = dtype_of(selection.facts[selection.tensors[name]])
-        if dtype not in SAFETENSORS_NAMES:
+    facts = {name: selection.facts[stored] for name, stored in selection.tensors.items()}
+    for name, fact in facts.items():
+        if fact.dtype not in SAFETENSORS_READ.values():
             raise CheckpointError(
-                f"`{name}` is {str(dtype).removeprefix('torch.')}, which safetensors cannot hold; "
-                "export as torch or dcp"
+                f"`{name}` is {fact.dtype}, which safetensors cannot hold; export as torch or dcp"
             )
     left_out = len(selection.objects) + len(selection.values)
     if left_out:
         selection.notes.append(f"{left_out} values that are no tensors were left out")
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in selection.tensors:
-        if shards[-1] and size + selection.bytes_of(name) > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += selection.bytes_of(name)
+    shards = shares_of(facts, shard_bytes)
     folder.mkdir()
     weight_map = {}
     for number, names in enumerate(shards, 1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file_name = file_name if len(shards) > 1 else "model.safetensors"
-        with (folder / file_name).open("xb") as file:
-            _write_safetensors(selection, names, file)
-        weight_map.update(dict.fromkeys(names, file_name))
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        own = {name: (selection.tensors[name], facts[name]) for name in names}
+        with safetensors_file(folder / file, own, {"format": "pt"}) as wanted:
+            selection.reader.read([want for want in wanted if want.box.elements])
+        weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
-        total = sum(map(selection.bytes_of, selection.tensors))
+        total = sum(fact.bytes for fact in facts.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         path = folder / "model.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write_safetensors(selection: _Selection, names: list[str], file: IO[bytes]) -> None:
-    """The format's header and the tensors one after the other, without holding any in memory.
-
-    The library's own writer needs all tensors of a file in memory. As in there, large elements come
-    first, so that all are aligned.
-    """
-    facts = {name: selection.facts[selection.tensors[name]] for name in names}
-    ordered = sorted(names, key=lambda name: (-facts[name].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name in ordered:
-        end = begin + selection.bytes_of(name)
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[dtype_of(facts[name])],
-            "shape": facts[name].shape,
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in ordered:
-        for box in split_rows(whole(facts[name].shape), facts[name], _READ_BYTES):
-            if box.elements:
-                out = np.empty(box.shape, f"V{facts[name].itemsize}")
-                selection.reader.read([Wanted(selection.tensors[name], box, out)])
-                file.write(out.reshape(-1).view(np.uint8).data)
 
 
 def _export_torch(selection: _Selection, path: Path, _: int) -> None:
@@ -350,7 +298,7 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> di
 
 def _export_dcp(selection: _Selection, folder: Path, _: int) -> None:
     # DCP's writer holds all tensors of a file until it is written.
-    one_file = sum(map(selection.bytes_of, selection.tensors)) <= _ONE_FILE_BYTES
+    one_file = selection.bytes <= _ONE_FILE_BYTES
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -373,7 +321,12 @@ def _export_megatron(selection: _Selection, folder: Path, shard_bytes: int) -> N
     if common is None:
         selection.notes.append("common.pt is empty, as the version was not imported from Megatron")
     _export_dcp(selection, folder, shard_bytes)
-    write_megatron_files(folder, common)
+    if common is None:
+        torch.save({}, empty := io.BytesIO())
+        common = empty.getvalue()
+    (folder / COMMON_FILE).write_bytes(common)
+    # Last, as Megatron-core does: a folder without it is not complete.
+    (folder / MEGATRON_FORMAT_FILE).write_text(json.dumps(MEGATRON_FORMAT), encoding="utf-8")
 
 
 class _ExportPlanner(DefaultSavePlanner):
@@ -531,21 +484,14 @@ def _write(
             ),
             lambda: None,
         )
-    if source.dcp is not None:
+    if (dcp_content := source.dcp) is not None:
+        if prefix:
+            names = [prefix + name for name in dcp_content.names]
+            objects = [prefix + name for name in dcp_content.objects]
+            requires_grad = [prefix + name for name in dcp_content.requires_grad]
+            paths = {name: {"!tuple": [name]} for name in names}
+            dcp_content = DcpContent(names, objects, requires_grad, paths)
         with storage.create(f"{version.folder}/{DCP_FILE}") as file:
-            file.write(_prefixed(source.dcp, prefix).to_bytes())
-    seal(storage, version)
+            file.write(dcp_content.to_bytes())
+    seal(storage, load(storage, version))
     return total
-
-
-def _prefixed(content: DcpContent, prefix: str) -> DcpContent:
-    if not prefix:
-        return content
-    names = [prefix + name for name in content.names]
-    paths = {name: {"!tuple": [name]} for name in names}
-    return DcpContent(
-        names,
-        [prefix + name for name in content.objects],
-        [prefix + name for name in content.requires_grad],
-        paths,
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import pickle
@@ -18,18 +19,19 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from outlast.checkpoint.dcp.content import DcpContent
-from outlast.checkpoint.format.manifest import IMPORTED
-from outlast.checkpoint.format.storage import sentence_of
+from outlast.checkpoint.dcp import DcpContent
+from outlast.checkpoint.extract import SAFETENSORS_TYPES
+from outlast.checkpoint.manifest import IMPORTED
+from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
@@ -37,28 +39,13 @@ from outlast.state.box import Box, whole
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.checkpoint.format.manifest import TensorFacts
+    from torch.distributed.checkpoint.planner import LoadPlanner
+
+    from outlast.checkpoint.manifest import TensorFacts
 
 
 STRUCTURE = IMPORTED
 """Name of the value that holds the nesting of an imported ``torch.save`` file."""
-
-
-@dataclass(frozen=True)
-class Converted:
-    """Result of a conversion.
-
-    Attributes:
-        step: Step of the store's version.
-        tensors: Number of tensors.
-        bytes: Their bytes.
-        notes: What was left out or should be known, a sentence each.
-    """
-
-    step: int
-    tensors: int
-    bytes: int
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -124,9 +111,8 @@ def load_restricted(path: Path) -> Any:
         CheckpointError: When the file needs more than tensors and plain values.
     """
     try:
-        if zipfile.is_zipfile(path):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         reason = re.search(r"(?:GLOBAL|class|global|type) [`']?([\w.]+\.\w+)", str(error))
         what = f"Python objects ({reason[1]})" if reason else "Python objects"
@@ -188,13 +174,13 @@ _UNUSED = {
 """Parts of plans, which Megatron-core may keep beside the metadata and nobody needs."""
 
 
-class _Unused:
+class _Opaque:
     """Stands for an object that is not needed and not made."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
-    def __setstate__(self, _: Any) -> None:
+    def __setstate__(self, state: Any) -> None:
         pass
 
 
@@ -215,7 +201,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == (_MEGATRON, "MCoreMetadata"):
             return Metadata
         if name in _UNUSED.get(module, ()):
-            return _Unused
+            return _Opaque
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if (module, name) == ("torch.serialization", "_get_layout"):
@@ -282,27 +268,12 @@ def open_dcp(path: Path, _: contextlib.ExitStack) -> ForeignCheckpoint:
     )
 
 
-class _Receiver(LoadPlanner):
-    """Takes one item from torch's reader."""
+class _Receiver:
+    """Takes one item from torch's reader, which asks no more of a planner."""
 
     def __init__(self, tensor: torch.Tensor | None = None) -> None:
         self.tensor = tensor
         self.content = bytearray()
-
-    def set_up_planner(self, *_: Any) -> None:
-        """Nothing is planned."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Nothing is planned."""
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing is planned."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing is planned."""
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Keep the bytes."""
@@ -316,11 +287,19 @@ class _Receiver(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing is left to do."""
 
+    def receive(self, reader: FileSystemReader, item: ReadItem) -> None:
+        """Read the item; raises CheckpointError."""
+        try:
+            reader.read_data(LoadPlan([item]), cast("LoadPlanner", self)).wait()
+        except (KeyError, RuntimeError, EOFError, AssertionError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"`{item.storage_index.fqn}` cannot be read from {reader.path}: {error}"
+            ) from None
+
 
 def _dcp_bytes(reader: FileSystemReader, name: str) -> torch.Tensor:
-    index, zero = MetadataIndex(name), torch.Size([0])
-    receiver = _Receiver()
-    _receive(reader, ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero), receiver)
+    index, zero, receiver = MetadataIndex(name), torch.Size([0]), _Receiver()
+    receiver.receive(reader, ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero))
     if not receiver.content:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(receiver.content, dtype=torch.uint8)
@@ -336,14 +315,11 @@ def _dcp_reader(
         chunk = next(name for name in boxes if name.overlap(box) == box)
         if chunk not in last:
             last.clear()
-            index = MetadataIndex(name, chunk.offset)
-            lengths = torch.Size(chunk.shape)
+            index, lengths = MetadataIndex(name, chunk.offset), torch.Size(chunk.shape)
             zeros = torch.Size([0] * len(lengths))
-            receiver = _Receiver(torch.empty(lengths, dtype=dtype))
+            last[chunk] = torch.empty(lengths, dtype=dtype)
             item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, lengths)
-            _receive(reader, item, receiver)
-            assert receiver.tensor is not None
-            last[chunk] = receiver.tensor
+            _Receiver(last[chunk]).receive(reader, item)
         found = last[chunk][slices_of(box, chunk.offset)]
         if box == chunk:
             last.clear()
@@ -352,27 +328,8 @@ def _dcp_reader(
     return read
 
 
-def _receive(reader: FileSystemReader, item: ReadItem, receiver: _Receiver) -> None:
-    try:
-        reader.read_data(LoadPlan([item]), receiver).wait()
-    except (KeyError, RuntimeError, EOFError, AssertionError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"`{item.storage_index.fqn}` cannot be read from {reader.path}: {error}"
-        ) from None
-
-
 MASTER = "master."
 """Stands before the names of DeepSpeed's float32 copies of the weights."""
-
-
-class _Opaque:
-    """Stands for an object of DeepSpeed's, which is not needed and not made."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        pass
 
 
 def _load_deepspeed(path: Path) -> dict[str, Any]:
@@ -421,7 +378,14 @@ def open_deepspeed(path: Path, _: contextlib.ExitStack) -> ForeignCheckpoint:
     }
     step = states.get("global_steps")
     source = ForeignCheckpoint(tensors, step=step if isinstance(step, int) else None)
-    parts = sorted(path.glob("*zero_pp_rank_*_optim_states.pt"), key=_natural)
+    parts = sorted(
+        path.glob("*zero_pp_rank_*_optim_states.pt"),
+        # Rank 10 comes after rank 9.
+        key=lambda file: [
+            int(piece) if number % 2 else piece
+            for number, piece in enumerate(re.split(r"(\d+)", file.name))
+        ],
+    )
     if not parts or not states.get("param_shapes"):
         source.notes.append("only the module's weights were imported: no ZeRO partitions are there")
         return source
@@ -456,14 +420,6 @@ def open_deepspeed(path: Path, _: contextlib.ExitStack) -> ForeignCheckpoint:
     return source
 
 
-def _natural(path: Path) -> list[tuple[bool, int, str]]:
-    """Sorts rank 10 after rank 9."""
-    return [
-        (piece.isdecimal(), int(piece) if piece.isdecimal() else 0, piece)
-        for piece in re.split(r"(\d+)", path.name)
-    ]
-
-
 def _master_weights(
     path: Path, groups: list[Mapping[str, torch.Size]], flats: list[list[torch.Tensor]]
 ) -> dict[str, ForeignTensor]:
@@ -476,12 +432,9 @@ def _master_weights(
         offset = 0
         for name, shape in shapes.items():
             size = torch.Size(shape).numel()
-            found[name] = ForeignTensor(
-                partitions[0].dtype,
-                tuple(shape),
-                _flat_reader(partitions, offset, tuple(shape)),
-                (whole(tuple(shape)),),
-            )
+            read = functools.partial(_read_flat, partitions, offset, tuple(shape))
+            box = whole(tuple(shape))
+            found[name] = ForeignTensor(partitions[0].dtype, tuple(shape), read, (box,))
             offset += size
         # ZeRO 2 pads a group to a multiple of this.
         if -(-offset // align) != -(-available // align):
@@ -492,40 +445,33 @@ def _master_weights(
     return found
 
 
-def _flat_reader(
-    partitions: list[torch.Tensor], offset: int, shape: tuple[int, ...]
-) -> Callable[[Box], torch.Tensor]:
-    def read(box: Box) -> torch.Tensor:
-        first, last = offset, offset + torch.Size(shape).numel()
-        pieces, begin = [], 0
-        for partition in partitions:
-            end = begin + partition.numel()
-            if begin < last and end > first:
-                pieces.append(partition[max(first - begin, 0) : min(last, end) - begin])
-            begin = end
-        flat = torch.cat(pieces) if pieces else partitions[0][:0]
-        return flat.reshape(shape)[slices_of(box)]
-
-    return read
+def _read_flat(
+    partitions: list[torch.Tensor], offset: int, shape: tuple[int, ...], box: Box
+) -> torch.Tensor:
+    """A box of the parameter at `offset` of what the partitions are together."""
+    first, last = offset, offset + torch.Size(shape).numel()
+    pieces, begin = [], 0
+    for partition in partitions:
+        end = begin + partition.numel()
+        if begin < last and end > first:
+            pieces.append(partition[max(first - begin, 0) : min(last, end) - begin])
+        begin = end
+    flat = torch.cat(pieces) if pieces else partitions[0][:0]
+    return flat.reshape(shape)[slices_of(box)]
 
 
 COMMON = "megatron.common"
 """Name of the bytes of ``common.pt``."""
 
-_FORMAT, _COMMON_FILE = "metadata.json", "common.pt"
+COMMON_FILE, MEGATRON_FORMAT_FILE = "common.pt", "metadata.json"
 _TRACKER = "latest_checkpointed_iteration.txt"
 
-_WRITTEN = {
+MEGATRON_FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-
-
-def is_megatron(path: Path) -> bool:
-    """Return whether the folder is a checkpoint of Megatron-core's, or holds some of them."""
-    return (path / _TRACKER).is_file() or (path / _FORMAT).is_file()
 
 
 def open_megatron(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpoint:
@@ -535,16 +481,21 @@ def open_megatron(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpoint:
         CheckpointError: When the folder is of another format, or cannot be read safely.
     """
     if (tracker := path / _TRACKER).is_file():
-        path = _newest(path, tracker.read_text(encoding="utf-8").strip())
-    file = path / _FORMAT
+        newest = tracker.read_text(encoding="utf-8").strip()
+        if newest != "release" and not newest.isdecimal():
+            raise CheckpointError(
+                f"{tracker} says {newest[:40]!r}, which is neither a number nor release"
+            )
+        path /= newest if newest == "release" else f"iter_{int(newest):07d}"
+    file = path / MEGATRON_FORMAT_FILE
     if not file.is_file():
-        raise CheckpointError(f"{path} is not complete: it has no {_FORMAT}")
+        raise CheckpointError(f"{path} is not complete: it has no {MEGATRON_FORMAT_FILE}")
     found: Any = None
     with contextlib.suppress(ValueError):
         found = json.loads(file.read_bytes())
     if not isinstance(found, dict) or "sharded_backend" not in found:
         raise CheckpointError(f"{file} is not what Megatron-core writes")
-    for key, value in _WRITTEN.items():
+    for key, value in MEGATRON_FORMAT.items():
         # Versions of the backends may be left out.
         if found.get(key, value) != value:
             raise CheckpointError(
@@ -559,40 +510,14 @@ def open_megatron(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpoint:
         )
     source = open_dcp(path, stack)
     assert source.dcp is not None
-    content = bytearray((path / _COMMON_FILE).read_bytes())
+    content = bytearray((path / COMMON_FILE).read_bytes())
     source.tensors[COMMON] = entry_of(COMMON, torch.frombuffer(content, dtype=torch.uint8))
     source.unprefixed.add(COMMON)
     source.dcp = dataclasses.replace(
         source.dcp, names=[*source.dcp.names, COMMON], objects=[*source.dcp.objects, COMMON]
     )
-    source.notes.append(f"{_COMMON_FILE} was imported as it is, as the bytes {COMMON}")
+    source.notes.append(f"{COMMON_FILE} was imported as it is, as the bytes {COMMON}")
     return source
-
-
-def write_megatron_files(folder: Path, common: bytes | None) -> None:
-    """Make a folder that DCP has written one that Megatron-core loads.
-
-    Args:
-        folder: Of DCP.
-        common: Content of ``common.pt``; None: an empty dictionary.
-    """
-    if common is None:
-        empty = io.BytesIO()
-        torch.save({}, empty)
-        common = empty.getvalue()
-    (folder / _COMMON_FILE).write_bytes(common)
-    # Last, as Megatron-core does: a folder without it is not complete.
-    (folder / _FORMAT).write_text(json.dumps(_WRITTEN), encoding="utf-8")
-
-
-def _newest(path: Path, iteration: str) -> Path:
-    if iteration == "release":
-        return path / "release"
-    if not iteration.isdecimal():
-        raise CheckpointError(
-            f"{path / _TRACKER} says {iteration[:40]!r}, which is neither a number nor release"
-        )
-    return path / f"iter_{int(iteration):07d}"
 
 
 KINDS = ("dcp", "torch", "safetensors", "deepspeed", "megatron")
@@ -632,7 +557,7 @@ def open_source(path: Path, kind: str) -> Iterator[ForeignCheckpoint]:
 def _kind_of(path: Path) -> str:
     if path.is_file():
         return "safetensors" if path.suffix == ".safetensors" else "torch"
-    if is_megatron(path):
+    if (path / _TRACKER).is_file() or (path / MEGATRON_FORMAT_FILE).is_file():
         return "megatron"
     if (path / ".metadata").is_file():
         return "dcp"
@@ -682,25 +607,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_SAFETENSORS_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+SAFETENSORS_READ = {
+    code: dtype
+    for dtype, code in SAFETENSORS_TYPES.items()
+    if code not in ("C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0")
 }
-
-SAFETENSORS_NAMES = {dtype: name for name, dtype in _SAFETENSORS_DTYPES.items()}
+"""Torch's names of the element types that every reader of safetensors knows."""
 
 
 def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpoint:
@@ -717,15 +629,11 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpo
             if name in tensors:
                 raise CheckpointError(f"`{name}` is in several files of {path}")
             stored = content.get_slice(name)
-            if stored.get_dtype() not in _SAFETENSORS_DTYPES:
+            if stored.get_dtype() not in SAFETENSORS_READ:
                 raise CheckpointError(f"`{name}` is of type {stored.get_dtype()}, unknown to torch")
-            shape = tuple(stored.get_shape())
-            tensors[name] = ForeignTensor(
-                _SAFETENSORS_DTYPES[stored.get_dtype()],
-                shape,
-                _safetensors_reader(content, name, shape),
-                (whole(shape),),
-            )
+            shape, dtype = tuple(stored.get_shape()), SAFETENSORS_READ[stored.get_dtype()]
+            read = functools.partial(_read_safetensors, content, name, shape)
+            tensors[name] = ForeignTensor(getattr(torch, dtype), shape, read, (whole(shape),))
     return ForeignCheckpoint(tensors)
 
 
@@ -746,14 +654,8 @@ def _safetensors_files(path: Path) -> list[Path]:
     return files
 
 
-def _safetensors_reader(
-    content: Any, name: str, shape: tuple[int, ...]
-) -> Callable[[Box], torch.Tensor]:
-    def read(box: Box) -> torch.Tensor:
-        whole_one = not shape or box.shape == shape
-        found: torch.Tensor = (
-            content.get_tensor(name) if whole_one else content.get_slice(name)[slices_of(box)]
-        )
-        return found
-
-    return read
+def _read_safetensors(content: Any, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+    found: torch.Tensor = (
+        content.get_tensor(name) if box.shape == shape else content.get_slice(name)[slices_of(box)]
+    )
+    return found

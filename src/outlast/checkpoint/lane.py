@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from outlast.checkpoint.format.encoder import AbandonedError, PartJob, Written
-from outlast.checkpoint.format.manifest import STATE
-from outlast.checkpoint.format.storage import describe_failure, storage_of, within
+from outlast.checkpoint.encoder import AbandonedError, PartJob, Written
+from outlast.checkpoint.manifest import STATE
 from outlast.checkpoint.plan import Holding, Plan, make_plan
 from outlast.checkpoint.staging import StagingMemory, StagingPlan, plan_staging
+from outlast.checkpoint.storage import describe_failure, storage_of, within
 from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from outlast.checkpoint.format.encoder import Reduction
-    from outlast.checkpoint.format.lossy import Bound
-    from outlast.checkpoint.format.version import Version
+    from outlast.checkpoint.encoder import Reduction
+    from outlast.checkpoint.lossy import Bound
     from outlast.checkpoint.staging import CopyWindow
+    from outlast.checkpoint.version import Version
     from outlast.distributed.group import Group
 
 WriterKind = Literal["process", "thread"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
+from outlast.checkpoint.manifest import Catalogue, TensorFacts
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, covers
 from outlast.state.live import local_box

@@ -14,12 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.checkpoint.format.manifest import REPLAY
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.format.retention import leading_on
-from outlast.checkpoint.format.storage import describe_failure, sentence_of
-from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions
-from outlast.checkpoint.place import Place, not_held
+from outlast.checkpoint.manifest import REPLAY
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.replay import (
     DIGEST,
     EXTRA,
@@ -32,10 +28,12 @@ from outlast.checkpoint.replay import (
     add_digest,
     has_optimizer,
 )
-from outlast.checkpoint.tiers import Tiers
+from outlast.checkpoint.storage import describe_failure, sentence_of
+from outlast.checkpoint.tiers import Place, Tiers
+from outlast.checkpoint.version import UnfinishedError, Version, leading_on, list_versions
 from outlast.errors import CheckpointError
 from outlast.state import values
-from outlast.state.box import whole
+from outlast.state.box import Box, covers, whole
 from outlast.state.install import Misfit, Saved, Targets, check_fit, find_targets, install
 from outlast.state.live import (
     Filling,
@@ -48,7 +46,7 @@ from outlast.state.live import (
 from outlast.state.tensors import dtype_of, opaque_array
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.version import Contents
     from outlast.distributed.group import Group
 
 
@@ -94,7 +92,7 @@ def whole_tensor(reader: VersionReader, name: str) -> torch.Tensor:
     facts = reader.contents.catalogue.tensors[name]
     tensor = torch.empty(facts.shape, dtype=dtype_of(facts))
     box = whole(facts.shape)
-    reader.read([Wanted(name, box, opaque_array(tensor, box))])
+    reader.read([Wanted(name, box, opaque_array(tensor))])
     return tensor
 
 
@@ -123,7 +121,7 @@ def logs_after(place: Place, base: Version) -> tuple[list[Version], str]:
         place: Of the logs.
         base: A version of the state.
     """
-    return leading_on(place.storage, base, place.load)
+    return leading_on(place.storage, base, lambda _, log: place.load(log))
 
 
 def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Replayed:
@@ -555,3 +553,20 @@ class Restorer:
         install(wish.state, targets, saved)
         read, needed = counters.read_bytes, counters.needed_bytes
         return Restored(step, skipped, read, needed, location), ""
+
+
+def not_held(contents: Contents, boxes: dict[str, Box]) -> str:
+    """The first tensor of which `contents` lacks a part of the given box; empty when none."""
+    for name, box in boxes.items():
+        pieces = [piece.box for part in contents.parts for piece in part.pieces.get(name, ())]
+        if name not in contents.catalogue.tensors or box in pieces or not box.elements:
+            continue
+        common = (box.overlap(piece) for piece in pieces if len(piece.shape) == len(box.shape))
+        inside = [
+            Box(tuple(a - b for a, b in zip(item.offset, box.offset, strict=True)), item.shape)
+            for item in common
+            if item is not None
+        ]
+        if not covers(box.shape, inside):
+            return name
+    return ""

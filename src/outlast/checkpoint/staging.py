@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from outlast.checkpoint.format.encoder import StagedPiece
+from outlast.checkpoint.encoder import StagedPiece
 from outlast.checkpoint.writer import Arena
 from outlast.errors import CheckpointError
 from outlast.state.box import aligned

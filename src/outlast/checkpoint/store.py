@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from outlast.checkpoint.format.encoder import Reduction
-from outlast.checkpoint.format.manifest import REPLAY, STATE
-from outlast.checkpoint.format.owner import OwnedError
-from outlast.checkpoint.format.retention import logs_of, prune_logs
-from outlast.checkpoint.format.storage import (
+from outlast.checkpoint.encoder import Reduction
+from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
+from outlast.checkpoint.manifest import REPLAY, STATE
+from outlast.checkpoint.owner import OwnedError
+from outlast.checkpoint.plan import holding
+from outlast.checkpoint.restore import Restored, Restorer
+from outlast.checkpoint.storage import (
     LocalStorage,
     describe_failure,
     in_background,
@@ -32,22 +34,17 @@ from outlast.checkpoint.format.storage import (
     sentence_of,
     within,
 )
-from outlast.checkpoint.format.version import Version, list_versions
-from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
-from outlast.checkpoint.place import Place
-from outlast.checkpoint.plan import holding
-from outlast.checkpoint.restore import Restored, Restorer
-from outlast.checkpoint.tiers import DrainResult, Tier, Tiers
-from outlast.distributed.agreement import StoreAgreement
-from outlast.distributed.group import Group
+from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
+from outlast.checkpoint.version import Version, list_versions, logs_of, prune_logs
+from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
 from outlast.state.install import Misfit
 from outlast.state.live import State, collect, mesh_of
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.format.retention import Retention
     from outlast.checkpoint.plan import Holding
+    from outlast.checkpoint.version import Retention
     from outlast.state.live import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]

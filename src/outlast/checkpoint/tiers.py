@@ -31,30 +31,187 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from outlast.checkpoint.format.manifest import Part
-from outlast.checkpoint.format.owner import claimed
-from outlast.checkpoint.format.retention import Retention
-from outlast.checkpoint.format.storage import LocalStorage, describe_failure, publish, within
-from outlast.checkpoint.format.version import SEAL, list_versions, world_sizes
-from outlast.checkpoint.place import Place
+from outlast.checkpoint.manifest import Part
+from outlast.checkpoint.owner import Ownership, claimed
+from outlast.checkpoint.storage import (
+    LocalStorage,
+    describe_failure,
+    publish,
+    sentence_of,
+    storage_of,
+    within,
+)
+from outlast.checkpoint.version import (
+    SEAL,
+    Contents,
+    Retention,
+    UnfinishedError,
+    UnreadableError,
+    Version,
+    check_contents,
+    is_published,
+    list_versions,
+    load,
+    prune,
+    read_catalogue,
+    read_part,
+    seal,
+    unreadable,
+    world_sizes,
+)
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from outlast.checkpoint.format.manifest import Chunk
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Version
-    from outlast.distributed.agreement import StoreAgreement
-    from outlast.distributed.group import Group
+    from outlast.checkpoint.manifest import Chunk
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Seal
+    from outlast.distributed.group import Group, StoreAgreement
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tier as one rank sees it.
+
+    Attributes:
+        storage: Where; of a private tier, the folder of this rank.
+        retention: What stays there.
+        private: Whether other ranks do not see it.
+        rank: This rank.
+        world_size: How many save together.
+        known: Seals that were read, for the next `prune`.
+        verified: Packs whose content here this rank has compared with what it is to be.
+        ownership: Of this rank over the place.
+    """
+
+    storage: Storage
+    retention: Retention
+    private: bool
+    rank: int
+    world_size: int
+    known: dict[Version, Seal] = field(init=False, default_factory=dict, repr=False, compare=False)
+    verified: set[str] = field(init=False, default_factory=set, repr=False, compare=False)
+    ownership: Ownership = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Begin without the right to write."""
+        object.__setattr__(self, "ownership", Ownership(self.storage))
+
+    @classmethod
+    def of(
+        cls, place: str | os.PathLike[str], keep: int | Retention, ranks: Group, *, private: bool
+    ) -> Place:
+        """The place of this rank."""
+        storage = storage_of(place)
+        if private:
+            storage = storage_of(f"{storage.location}/rank-{ranks.rank:05d}")
+        retention = keep if isinstance(keep, Retention) else Retention(keep)
+        return cls(storage, retention, private, ranks.rank, ranks.size)
+
+    @property
+    def keeps_house(self) -> bool:
+        """True if this rank seals and prunes here."""
+        return self.private or self.rank == 0
+
+    def load(self, version: Version) -> Contents:
+        """The manifests of a version; in a private place those of this rank alone.
+
+        Raises:
+            UnfinishedError: When it was never published.
+            UnreadableError: When the storage fails.
+            CheckpointError: When something is missing or damaged, or, in a private place, it was
+                saved by another number of ranks.
+        """
+        try:
+            return self._own(version) if self.private else load(self.storage, version)
+        except CheckpointError:
+            raise
+        except Exception as error:  # clients of object stores raise what they like
+            kind = UnreadableError if isinstance(error, OSError) else CheckpointError
+            where = f"{self.storage.location}/{version.folder}"
+            raise kind(f"{where} cannot be read: {describe_failure(error)}") from error
+
+    def newest(self) -> Version | None:
+        """The newest complete version, verified or not.
+
+        Raises:
+            CheckpointError: When the place cannot be listed.
+        """
+        try:
+            versions = list_versions(self.storage)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.storage.location} cannot be listed: {sentence_of(error)}"
+            ) from None
+        for version in reversed(versions):
+            with contextlib.suppress(CheckpointError):
+                if self.private:
+                    return self.load(version).version
+                if is_published(self.storage, version):
+                    return version
+        return None
+
+    def seal(self, version: Version) -> None:
+        """Seal a version: in a shared place the whole, in a private one what this rank has.
+
+        Raises:
+            CheckpointError: When it is not complete, or another process owns the place now.
+            OSError: When the storage fails.
+        """
+        self.ownership.check()
+        seal(self.storage, self.load(version))
+
+    def prune(self, protected: Collection[Version]) -> None:
+        """Delete what need not stay, if that is this rank's part; failures wait for next time."""
+        if self.keeps_house:
+            with contextlib.suppress(OSError, CheckpointError):
+                prune(
+                    self.storage,
+                    self.retention,
+                    protected=protected,
+                    read=self._sealed,
+                    world_size=self.world_size if self.private else None,
+                    cache=self.known,
+                )
+
+    def _own(self, version: Version) -> Contents:
+        name = version.part_name(self.rank, self.world_size)
+        files = self.storage.files(version.folder)
+        if name.partition("/")[2] not in files:
+            if others := world_sizes(files) - {self.world_size}:
+                # No remains of a save, but what another number of ranks relies on.
+                saved = max(others)
+                raise CheckpointError(
+                    f"{self.storage.location}/{version.folder} was saved by {saved} "
+                    f"rank{'s' if saved > 1 else ''}, each with its part, and now there "
+                    f"{'are' if self.world_size > 1 else 'is'} {self.world_size}; start {saved}, "
+                    "or give a shared tier that has the version"
+                )
+            missing = CheckpointError if SEAL in files else UnfinishedError
+            raise missing(f"{self.storage.location}/{name} is missing")
+        try:
+            part, root = read_part(self.storage, version, self.rank, self.world_size)
+        except OSError as error:
+            raise unreadable(self.storage, name, error) from None
+        catalogue = read_catalogue(self.storage, version, part.catalogue)
+        contents = Contents(version, catalogue, [part], [root], [])
+        check_contents(self.storage, contents)
+        return contents
+
+    def _sealed(self, _: Storage, version: Version) -> Contents:
+        """As `load`, but what other ranks may not have is not complete in a private place."""
+        if self.private and SEAL not in self.storage.files(version.folder):
+            raise UnfinishedError(f"{self.storage.location}/{version.folder} has no seal")
+        return self.load(version)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Protocol
 
-from outlast.checkpoint.format.encoder import AbandonedError, Encoder, PartJob, Reduction, Written
-from outlast.checkpoint.format.storage import describe_failure, storage_of
+from outlast.checkpoint.encoder import AbandonedError, Encoder, PartJob, Reduction, Written
+from outlast.checkpoint.storage import describe_failure, storage_of
 from outlast.errors import CheckpointError, LeaseLostError
 
 ABANDON = b"abandon"

@@ -32,15 +32,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outlast.checkpoint.convert import Converted
-    from outlast.checkpoint.inspection.difference import Difference, TensorChange, ValueChange
-    from outlast.checkpoint.inspection.extract import Extracted
-    from outlast.checkpoint.inspection.listing import (
+    from outlast.checkpoint.difference import Difference, TensorChange, ValueChange
+    from outlast.checkpoint.extract import Extracted
+    from outlast.checkpoint.inspection import (
         Coding,
         Description,
         LogsSummary,
+        Pruned,
+        Usage,
+        Verification,
         VersionSummary,
     )
-    from outlast.checkpoint.inspection.usage import Pruned, Usage, Verification
 
 
 ExportedStep = Annotated[
@@ -152,13 +154,13 @@ def list_(store: Store, json: AsJson = False) -> None:
     older versions; "ratio" is raw by stored. A last line says how far replay logs lead on from the
     newest complete version.
     """
-    from outlast.checkpoint.format.version import Version
-    from outlast.checkpoint.inspection.listing import (
+    from outlast.checkpoint.inspection import (
         list_saved,
         open_store,
         summarize,
         summarize_logs,
     )
+    from outlast.checkpoint.version import Version
 
     storage = open_store(store)
     versions = [summarize(storage, version) for version in list_saved(storage)]
@@ -187,7 +189,7 @@ def show(
     "full" and "delta" count chunks that are stored in full and as differences to the version
     before, "depth" is the longest row of differences.
     """
-    from outlast.checkpoint.inspection.listing import describe, find_version, open_store
+    from outlast.checkpoint.inspection import describe, find_version, open_store
 
     storage = open_store(store)
     found = describe(storage, find_version(storage, step))
@@ -209,14 +211,14 @@ def verify(
     Exit code 0: all is as written; 1: something is damaged, or incomplete: a save that did not
     finish, or that a live run is at.
     """
-    from outlast.checkpoint.inspection.listing import (
+    from outlast.checkpoint.inspection import (
+        Known,
         find_version,
         list_begun,
         newest_complete,
         open_store,
     )
-    from outlast.checkpoint.inspection.usage import Known
-    from outlast.checkpoint.inspection.usage import verify as verify_version
+    from outlast.checkpoint.inspection import verify as verify_version
 
     if every and step is not None:
         raise CheckpointError(f"--step {step} and --all exclude each other; give one of them")
@@ -258,8 +260,8 @@ def diff(
     "elements" is the share of elements whose bits differ; |a-b|/|b| is the relative change in the
     2-norm.
     """
-    from outlast.checkpoint.inspection.difference import compare
-    from outlast.checkpoint.inspection.listing import find_version, open_store
+    from outlast.checkpoint.difference import compare
+    from outlast.checkpoint.inspection import find_version, open_store
 
     storage = open_store(store)
     versions = find_version(storage, before), find_version(storage, after)
@@ -278,8 +280,7 @@ def du(store: Store, json: AsJson = False) -> None:
     "own" are files with chunks that no other version needs, "shared" those that others need too.
     Replay logs are counted apart.
     """
-    from outlast.checkpoint.inspection.listing import open_store
-    from outlast.checkpoint.inspection.usage import usage
+    from outlast.checkpoint.inspection import open_store, usage
 
     storage = open_store(store)
     found = usage(storage)
@@ -305,8 +306,8 @@ def restore_to(
 
     Every byte is verified on the way; the directory appears when it is complete, or not at all.
     """
-    from outlast.checkpoint.inspection.extract import extract
-    from outlast.checkpoint.inspection.listing import find_version, open_store
+    from outlast.checkpoint.extract import extract
+    from outlast.checkpoint.inspection import find_version, open_store
 
     storage = open_store(store)
     contents = find_version(storage, step)
@@ -339,9 +340,8 @@ def prune(
     Chunks that a remaining version needs are kept, and replay logs, which a run deletes itself when
     it saves. Refused while a live process owns the store.
     """
-    from outlast.checkpoint.format.retention import Retention
-    from outlast.checkpoint.inspection.listing import open_store
-    from outlast.checkpoint.inspection.usage import prune_store
+    from outlast.checkpoint.inspection import open_store, prune_store
+    from outlast.checkpoint.version import Retention
 
     if keep is None and not every and not best:
         raise CheckpointError(

@@ -68,7 +68,7 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     from outlast.autosave.libraries import read_and_rewrite
     from outlast.cluster.chain.planning import run_path
     from outlast.cluster.chain.stopping import RECORD_TELLS
-    from outlast.job.cluster import CHOSEN
+    from outlast.job.sections import CHOSEN
     from outlast.runtime.handover import every_of
 
     words = _words(text)

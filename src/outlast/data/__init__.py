@@ -21,8 +21,6 @@ from outlast.data.batches import (
     share,
 )
 from outlast.data.prepare import (
-    Corpus,
-    Document,
     Prepared,
     prepare,
     split_by_name,
@@ -35,8 +33,6 @@ from outlast.data.prepare import (
 from outlast.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from outlast.data.tokens import (
     TokenFile,
-    TokenHeader,
-    TokenIndex,
     check_vocabulary,
     read_index,
     write_index,
@@ -46,15 +42,11 @@ from outlast.data.tokens import (
 __all__ = [
     "BatchLoader",
     "ByteTokenizer",
-    "Corpus",
-    "Document",
     "MicroBatch",
     "Prepared",
     "SampleOrder",
     "SampleWindow",
     "TokenFile",
-    "TokenHeader",
-    "TokenIndex",
     "Tokenizer",
     "check_vocabulary",
     "load_tokenizer",

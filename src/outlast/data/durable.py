@@ -15,13 +15,12 @@ import time
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from outlast.errors import DataError
-from outlast.records import sync_directory
+from outlast.records import replacing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-BUFFER_BYTES = 1 << 20
 LEFTOVER_SECONDS = 3600.0
 
 
@@ -40,27 +39,24 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DataError: The disk is full, or the place cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         oldest = time.time() - LEFTOVER_SECONDS
-        for entry in os.scandir(path.parent):
+        for entry in path.parent.iterdir():
             if entry.name.startswith(f".{path.name}.") and entry.name.endswith(".tmp"):
                 # Another process may remove it first; either way it is gone.
                 with contextlib.suppress(FileNotFoundError):
                     if entry.stat().st_mtime < oldest:
-                        os.unlink(entry.path)  # noqa: PTH108  a DirEntry has its path as text
-        with temporary.open("xb", buffering=BUFFER_BYTES) as file:
+                        entry.unlink()
+        with replacing(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
     except OSError as error:
-        raise DataError(_sentence(error, path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"No space left to write {path} ({os.strerror(error.errno)}); "
+                "free some space or choose another folder"
+            ) from error
+        raise DataError(f"{path} cannot be written ({error.strerror or error})") from error
 
 
 def publish_json(path: Path, content: dict[str, Any]) -> None:
@@ -86,12 +82,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} does not hold a JSON object")
     return content
-
-
-def _sentence(error: OSError, path: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"No space left to write {path} ({os.strerror(error.errno)}); "
-            "free some space or choose another folder"
-        )
-    return f"{path} cannot be written ({error.strerror or error})"

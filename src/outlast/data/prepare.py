@@ -549,12 +549,10 @@ def _given_tokens(train: TokenFile, validation: TokenFile | None, tokenizer: Tok
         fits = headers[0].tokenizer == tokenizer.name
     else:
         fits = int(np.max(train.tokens[:_PROBE_TOKENS])) < tokenizer.vocabulary_size
+    if fits:
+        return Prepared(train, validation, tokenizer, reused=True, note=None)
     note = (
-        None
-        if fits
-        else (
-            f"{train.path} was not made by data.tokenizer ({tokenizer.name}); training goes on, "
-            "but text can neither be encoded for it nor shown"
-        )
+        f"{train.path} was not made by data.tokenizer ({tokenizer.name}); training goes on, "
+        "but text can neither be encoded for it nor shown"
     )
-    return Prepared(train, validation, tokenizer if fits else None, reused=True, note=note)
+    return Prepared(train, validation, None, reused=True, note=note)

@@ -18,6 +18,8 @@ from outlast.data.durable import read_json
 from outlast.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
 _USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -74,40 +76,22 @@ class ByteTokenizer:
 
 
 @dataclass(frozen=True)
-class JsonTokenizer:
-    """A `tokenizer.json`, run by the `tokenizers` library."""
+class FileTokenizer:
+    """A tokenizer that was read from a file, run by the library of its kind."""
 
     name: str
     vocabulary_size: int
     end_of_text: int | None
-    _engine: Any = field(repr=False, compare=False)
+    _encode: Callable[[str], list[int]] = field(repr=False, compare=False)
+    _decode: Callable[[list[int]], Any] = field(repr=False, compare=False)
 
     def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Turn text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
-        decoded = text.decode("utf-8", errors="replace")
-        return np.array(self._engine.encode(decoded, add_special_tokens=False).ids, np.uint32)
+        return np.array(self._encode(text.decode("utf-8", errors="replace")), np.uint32)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Turn ids into text, special tokens included."""
-        return str(self._engine.decode(_as_list(ids), skip_special_tokens=False))
-
-
-@dataclass(frozen=True)
-class SentencePieceTokenizer:
-    """A sentencepiece `.model`."""
-
-    name: str
-    vocabulary_size: int
-    end_of_text: int | None
-    _engine: Any = field(repr=False, compare=False)
-
-    def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Turn text into ids, (tokens,) uint32; bytes that are not UTF-8 become U+FFFD."""
-        return np.array(self._engine.encode(text.decode("utf-8", errors="replace")), np.uint32)
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        """Turn ids into text."""
-        return str(self._engine.decode(_as_list(ids)))
+        """Turn ids into text, special tokens of a `tokenizer.json` included."""
+        return str(self._decode(np.asarray(ids, dtype=np.int64).ravel().tolist()))
 
 
 def load_tokenizer(name: str, base: Path = Path()) -> Tokenizer:
@@ -125,8 +109,8 @@ def load_tokenizer(name: str, base: Path = Path()) -> Tokenizer:
         return ByteTokenizer()
     path = base / Path(name).expanduser()
     if path.is_dir():
-        candidates = [path / "tokenizer.json", path / "tokenizer.model"]
-        found = [candidate for candidate in candidates if candidate.is_file()]
+        found = [path / file for file in ("tokenizer.json", "tokenizer.model")]
+        found = [file for file in found if file.is_file()]
         if not found:
             raise DataError(
                 f"data.tokenizer = {name!r}: the folder {path} holds neither tokenizer.json "
@@ -147,7 +131,7 @@ def load_tokenizer(name: str, base: Path = Path()) -> Tokenizer:
     )
 
 
-def _load_json(path: Path) -> JsonTokenizer:
+def _load_json(path: Path) -> FileTokenizer:
     try:
         from tokenizers import Tokenizer as Engine
     except ImportError as error:
@@ -163,26 +147,21 @@ def _load_json(path: Path) -> JsonTokenizer:
     vocabulary: dict[str, int] = engine.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"{path} holds an empty vocabulary")
-    return JsonTokenizer(
-        name=f"tokenizer.json:{xxhash.xxh3_64_hexdigest(content)}",
-        vocabulary_size=max(vocabulary.values()) + 1,
-        end_of_text=_end_of_text(path, vocabulary),
-        _engine=engine,
+    # `eos_token` in tokenizer_config.json beside the file ends a text, else a usual name.
+    config = path.with_name("tokenizer_config.json")
+    token = read_json(config).get("eos_token") if config.is_file() else None
+    ending = token.get("content") if isinstance(token, dict) else token
+    names = [ending, *_USUAL_END_OF_TEXT] if isinstance(ending, str) else _USUAL_END_OF_TEXT
+    return FileTokenizer(
+        f"tokenizer.json:{xxhash.xxh3_64_hexdigest(content)}",
+        max(vocabulary.values()) + 1,
+        next((vocabulary[name] for name in names if name in vocabulary), None),
+        lambda text: engine.encode(text, add_special_tokens=False).ids,
+        lambda ids: engine.decode(ids, skip_special_tokens=False),
     )
 
 
-def _end_of_text(path: Path, vocabulary: dict[str, int]) -> int | None:
-    """The id of `eos_token` in tokenizer_config.json beside the file, else of a usual name."""
-    config = path.with_name("tokenizer_config.json")
-    if config.is_file():
-        token = read_json(config).get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text in vocabulary:
-            return vocabulary[text]
-    return next((vocabulary[text] for text in _USUAL_END_OF_TEXT if text in vocabulary), None)
-
-
-def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
+def _load_sentencepiece(path: Path) -> FileTokenizer:
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
@@ -198,11 +177,12 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if not loaded:
         raise DataError(f"{path} is not a readable sentencepiece model (it is empty)")
     end_of_text = int(engine.eos_id())
-    return SentencePieceTokenizer(
-        name=f"sentencepiece:{xxhash.xxh3_64_hexdigest(content)}",
-        vocabulary_size=int(engine.get_piece_size()),
-        end_of_text=end_of_text if end_of_text >= 0 else None,
-        _engine=engine,
+    return FileTokenizer(
+        f"sentencepiece:{xxhash.xxh3_64_hexdigest(content)}",
+        int(engine.get_piece_size()),
+        end_of_text if end_of_text >= 0 else None,
+        engine.encode,
+        engine.decode,
     )
 
 
@@ -211,8 +191,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
-
-
-def _as_list(ids: npt.ArrayLike) -> list[int]:
-    values: list[int] = np.asarray(ids, dtype=np.int64).ravel().tolist()
-    return values

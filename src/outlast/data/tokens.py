@@ -19,6 +19,7 @@ documents[d + 1]. More may follow, such as the modes of multimodal data.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from dataclasses import asdict, dataclass, fields
@@ -112,18 +113,7 @@ def read_header(path: Path) -> TokenHeader | None:
     return header
 
 
-def publish_header(path: Path, header: TokenHeader) -> None:
-    """Publish the header of the token file `path`.
-
-    Raises:
-        DataError: The disk is full, or the place cannot be written.
-    """
-    publish_json(header_path(path), {"format": FORMAT, "version": VERSION, **asdict(header)})
-
-
-_MAGIC = b"MMIDIDX\x00\x00"
-
-_VERSION = 1
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 
 _FIXED = struct.Struct("<9sQBQQ")
 
@@ -318,7 +308,14 @@ class TokenFile:
             raise DataError(f"the token file {path} does not exist")
         if path.suffix not in (".bin", ".npy"):
             raise DataError(f"the token file {path} must end in .bin or .npy")
-        asked = None if dtype is None else _integer_type(dtype)
+        asked = None
+        if dtype is not None:
+            with contextlib.suppress(TypeError):
+                asked = np.dtype(dtype).newbyteorder("=")
+            if asked is None or asked.kind not in "iu":
+                raise DataError(
+                    f"data.token_dtype = {dtype!r} is not an integer type such as 'uint16'"
+                )
         header = None if path.suffix == ".npy" else read_header(path)
         index = None if header or path.suffix == ".npy" else read_index(path)
         known = index.dtype if index else asked
@@ -446,7 +443,8 @@ def write_tokens(
         source_hash=source_hash.hexdigest(),
         listing_hash=corpus.listing_hash(),
     )
-    publish_header(path, header)
+    content = {"format": FORMAT, "version": VERSION, **asdict(header)}
+    publish_json(header_path(path), content)
     return header
 
 
@@ -468,16 +466,6 @@ class _TokenSink:
         self.digest.update(stored)
         self.tokens += ids.size
         self.maximum = max(self.maximum, int(ids.max()))
-
-
-def _integer_type(name: str) -> np.dtype[Any]:
-    try:
-        kind = np.dtype(name)
-    except TypeError:
-        kind = np.dtype(object)
-    if kind.kind not in "iu":
-        raise DataError(f"data.token_dtype = {name!r} is not an integer type such as 'uint16'")
-    return kind.newbyteorder("=")
 
 
 def _map_bare(path: Path, asked: np.dtype[Any] | None, header: TokenHeader | None) -> Tokens:

@@ -4,11 +4,11 @@ A figure that nobody published is absent, and reading it gives `Unavailable(reas
 are dense (no sparsity); rates are per device and in one direction.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, TypeVar
 
@@ -139,7 +139,7 @@ def device(key: str) -> Device:
     Raises:
         HardwareError: No such device; the message suggests near names.
     """
-    return _pick(_devices(), key, "device")
+    return _pick(_known(Device), key)
 
 
 def link(key: str) -> Link:
@@ -148,7 +148,7 @@ def link(key: str) -> Link:
     Raises:
         HardwareError: No such link; the message suggests near names.
     """
-    return _pick(_links(), key, "link")
+    return _pick(_known(Link), key)
 
 
 def node(key: str) -> Node:
@@ -157,27 +157,22 @@ def node(key: str) -> Node:
     Raises:
         HardwareError: No such node; the message suggests near names.
     """
-    return _pick(_nodes(), key, "node")
+    return _pick(_known(Node), key)
 
 
 def devices() -> tuple[Device, ...]:
     """Return every known device."""
-    return tuple(_devices().values())
+    return tuple(_known(Device).values())
 
 
 def links() -> tuple[Link, ...]:
     """Return every known kind of link."""
-    return tuple(_links().values())
+    return tuple(_known(Link).values())
 
 
 def nodes() -> tuple[Node, ...]:
     """Return every known kind of node."""
-    return tuple(_nodes().values())
-
-
-def figures(fact: Device | Link | Node) -> dict[str, Quantity]:
-    """Return every quantity of a fact by its name, absent ones as `Unavailable`."""
-    return {name: getattr(fact, name) for name in _figure_names(type(fact))}
+    return tuple(_known(Node).values())
 
 
 def device_reported_as(name: str, memory_bytes: float | None = None) -> Device | Unavailable:
@@ -194,64 +189,44 @@ def device_reported_as(name: str, memory_bytes: float | None = None) -> Device |
         that much memory.
     """
     wanted = " ".join(name.split()).casefold()
-    named = [d for d in devices() if wanted in {known.casefold() for known in d.reported_names}]
+    names = {part.key: [known.casefold() for known in part.reported_names] for part in devices()}
+    named = [part for part in devices() if wanted in names[part.key]]
     if not named:
         slice_of = " (a MIG slice has only a share of its device)" if " mig " in wanted else ""
         return Unavailable(f"no facts are recorded for a device named {name!r}{slice_of}")
-    if memory_bytes is None and _shared_name(wanted, named[0]):
-        return Unavailable(f"several parts report names like {name!r}: give memory_bytes too")
-    fitting = [d for d in named if _memory_fits(d, memory_bytes)]
-    if not fitting:
-        amount = "an unknown amount" if memory_bytes is None else f"{memory_bytes / 1e9:.1f} GB"
-        return Unavailable(
-            f"a device named {name!r} with {amount} of memory is not the "
-            f"{named[0].name} that facts are recorded for"
-        )
-    return fitting[0]
-
-
-def _shared_name(wanted: str, named: Device) -> bool:
-    return any(
-        known.casefold().startswith(wanted)
-        for other in devices()
-        if other is not named
-        for known in other.reported_names
+    if memory_bytes is None:
+        others = (known for key, own in names.items() if key != named[0].key for known in own)
+        if any(known.startswith(wanted) for known in others):
+            return Unavailable(f"several parts report names like {name!r}: give memory_bytes too")
+        return named[0]
+    for part in named:
+        least, most = part.reported_memory_bytes or (0, math.inf)
+        if least <= memory_bytes <= most:
+            return part
+    return Unavailable(
+        f"a device named {name!r} with {memory_bytes / 1e9:.1f} GB of memory is not the "
+        f"{named[0].name} that facts are recorded for"
     )
 
 
-def _memory_fits(candidate: Device, memory_bytes: float | None) -> bool:
-    if memory_bytes is None or candidate.reported_memory_bytes is None:
-        return True
-    least, most = candidate.reported_memory_bytes
-    return least <= memory_bytes <= most
-
-
-def _pick(known: Mapping[str, Fact], key: str, what: str) -> Fact:
+def _pick(known: Mapping[str, Fact], key: str) -> Fact:
     if key in known:
         return known[key]
     near = get_close_matches(key.casefold(), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
-    raise HardwareError(f"no {what} is named {key!r}: {hint}")
+    kind = type(next(iter(known.values()))).__name__.lower()
+    raise HardwareError(f"no {kind} is named {key!r}: {hint}")
 
 
-@cache
-def _devices() -> dict[str, Device]:
-    return _load("devices.toml", Device)
+_LOADED: dict[type, Mapping[str, Any]] = {}
 
 
-@cache
-def _links() -> dict[str, Link]:
-    return _load("links.toml", Link)
-
-
-@cache
-def _nodes() -> dict[str, Node]:
-    return _load("nodes.toml", Node)
-
-
-def _load(file_name: str, kind: type[Fact]) -> dict[str, Fact]:
-    text = files("outlast.hardware").joinpath("facts", file_name).read_text(encoding="utf-8")
-    return parse_facts(text, kind)
+def _known(kind: type[Fact]) -> Mapping[str, Fact]:
+    """All facts of a kind by key, read once."""
+    if kind not in _LOADED:
+        file = files("outlast.hardware").joinpath("facts", f"{kind.__name__.lower()}s.toml")
+        _LOADED[kind] = parse_facts(file.read_text(encoding="utf-8"), kind)
+    return _LOADED[kind]
 
 
 def parse_facts(text: str, kind: type[Fact]) -> dict[str, Fact]:
@@ -269,22 +244,19 @@ def parse_facts(text: str, kind: type[Fact]) -> dict[str, Fact]:
     """
     tables = tomllib.loads(text)
     sources: dict[str, str] = tables.pop("sources", {})
+    names = [field.name for field in fields(kind) if field.default is NOT_RECORDED]
     facts: dict[str, Fact] = {}
     for key, table in tables.items():
         raw: dict[str, Any] = table.pop("figures", {})
-        unknown = sorted(set(raw) - set(_figure_names(kind)))
-        if unknown:
+        if unknown := sorted(set(raw) - set(names)):
             raise HardwareError(f"{key} has unknown figures: {', '.join(unknown)}")
-        label: str = table["name"]
-        quantities: dict[str, Any] = {
-            name: _quantity(f"{key}.{name}", label, raw.get(name), sources)
-            for name in _figure_names(kind)
-        }
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in table.items()
         }
-        facts[key] = kind(key=key, **values, **quantities)
+        for name in names:
+            values[name] = _quantity(f"{key}.{name}", table["name"], raw.get(name), sources)
+        facts[key] = kind(key=key, **values)
     return facts
 
 
@@ -301,7 +273,3 @@ def _quantity(
     if raw["source"] not in sources:
         raise HardwareError(f"{path}.source = {raw['source']!r} is not in [sources]")
     return Figure(float(raw["value"]), unit_of(name), raw["kind"], sources[raw["source"]])
-
-
-def _figure_names(kind: type[Device] | type[Link] | type[Node]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if field.default is NOT_RECORDED)

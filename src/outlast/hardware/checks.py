@@ -29,7 +29,7 @@ LEAST_FREE_BYTES = 5 * 2**30
 SLOW_FSYNC_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One line of the doctor's report.
 
@@ -57,226 +57,148 @@ class Check:
         return self.essential and self.state == "missing"
 
 
+def _checked(
+    group: str,
+    name: str,
+    found: str,
+    problem: str = "",
+    remedy: str = "",
+    *,
+    state: State = "degraded",
+    essential: bool = False,
+) -> Check:
+    """A check that is "ok" unless there is a `problem`, which gives it `state` and `remedy`."""
+    if not problem:
+        return Check(group, name, "ok", found, essential=essential)
+    return Check(group, name, state, found, problem, remedy, essential)
+
+
 def machine_checks(machine: Machine) -> list[Check]:
     """Return the checks of processors, memory, GPUs, energy sensors and the cluster."""
-    return [
-        *_processor_checks(machine),
-        *_gpu_checks(machine),
-        *_energy_checks(machine),
-        *_cluster_checks(machine),
-    ]
+    checks = (_processor_checks, _gpu_checks, _energy_checks, _cluster_checks)
+    return [line for check in checks for line in check(machine)]
 
 
 def storage_checks(path: Path) -> list[Check]:
     """Probe the file system under a directory and return its checks."""
+    group, few, slow = "Storage", "", ""
     try:
         facts = probe(path)
     except HardwareError as error:
-        return [
-            Check(
-                group="Storage",
-                name="write",
-                state="missing",
-                found=str(error),
-                means="no checkpoint can be written here",
-                remedy="name a directory that you may write to: --path DIR",
-                essential=True,
-            )
-        ]
-    little = facts.free_bytes < LEAST_FREE_BYTES
-    means = ""
+        means = "no checkpoint can be written here"
+        remedy = "name a directory that you may write to: --path DIR"
+        return [Check(group, "write", "missing", str(error), means, remedy, essential=True)]
     if facts.is_memory:
-        means = "in memory: checkpoints vanish with the machine"
-    elif little:
-        means = "a few checkpoints may fill it"
-    slow = facts.fsync_seconds > SLOW_FSYNC_SECONDS
-    durable = facts.directory_fsync is True
-    meaning = "each file of a checkpoint waits this long" if slow else ""
-    if not durable:
-        meaning = "a directory cannot be fsynced: a power failure may undo the newest checkpoint"
+        few = "in memory: checkpoints vanish with the machine"
+    elif facts.free_bytes < LEAST_FREE_BYTES:
+        few = "a few checkpoints may fill it"
+    if facts.directory_fsync is not True:
+        slow = "a directory cannot be fsynced: a power failure may undo the newest checkpoint"
+    elif facts.fsync_seconds > SLOW_FSYNC_SECONDS:
+        slow = "each file of a checkpoint waits this long"
+    shared = ", shared" if facts.is_network else ""
+    space = f"{_gib(facts.free_bytes)} free on {facts.type} at {facts.mount_point}{shared}"
+    fsync = f"{facts.fsync_seconds * 1000:.2f} ms for 4 KiB (median, measured)"
+    atomic = facts.rename_is_atomic
     return [
-        Check(
-            group="Storage",
-            name="space",
-            state="degraded" if means else "ok",
-            found=f"{_gib(facts.free_bytes)} free on {facts.type} at {facts.mount_point}"
-            + (", shared" if facts.is_network else ""),
-            means=means,
-            remedy="keep checkpoints on a larger, durable file system" if means else "",
-        ),
-        Check(
-            group="Storage",
-            name="fsync",
-            state="ok" if durable and not slow else "degraded",
-            found=f"{facts.fsync_seconds * 1000:.2f} ms for 4 KiB (median, measured)",
-            means=meaning,
-            remedy="use a local disk for checkpoints" if meaning else "",
-        ),
-        Check(
-            group="Storage",
-            name="rename",
-            state="ok" if facts.rename_is_atomic else "missing",
-            found="replaces atomically" if facts.rename_is_atomic else "a reader saw a torn file",
-            means="" if facts.rename_is_atomic else "a crash could leave half a checkpoint visible",
-            remedy="" if facts.rename_is_atomic else f"use another file system than {facts.type}",
+        _checked(group, "space", space, few, "keep checkpoints on a larger, durable file system"),
+        _checked(group, "fsync", fsync, slow, "use a local disk for checkpoints"),
+        _checked(
+            group,
+            "rename",
+            "replaces atomically" if atomic else "a reader saw a torn file",
+            "" if atomic else "a crash could leave half a checkpoint visible",
+            f"use another file system than {facts.type}",
+            state="missing",
             essential=True,
         ),
     ]
 
 
 def _processor_checks(machine: Machine) -> Iterator[Check]:
-    quota = "" if machine.quota_cores is None else f", quota {machine.quota_cores:g}"
-    held = machine.usable_cores < machine.logical_cores
+    group = "Machine"
     features = ", ".join(machine.cpu_features) or "no vector extensions known"
-    yield Check(
-        group="Machine", name="processor", state="ok", found=f"{machine.cpu_model} ({features})"
-    )
-    yield Check(
-        group="Machine",
-        name="cores",
-        state="ok",
-        found=f"{machine.usable_cores:g} usable of {machine.logical_cores}{quota}",
-        means="affinity or the control group holds the process below the machine" if held else "",
-    )
+    yield Check(group, "processor", "ok", f"{machine.cpu_model} ({features})")
+    quota = "" if machine.quota_cores is None else f", quota {machine.quota_cores:g}"
+    cores = f"{machine.usable_cores:g} usable of {machine.logical_cores}{quota}"
+    held = machine.usable_cores < machine.logical_cores
+    means = "affinity or the control group holds the process below the machine" if held else ""
+    yield Check(group, "cores", "ok", cores, means)
     usable, limit = machine.usable_memory_bytes, machine.memory_limit_bytes
     held = limit is not None and limit < machine.memory_total_bytes
+    memory = f"{_gib(machine.memory_available_bytes)} available, {_gib(usable)} at most"
+    memory += " (control group)" if held else ""
     small = min(usable, machine.memory_available_bytes) < LEAST_MEMORY_BYTES
-    yield Check(
-        group="Machine",
-        name="memory",
-        state="degraded" if small else "ok",
-        found=f"{_gib(machine.memory_available_bytes)} available, {_gib(usable)} at most"
-        + (" (control group)" if held else ""),
-        means=f"less than {_gib(LEAST_MEMORY_BYTES)}: a small model may not fit" if small else "",
-        remedy="ask for more memory: sbatch --mem=16G" if small else "",
-    )
-    yield _network_check(machine)
-
-
-def _network_check(machine: Machine) -> Check:
-    if isinstance(machine.network_ports, Unavailable):
-        return Check(
-            group="Machine",
-            name="RDMA network",
-            state="missing",
-            found=machine.network_ports.reason,
-            means="several nodes would talk over TCP; one node is not concerned",
-        )
-    ports = [f"{p.device}/{p.port} {p.rate} {p.state}" for p in machine.network_ports]
-    active = any("ACTIVE" in port.state for port in machine.network_ports)
-    return Check(
-        group="Machine",
-        name="RDMA network",
-        state="ok" if active else "degraded",
-        found=", ".join(ports),
-        means="" if active else "no port is active: ranks would talk over TCP",
-        remedy="" if active else "ibstat shows why; ask the administrator",
-    )
+    means = f"less than {_gib(LEAST_MEMORY_BYTES)}: a small model may not fit" if small else ""
+    yield _checked(group, "memory", memory, means, "ask for more memory: sbatch --mem=16G")
+    network = machine.network_ports
+    if isinstance(network, Unavailable):
+        means = "several nodes would talk over TCP; one node is not concerned"
+        yield Check(group, "RDMA network", "missing", network.reason, means)
+        return
+    ports = ", ".join(f"{port.device}/{port.port} {port.rate} {port.state}" for port in network)
+    active = any("ACTIVE" in port.state for port in network)
+    means = "" if active else "no port is active: ranks would talk over TCP"
+    remedy = "ibstat shows why; ask the administrator"
+    yield _checked(group, "RDMA network", ports, means, remedy)
 
 
 def _gpu_checks(machine: Machine) -> Iterator[Check]:
     group, gpus = "Accelerators", machine.gpus
     if isinstance(gpus, Unavailable):
-        yield Check(
-            group=group,
-            name="NVML",
-            state="missing",
-            found=gpus.reason,
-            means="training runs on the CPU",
-            remedy=gpus.remedy,
-        )
+        means = "training runs on the CPU"
+        yield Check(group, "NVML", "missing", gpus.reason, means, gpus.remedy)
         return
+    found = f"driver {gpus.driver_version}, {len(gpus.visible)} of {gpus.installed_count} GPUs"
     hidden = gpus.installed_count - len(gpus.visible)
-    yield Check(
-        group=group,
-        name="NVML",
-        state="ok" if gpus.visible else "degraded",
-        found=f"driver {gpus.driver_version}, {len(gpus.visible)} of {gpus.installed_count} GPUs",
-        means=f"CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else "",
-        remedy="" if gpus.visible else "unset CUDA_VISIBLE_DEVICES, or ask Slurm for --gpus",
-    )
+    means = f"CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else ""
+    remedy = "" if gpus.visible else "unset CUDA_VISIBLE_DEVICES, or ask Slurm for --gpus"
+    yield Check(group, "NVML", "ok" if gpus.visible else "degraded", found, means, remedy)
     for gpu in gpus.visible:
-        memory = "" if isinstance(gpu.memory_bytes, Unavailable) else f", {_gib(gpu.memory_bytes)}"
-        limit = gpu.power_limit_watts
-        power = "" if isinstance(limit, Unavailable) else f", {limit:.0f} W"
-        sliced = gpu.mig_enabled is True
-        unknown = isinstance(gpu.facts, Unavailable)
-        means = (
-            "the planner has no facts about this model and must be calibrated" if unknown else ""
-        )
-        if sliced:
+        found, limit, means = gpu.name, gpu.power_limit_watts, ""
+        if not isinstance(gpu.memory_bytes, Unavailable):
+            found += f", {_gib(gpu.memory_bytes)}"
+        if not isinstance(limit, Unavailable):
+            found += f", {limit:.0f} W"
+        if gpu.mig_enabled is True:
+            found += ", MIG on"
             means = "MIG slices: no NCCL between slices, and power is that of the whole GPU"
-        yield Check(
-            group="Accelerators",
-            name=f"GPU {gpu.index}",
-            state="degraded" if sliced or unknown else "ok",
-            found=f"{gpu.name}{memory}{power}{', MIG on' if sliced else ''}",
-            means=means,
-        )
+        elif isinstance(gpu.facts, Unavailable):
+            means = "the planner has no facts about this model and must be calibrated"
+        yield _checked(group, f"GPU {gpu.index}", found, means)
 
 
 def _energy_checks(machine: Machine) -> Iterator[Check]:
-    group, gpus = "Energy sensors", machine.gpus
+    group, gpus, rapl = "Energy sensors", machine.gpus, machine.rapl
     visible = () if isinstance(gpus, Unavailable) else gpus.visible
-    counting = [gpu for gpu in visible if gpu.energy_counter is True]
-    yield Check(
-        group=group,
-        name="GPU (NVML)",
-        state="ok" if counting else "missing",
-        found=f"energy counter on {len(counting)} of {len(visible)} GPUs"
-        if visible
-        else "no visible GPU",
-        means="" if counting else "GPU energy will be reported as unavailable, not as zero",
-    )
-    rapl = machine.rapl
-    absent = isinstance(rapl, Unavailable)
-    yield Check(
-        group=group,
-        name="CPU (RAPL)",
-        state="missing" if absent else "ok",
-        found=rapl.reason if isinstance(rapl, Unavailable) else f"reads {', '.join(rapl.zones)}",
-        means="CPU energy will be reported as unavailable" if absent else "",
-        remedy=rapl.remedy if isinstance(rapl, Unavailable) else "",
-    )
+    counting = sum(gpu.energy_counter is True for gpu in visible)
+    found = f"energy counter on {counting} of {len(visible)} GPUs" if visible else "no visible GPU"
+    means = "" if counting else "GPU energy will be reported as unavailable, not as zero"
+    yield _checked(group, "GPU (NVML)", found, means, state="missing")
+    if isinstance(rapl, Unavailable):
+        means = "CPU energy will be reported as unavailable"
+        yield Check(group, "CPU (RAPL)", "missing", rapl.reason, means, rapl.remedy)
+    else:
+        yield Check(group, "CPU (RAPL)", "ok", f"reads {', '.join(rapl.zones)}")
 
 
 def _cluster_checks(machine: Machine) -> Iterator[Check]:
     group, slurm = "Cluster", machine.slurm
     if isinstance(slurm, Unavailable):
-        yield Check(
-            group=group,
-            name="Slurm",
-            state="missing",
-            found=slurm.reason,
-            means="outlast submit needs it; training on this machine does not",
-            remedy=slurm.remedy,
-        )
+        means = "outlast submit needs it; training on this machine does not"
+        yield Check(group, "Slurm", "missing", slurm.reason, means, slurm.remedy)
         return
+    found = f"{slurm.version}: {', '.join(slurm.commands)}"
     lacking = ", ".join(slurm.missing_commands)
-    yield Check(
-        group=group,
-        name="Slurm",
-        state="degraded" if lacking else "ok",
-        found=f"{slurm.version}: {', '.join(slurm.commands)}",
-        means=f"missing: {lacking}" if lacking else "",
-        remedy="apt-get install slurm-client" if lacking else "",
-    )
+    means = f"missing: {lacking}" if lacking else ""
+    yield _checked(group, "Slurm", found, means, "apt-get install slurm-client")
     munge = slurm.munge_socket or (shutil.which("munge") and "installed, no socket") or "not found"
-    yield Check(
-        group=group,
-        name="munge",
-        state="ok" if slurm.munge_socket else "degraded",
-        found=munge,
-        means="" if slurm.munge_socket else "Slurm may refuse this machine's requests",
-        remedy="" if slurm.munge_socket else "apt-get install munge; systemctl start munge",
-    )
-    yield Check(
-        group=group,
-        name="job",
-        state="ok",
-        found=f"inside job {slurm.job_id}" if slurm.job_id else "not inside a Slurm job",
-        means="" if slurm.job_id else "the queue's limits do not bind here",
-    )
+    means = "" if slurm.munge_socket else "Slurm may refuse this machine's requests"
+    remedy = "apt-get install munge; systemctl start munge"
+    yield _checked(group, "munge", munge, means, remedy)
+    found = f"inside job {slurm.job_id}" if slurm.job_id else "not inside a Slurm job"
+    means = "" if slurm.job_id else "the queue's limits do not bind here"
+    yield Check(group, "job", "ok", found, means)
 
 
 def _gib(size_bytes: float) -> str:
@@ -336,28 +258,22 @@ def gloo_check(ranks: list[subprocess.Popen[str]], deadline_seconds: float) -> C
         if None not in codes or any(codes):
             break
         time.sleep(0.02)
-    problem = _gloo_problem(ranks, deadline_seconds)
-    return Check(
-        group="PyTorch",
-        name="all-reduce",
-        state="missing" if problem else "ok",
-        found=problem or "two gloo processes summed 1,024 numbers over loopback",
-        means="several processes cannot train together" if problem else "",
-        remedy="look at the firewall, or set GLOO_SOCKET_IFNAME to a working interface"
-        if problem
-        else "",
+    codes = [process.poll() for process in ranks]
+    problem = f"no result within {deadline_seconds:g} s" if None in codes else ""
+    failed = next((rank for rank, code in enumerate(codes) if code), None)
+    if failed is not None:
+        _, error = ranks[failed].communicate()
+        last = (error.strip().splitlines() or ["no message"])[-1]
+        problem = f"rank {failed} failed with exit code {codes[failed]}: {last}"
+    return _checked(
+        "PyTorch",
+        "all-reduce",
+        problem or "two gloo processes summed 1,024 numbers over loopback",
+        "several processes cannot train together" if problem else "",
+        "look at the firewall, or set GLOO_SOCKET_IFNAME to a working interface",
+        state="missing",
         essential=True,
     )
-
-
-def _gloo_problem(ranks: list[subprocess.Popen[str]], deadline_seconds: float) -> str:
-    codes = [process.poll() for process in ranks]
-    for rank, code in enumerate(codes):
-        if code:
-            _, error = ranks[rank].communicate()
-            last = (error.strip().splitlines() or ["no message"])[-1]
-            return f"rank {rank} failed with exit code {code}: {last}"
-    return f"no result within {deadline_seconds:g} s" if None in codes else ""
 
 
 def end_ranks(ranks: list[subprocess.Popen[str]]) -> None:

@@ -3,11 +3,13 @@
 Works without a GPU, inside containers and without root. Nothing is set, only read.
 """
 
+import itertools
 import os
 import platform
 import shutil
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -29,23 +31,19 @@ NO_LIMIT_BYTES = 2**60
 
 def cpu_limit_cores(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> float | None:
     """Return the tightest CPU quota of this process' groups in cores, or None without one."""
-    found = [
-        limit
-        for group in _groups(root, membership, "cpu")
-        if (limit := _cpu_limit_of(group)) is not None
-    ]
-    return min(found, default=None)
+    found = []
+    for group in _groups(root, membership, "cpu"):
+        limit = parse_cpu_max(_text(group / "cpu.max"))
+        if limit is None:
+            quota = _text(group / "cpu.cfs_quota_us")
+            limit = parse_cfs_quota(quota, _text(group / "cpu.cfs_period_us"))
+        found.append(limit)
+    return min((limit for limit in found if limit is not None), default=None)
 
 
 def memory_limit_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int | None:
     """Return the tightest memory limit of this process' groups in bytes, or None without one."""
-    found = [
-        limit
-        for group in _groups(root, membership, "memory")
-        for file in ("memory.max", "memory.limit_in_bytes")
-        if (limit := parse_memory_limit(_text(group / file))) is not None
-    ]
-    return min(found, default=None)
+    return min((limit for _, limit, _ in _memory_limits(root, membership)), default=None)
 
 
 def memory_available_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> int | None:
@@ -55,26 +53,29 @@ def memory_available_bytes(root: Path = CGROUP_ROOT, membership: Path = MEMBERSH
     do not.
     """
     found = []
+    for group, limit, used in _memory_limits(root, membership):
+        if used:
+            pairs = [line.split() for line in _text(group / "memory.stat").splitlines()]
+            values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+            # Of the group and those below. Version 1 has its own figures and, with a prefix, those
+            # of the groups below as well.
+            pages = sum(
+                values.get(f"total_{name}", values.get(name, 0))
+                for name in ("active_file", "inactive_file")
+            )
+            found.append(max(limit - int(used) + pages, 0))
+    return min(found, default=None)
+
+
+def _memory_limits(root: Path, membership: Path) -> Iterator[tuple[Path, int, str]]:
+    """Each group that has a memory limit, that limit in bytes, and the text of what is used."""
     for group in _groups(root, membership, "memory"):
         for limit_file, used_file in (
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit = parse_memory_limit(_text(group / limit_file))
-            used = _text(group / used_file).strip()
-            if limit is not None and used:
-                pages = parse_file_pages(_text(group / "memory.stat"))
-                found.append(max(limit - int(used) + pages, 0))
-    return min(found, default=None)
-
-
-def parse_file_pages(text: str) -> int:
-    """Read the bytes of a file system's pages from `memory.stat`, of the group and those below."""
-    pairs = [line.split() for line in text.splitlines()]
-    values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
-    names = ("active_file", "inactive_file")
-    # Version 1 has its own figures and, with this prefix, those of the groups below as well.
-    return sum(values.get(f"total_{name}", values.get(name, 0)) for name in names)
+            if (limit := parse_memory_limit(_text(group / limit_file))) is not None:
+                yield group, limit, _text(group / used_file)
 
 
 def parse_cpu_max(text: str) -> float | None:
@@ -92,7 +93,7 @@ def parse_cpu_max(text: str) -> float | None:
 
 def parse_cfs_quota(quota: str, period: str) -> float | None:
     """Read version 1's quota and period, both in microseconds, as cores; -1 is no limit."""
-    if not quota.strip() or not period.strip() or int(quota) <= 0:
+    if not quota or not period or int(quota) <= 0:
         return None
     return int(quota) / int(period)
 
@@ -133,26 +134,18 @@ def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     mounts = [root, root / "unified", root / controller, root / f"{controller},{controller}acct"]
     paths = parse_membership(_text(membership), controller) or ["/"]
     seen: set[Path] = set()
-    for mount in mounts:
-        for path in paths:
-            group = mount / path.lstrip("/")
-            for candidate in (group, *group.parents):
-                if candidate.is_relative_to(mount) and candidate not in seen:
-                    seen.add(candidate)
-                    yield candidate
-
-
-def _cpu_limit_of(group: Path) -> float | None:
-    unified = parse_cpu_max(_text(group / "cpu.max"))
-    if unified is not None:
-        return unified
-    quota = _text(group / "cpu.cfs_quota_us")
-    return parse_cfs_quota(quota, _text(group / "cpu.cfs_period_us"))
+    for mount, path in itertools.product(mounts, paths):
+        group = mount / path.lstrip("/")
+        for candidate in (group, *group.parents):
+            if candidate.is_relative_to(mount) and candidate not in seen:
+                seen.add(candidate)
+                yield candidate
 
 
 def _text(path: Path) -> str:
+    """The text of a file of the kernel, without the newline at its end; empty if there is none."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
@@ -222,29 +215,22 @@ def read_slurm() -> Slurm | Unavailable:
         return Unavailable(
             "neither sinfo nor srun is on PATH", "apt-get install slurm-client munge"
         )
+    try:
+        asked = [present[0], "--version"]
+        done = subprocess.run(
+            asked, capture_output=True, text=True, timeout=VERSION_SECONDS, check=False
+        )
+        version = done.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        version = ""
     sockets = (Path("/run/munge/munge.socket.2"), Path("/var/run/munge/munge.socket.2"))
-    munge = next((str(socket) for socket in sockets if socket.exists()), None)
     return Slurm(
-        version=_slurm_version(present[0]),
+        version=version or "unknown",
         commands=present,
         missing_commands=tuple(name for name in SLURM_COMMANDS if name not in present),
         job_id=os.environ.get("SLURM_JOB_ID"),
-        munge_socket=munge,
+        munge_socket=next((str(socket) for socket in sockets if socket.exists()), None),
     )
-
-
-def _slurm_version(command: str) -> str:
-    try:
-        done = subprocess.run(
-            [command, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=VERSION_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def read_network_ports(root: Path = INFINIBAND) -> tuple[NetworkPort, ...] | Unavailable:
@@ -253,9 +239,9 @@ def read_network_ports(root: Path = INFINIBAND) -> tuple[NetworkPort, ...] | Una
         NetworkPort(
             device=port.parent.parent.name,
             port=port.name,
-            rate=_line(port / "rate"),
-            state=_line(port / "state"),
-            link_layer=_line(port / "link_layer"),
+            rate=_text(port / "rate"),
+            state=_text(port / "state"),
+            link_layer=_text(port / "link_layer"),
         )
         for port in sorted(root.glob("*/ports/*"))
     )
@@ -273,20 +259,13 @@ def read_rapl(root: Path = POWERCAP) -> Rapl | Unavailable:
             f"no RAPL counters in {root}",
             "modprobe intel_rapl_msr (as root); a virtual machine or container hides them",
         )
-    readable = tuple(_line(c.parent / "name") for c in counters if _line(c))
+    readable = tuple(_text(file.parent / "name") for file in counters if _text(file))
     if not readable:
         return Unavailable(
             "only root may read the RAPL counters",
             f"chmod a+r {root}/intel-rapl:*/energy_uj (as root, after each boot)",
         )
     return Rapl(zones=readable)
-
-
-def _line(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -350,7 +329,10 @@ class Machine:
         """Return one short line: processor, usable cores, memory and GPUs."""
         memory_gib = self.usable_memory_bytes / 2**30
         processors = f"{self.cpu_model}, {self.usable_cores:g} of {self.logical_cores} cores"
-        return f"{self.host_name}: {processors}, {memory_gib:.0f} GiB, {self._gpu_summary()}"
+        visible = () if isinstance(self.gpus, Unavailable) else self.gpus.visible
+        counts = Counter(gpu.name for gpu in visible)
+        gpus = " + ".join(f"{count}x {name}" for name, count in counts.items()) or "no GPU"
+        return f"{self.host_name}: {processors}, {memory_gib:.0f} GiB, {gpus}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types.
@@ -358,13 +340,8 @@ class Machine:
         What is missing becomes ``{"unavailable": reason, "remedy": remedy}``; known devices become
         their key.
         """
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
-
-    def _gpu_summary(self) -> str:
-        if isinstance(self.gpus, Unavailable) or not self.gpus.visible:
-            return "no GPU"
-        names = [gpu.name for gpu in self.gpus.visible]
-        return " + ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names))
+        found: dict[str, Any] = _plain(self)
+        return found
 
 
 def this_machine() -> Machine:
@@ -401,12 +378,8 @@ def this_machine() -> Machine:
 
 def read_processor(cpuinfo: Path = CPUINFO) -> tuple[str, tuple[str, ...]]:
     """Return the processor's name and its instruction sets out of `CPU_FEATURES`."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
     entries: dict[str, str] = {}
-    for line in lines:
+    for line in _text(cpuinfo).splitlines():
         key, _, value = line.partition(":")
         entries.setdefault(key.strip(), value.strip())
     model = entries.get("model name") or platform.processor() or platform.machine() or "unknown"

@@ -11,7 +11,7 @@ from outlast.hardware.figure import Unavailable
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """One GPU of this machine.
 
@@ -69,7 +69,25 @@ def read_gpus() -> Gpus | Unavailable:
             "on a machine with NVIDIA GPUs, install the driver; nvidia-smi must work",
         )
     try:
-        return _read(pynvml)
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+
+        def mig_parent(entry: str) -> int | None:
+            try:
+                slice_handle = pynvml.nvmlDeviceGetHandleByUUID(entry)
+                parent = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(slice_handle)
+                return uuids.index(str(pynvml.nvmlDeviceGetUUID(parent)))
+            except (pynvml.NVMLError, ValueError):
+                return None
+
+        shown = visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, mig_parent)
+        return Gpus(
+            driver_version=str(pynvml.nvmlSystemGetDriverVersion()),
+            installed_count=len(handles),
+            visible=tuple(_gpu(pynvml, index, handles[index], uuids[index]) for index in shown),
+        )
     except pynvml.NVMLError as error:
         return Unavailable(f"NVML failed while listing the GPUs ({error})", "see nvidia-smi")
     finally:
@@ -95,7 +113,13 @@ def visible_indices(
     chosen: list[int] = []
     for entry in (part.strip() for part in setting.split(",")):
         is_slice = entry.startswith("MIG-")
-        index = mig_parent(entry) if is_slice else _index_of(entry, uuids)
+        if is_slice:
+            index = mig_parent(entry)
+        elif entry.isdecimal():
+            index = int(entry) if int(entry) < len(uuids) else None
+        else:
+            matches = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+            index = matches[0] if len(matches) == 1 else None
         if index is None:
             break
         if index not in chosen:
@@ -103,33 +127,6 @@ def visible_indices(
         elif not is_slice:
             break
     return chosen
-
-
-def _index_of(entry: str, uuids: list[str]) -> int | None:
-    if entry.isdecimal():
-        return int(entry) if int(entry) < len(uuids) else None
-    matches = [i for i, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _read(nvml: Any) -> Gpus:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-
-    def mig_parent(entry: str) -> int | None:
-        try:
-            slice_handle = nvml.nvmlDeviceGetHandleByUUID(entry)
-            parent = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(slice_handle)
-            return uuids.index(str(nvml.nvmlDeviceGetUUID(parent)))
-        except (nvml.NVMLError, ValueError):
-            return None
-
-    shown = visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, mig_parent)
-    return Gpus(
-        driver_version=str(nvml.nvmlSystemGetDriverVersion()),
-        installed_count=len(handles),
-        visible=tuple(_gpu(nvml, i, handles[i], uuids[i]) for i in shown),
-    )
 
 
 def _gpu(nvml: Any, index: int, handle: Any, uuid: str) -> Gpu:
@@ -141,17 +138,8 @@ def _gpu(nvml: Any, index: int, handle: Any, uuid: str) -> Gpu:
 
     name = str(nvml.nvmlDeviceGetName(handle))
     memory = ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total), "memory size")
-    return Gpu(
-        index=index,
-        name=name,
-        uuid=uuid,
-        memory_bytes=memory,
-        mig_enabled=ask(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]), "MIG mode"),
-        power_limit_watts=ask(
-            lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000, "power limit"
-        ),
-        energy_counter=ask(
-            lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) >= 0, "energy counter"
-        ),
-        facts=device_reported_as(name, None if isinstance(memory, Unavailable) else memory),
-    )
+    mig = ask(lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0]), "MIG mode")
+    limit = ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000, "power limit")
+    counter = ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) >= 0, "energy counter")
+    facts = device_reported_as(name, None if isinstance(memory, Unavailable) else memory)
+    return Gpu(index, name, uuid, memory, mig, limit, counter, facts)

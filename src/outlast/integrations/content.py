@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outlast.checkpoint.format.reader import VersionReader, Wanted
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import whole
@@ -21,8 +21,8 @@ from outlast.state.tensors import dtype_of, opaque_array
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 KEY = "checkpoint"
 """Name of the dictionary among what a version holds."""
@@ -141,10 +141,7 @@ def read_content(storage: Storage, contents: Contents, tree: Any = None) -> dict
     with VersionReader(storage, contents) as reader:
         boxes = {name: whole(fact.shape) for name, fact in facts.items()}
         reader.read(
-            [
-                Wanted(name, boxes[name], opaque_array(tensor, boxes[name]))
-                for name, tensor in tensors.items()
-            ]
+            [Wanted(name, boxes[name], opaque_array(tensor)) for name, tensor in tensors.items()]
         )
 
     def get(name: str, kind: str) -> Any:

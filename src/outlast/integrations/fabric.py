@@ -34,11 +34,11 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.wrappers import _unwrap_objects
 
 from outlast.checkpoint import CheckpointStore, Compression, Reduction, list_versions, load
-from outlast.checkpoint.format.reader import VersionReader
-from outlast.checkpoint.format.retention import Retention, prune
-from outlast.checkpoint.format.storage import LocalStorage
+from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.restore import read_into, saved_in
+from outlast.checkpoint.storage import LocalStorage
 from outlast.checkpoint.store import wait_for_saves
+from outlast.checkpoint.version import Retention, prune
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations import run
@@ -58,8 +58,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from outlast.checkpoint import SaveHandle, SaveResult, Version
-    from outlast.checkpoint.format.retention import Known
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.version import Contents, Seal
     from outlast.job import LoopJob
     from outlast.state.live import State
 
@@ -108,7 +107,7 @@ class CheckpointFiles:
         self._problem = ""
         self._step = self._asked = -1
         self._marks: tuple[Any, ...] = ()
-        self._known: dict[Version, Known] = {}
+        self._known: dict[Version, Seal] = {}
         self._removed: list[Path] = []
         self._untidy = ""
 

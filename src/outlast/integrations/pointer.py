@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint import list_versions
-from outlast.checkpoint.format.version import is_published
+from outlast.checkpoint.version import is_published
 from outlast.errors import CheckpointError
 from outlast.records import OwnerLock, replace_file
 
 if TYPE_CHECKING:
     from outlast.checkpoint import Version
-    from outlast.checkpoint.format.storage import LocalStorage
+    from outlast.checkpoint.storage import LocalStorage
 
 _FORMAT = "outlast checkpoint file 1"
 _START = f'{{"format": "{_FORMAT}"'.encode()

@@ -5,7 +5,6 @@ job = load_job(Path("job.toml"), ["train.steps=500"])   # JobError lists every p
 job.train.steps                                         # 500
 """
 
-from outlast.job.cluster import SlurmSection, StagingSection
 from outlast.job.load import (
     DEFAULT_JOB,
     LoopJob,
@@ -35,6 +34,8 @@ from outlast.job.sections import (
     RunSection,
     SampleSection,
     ScheduleSection,
+    SlurmSection,
+    StagingSection,
     TensorizeSection,
     TrainSection,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outlast.job.cluster import CHOSEN
+from outlast.job.sections import CHOSEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
@@ -39,20 +39,33 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
     ]
 
 
+def _said(job: Job, *names: str) -> str:
+    """Settings with their values, e.g. ``parallel.tensor = 2 and parallel.pipeline = 4``."""
+    found = []
+    for name in names:
+        section, key = name.split(".")
+        value = getattr(getattr(job, section), key)
+        if isinstance(value, bool):
+            shown = "true" if value else "false"
+        elif isinstance(value, float):
+            shown = f"{value:g}"
+        else:
+            shown = f'"{value}"' if isinstance(value, str) else str(value)
+        found.append(f"{name} = {shown}")
+    return " and ".join(found)
+
+
 def _model(job: Job) -> Iterator[str]:
     model = job.model
     if job.slurm.command:
         # A program of one's own decides what it trains.
         return
-    named = {"config": model.config, "directory": model.directory, "module": model.module}
-    given = [f"model.{name}" for name, value in named.items() if value]
-    if model.settings:
-        given.append("[model.settings]")
+    given = [f"model.{name}" for name in ("config", "directory", "module") if getattr(model, name)]
+    given += ["[model.settings]"] if model.settings else []
     if len(given) != 1:
-        said = " and ".join(given) if given else "nothing"
         yield (
-            f"model: {said} is given, but exactly one of config, directory, module or "
-            "[model.settings] must say what the model is"
+            f"model: {' and '.join(given) or 'nothing'} is given, but exactly one of config, "
+            "directory, module or [model.settings] must say what the model is"
         )
     if model.arguments and not model.module:
         yield "model.arguments is given, but it is only used with model.module; remove it"
@@ -63,18 +76,17 @@ def _model(job: Job) -> Iterator[str]:
 
 
 def _data(job: Job) -> Iterator[str]:
-    data = job.data
+    data, source = job.data, _said(job, "data.source")
     if data.source == "stdlib" and (data.train or data.validation):
         yield (
-            'data.source = "stdlib" reads no files, but data.train or data.validation names some; '
+            f"{source} reads no files, but data.train or data.validation names some; "
             'use data.source = "text"'
         )
     if data.source in ("text", "tokens") and not data.train:
-        yield f'data.source = "{data.source}" needs data.train, the files to train on'
-    if data.source == "tokens":
-        for key, files in (("train", data.train), ("validation", data.validation)):
-            if len(files) > 1:
-                yield f'data.{key} names {len(files)} files, but data.source = "tokens" takes one'
+        yield f"{source} needs data.train, the files to train on"
+    for key, files in (("train", data.train), ("validation", data.validation)):
+        if data.source == "tokens" and len(files) > 1:
+            yield f"data.{key} names {len(files)} files, but {source} takes one"
     if data.token_dtype and data.source != "tokens":
         yield 'data.token_dtype is given, but it only serves data.source = "tokens"; remove it'
 
@@ -82,8 +94,8 @@ def _data(job: Job) -> Iterator[str]:
 def _recover(job: Job) -> Iterator[str]:
     if job.recover.fixed_order and job.recover.mode != "live":
         yield (
-            "recover.fixed_order = true is for live groups, but recover.mode = "
-            f'"{job.recover.mode}"; leave it out, or set recover.mode = "live"'
+            f"recover.fixed_order = true is for live groups, but {_said(job, 'recover.mode')}; "
+            'leave it out, or set recover.mode = "live"'
         )
     if job.recover.fixed_order and job.train.compile:
         yield (
@@ -93,46 +105,38 @@ def _recover(job: Job) -> Iterator[str]:
 
 
 def _schedule(job: Job) -> Iterator[str]:
-    warmup, steps = job.schedule.warmup_steps, job.train.steps
-    if warmup >= steps:
-        yield f"schedule.warmup_steps = {warmup} is not below train.steps = {steps}"
-    decay = round(job.schedule.decay_fraction * steps)
-    if job.schedule.name == "wsd" and warmup + decay > steps:
+    warmup, steps = _said(job, "schedule.warmup_steps"), _said(job, "train.steps")
+    if job.schedule.warmup_steps >= job.train.steps:
+        yield f"{warmup} is not below {steps}"
+    decay = round(job.schedule.decay_fraction * job.train.steps)
+    if job.schedule.name == "wsd" and job.schedule.warmup_steps + decay > job.train.steps:
         yield (
-            f"schedule.warmup_steps = {warmup} and the decay of {decay} steps "
-            f"(schedule.decay_fraction) together exceed train.steps = {steps}"
+            f"{warmup} and the decay of {decay} steps (schedule.decay_fraction) together exceed "
+            f"{steps}"
         )
 
 
 def _parallel(job: Job) -> Iterator[str]:
     parallel, train = job.parallel, job.train
     if parallel.tensor > 1 and parallel.pipeline > 1:
-        yield (
-            f"parallel.tensor = {parallel.tensor} and parallel.pipeline = {parallel.pipeline} "
-            "cannot be combined yet; set one of them to 1"
-        )
+        both = _said(job, "parallel.tensor", "parallel.pipeline")
+        yield f"{both} cannot be combined yet; set one of them to 1"
     if parallel.shard > 1 and parallel.pipeline > 1:
-        yield (
-            f"parallel.shard = {parallel.shard} and parallel.pipeline = {parallel.pipeline} "
-            "cannot be combined yet; set one of them to 1, or use parallel.replicate"
-        )
+        both = _said(job, "parallel.shard", "parallel.pipeline")
+        yield f"{both} cannot be combined yet; set one of them to 1, or use parallel.replicate"
     if parallel.tensor > 1 and parallel.replicate > 1 and parallel.shard == 1:
-        yield (
-            f"parallel.tensor = {parallel.tensor} and parallel.replicate = {parallel.replicate} "
-            "cannot be combined; use parallel.shard in place of replicate"
-        )
+        both = _said(job, "parallel.tensor", "parallel.replicate")
+        yield f"{both} cannot be combined; use parallel.shard in place of replicate"
     if parallel.pipeline > 1 and train.compile:
         yield "train.compile = true cannot be combined with parallel.pipeline > 1; set it to false"
+    batch_size = _said(job, "train.batch_size")
     if train.micro_batch_size > train.batch_size:
-        yield (
-            f"train.micro_batch_size = {train.micro_batch_size} exceeds "
-            f"train.batch_size = {train.batch_size}"
-        )
+        yield f"{_said(job, 'train.micro_batch_size')} exceeds {batch_size}"
     degrees = max(parallel.replicate, 1) * parallel.shard
     if degrees > train.batch_size:
         yield (
-            f"train.batch_size = {train.batch_size} gives no sample to some of the {degrees} "
-            "data-parallel processes (parallel.replicate x parallel.shard); raise it"
+            f"{batch_size} gives no sample to some of the {degrees} data-parallel processes "
+            "(parallel.replicate x parallel.shard); raise it"
         )
 
 
@@ -160,7 +164,7 @@ def _checkpoint(job: Job) -> Iterator[str]:
         )
     if settings.transfer_plan and not (settings.fast or settings.mirror or job.staging.directory):
         yield (
-            f'checkpoint.transfer_plan = "{settings.transfer_plan}" has no copies to plan; give '
+            f"{_said(job, 'checkpoint.transfer_plan')} has no copies to plan; give "
             "checkpoint.fast, checkpoint.mirror or staging.directory, or leave it out"
         )
 
@@ -180,33 +184,26 @@ def _guard(job: Job) -> Iterator[str]:
 
 
 def _coding(job: Job) -> Iterator[str]:
-    coding, parallel = job.coding, job.parallel
+    coding, parallel, scheme = job.coding, job.parallel, _said(job, "coding.scheme")
     if coding.scheme == "off":
         return
     split = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]
     if split:
-        yield (
-            f'coding.scheme = "{coding.scheme}" cannot be combined with parallel.{split[0]} > 1 '
-            "yet; use parallel.shard"
-        )
+        yield (f"{scheme} cannot be combined with parallel.{split[0]} > 1 yet; use parallel.shard")
     if parallel.shard > 1 and coding.scheme != "coverage":
-        yield (
-            f'coding.scheme = "{coding.scheme}" cannot be combined with parallel.shard = '
-            f'{parallel.shard}; use "coverage", which can'
-        )
+        shard = _said(job, "parallel.shard")
+        yield f'{scheme} cannot be combined with {shard}; use "coverage", which can'
+    deadline = _said(job, "coding.deadline_seconds")
     if coding.deadline_seconds and coding.lost != "commit":
         yield (
-            f"coding.deadline_seconds = {coding.deadline_seconds:g} needs coding.lost = "
-            '"commit", which leaves out what is not finished by then'
+            f'{deadline} needs coding.lost = "commit", which leaves out what is not finished by '
+            "then"
         )
     if coding.deadline_seconds and coding.scheme != "coverage" and not coding.largest_error:
-        yield (
-            f"coding.deadline_seconds = {coding.deadline_seconds:g} needs coding.largest_error > "
-            f'0 with coding.scheme = "{coding.scheme}"'
-        )
+        yield f"{deadline} needs coding.largest_error > 0 with {scheme}"
     if coding.largest_error and coding.scheme == "coverage":
         yield (
-            f"coding.largest_error = {coding.largest_error:g} serves fixed codes only; with "
+            f"{_said(job, 'coding.largest_error')} serves fixed codes only; with "
             'coding.scheme = "coverage" set coding.lost = "commit" and coding.deadline_seconds'
         )
 
@@ -214,47 +211,40 @@ def _coding(job: Job) -> Iterator[str]:
 def _coded_guard(job: Job) -> Iterator[str]:
     if job.coding.scheme != "off" and job.guard.persistent == "drop":
         yield (
-            f'guard.persistent = "drop" cannot be combined with coding.scheme = '
-            f'"{job.coding.scheme}", which sums gradients by itself; set it to "raise"'
+            f'guard.persistent = "drop" cannot be combined with {_said(job, "coding.scheme")}, '
+            'which sums gradients by itself; set it to "raise"'
         )
 
 
 def _energy(job: Job) -> Iterator[str]:
-    energy = job.energy
-    if energy.measure:
-        return
     for name in ("tariff", "region", "loss_target", "prometheus_port"):
-        if value := getattr(energy, name):
-            said = f'"{value}"' if isinstance(value, str) else f"{value:g}"
+        if not job.energy.measure and getattr(job.energy, name):
             yield (
-                f"energy.{name} = {said} needs energy, but energy.measure = false measures "
-                "none; set it to true or remove the other"
+                f"{_said(job, f'energy.{name}')} needs energy, but energy.measure = false "
+                "measures none; set it to true or remove the other"
             )
 
 
 def _slurm(job: Job) -> Iterator[str]:
-    slurm = job.slurm
+    slurm, chain = job.slurm, _said(job, "slurm.chain")
     if slurm.chain == "dependent":
         return
     if slurm.wall_time == CHOSEN:
         yield (
-            f'slurm.wall_time = "{CHOSEN}" chooses whenever a link is submitted, and slurm.chain = '
-            f'"{slurm.chain}" submits all at once; use "dependent", or give a time'
+            f'slurm.wall_time = "{CHOSEN}" chooses whenever a link is submitted, and {chain} '
+            'submits all at once; use "dependent", or give a time'
         )
     if slurm.filler_nodes:
         yield (
-            f"slurm.filler_nodes = {slurm.filler_nodes} cannot be combined with slurm.chain = "
-            f'"{slurm.chain}"; use "dependent", or leave fillers out'
+            f"{_said(job, 'slurm.filler_nodes')} cannot be combined with {chain}; use "
+            '"dependent", or leave fillers out'
         )
     if not slurm.links:
-        yield (
-            f'slurm.chain = "{slurm.chain}" needs slurm.links, the number of jobs that are '
-            "submitted at once"
-        )
+        yield f"{chain} needs slurm.links, the number of jobs that are submitted at once"
     if slurm.chain == "array" and len(set(slurm.nodes)) > 1:
         yield (
-            f'slurm.nodes = {slurm.nodes} cannot be combined with slurm.chain = "array", whose '
-            'places are all alike; use "presubmitted" or "dependent"'
+            f"{_said(job, 'slurm.nodes')} cannot be combined with {chain}, whose places are all "
+            'alike; use "presubmitted" or "dependent"'
         )
 
 
@@ -273,15 +263,16 @@ def _staging(job: Job) -> Iterator[str]:
             "staging.wait = false reads tokens in place where there is no copy yet, which "
             "staging.required = true forbids; set one of them to its default"
         )
+    buffer = _said(job, "staging.burst_buffer")
     if staging.burst_buffer != "off" and not staging.directory:
         yield (
-            f'staging.burst_buffer = "{staging.burst_buffer}" needs staging.directory, where the '
-            "site's copies appear, e.g. $DW_JOB_STRIPED"
+            f"{buffer} needs staging.directory, where the site's copies appear, e.g. "
+            "$DW_JOB_STRIPED"
         )
     if staging.burst_buffer != "off" and data.source != "tokens":
         yield (
-            f'staging.burst_buffer = "{staging.burst_buffer}" copies files of tokens before the '
-            f'job starts, which data.source = "{data.source}" does not name; use "tokens"'
+            f"{buffer} copies files of tokens before the job starts, which "
+            f'{_said(job, "data.source")} does not name; use "tokens"'
         )
     if (staging.burst_buffer == "lines") != bool(staging.burst_buffer_lines):
         yield (
@@ -296,29 +287,29 @@ SPLITTABLE = ("low_rank", "cola")
 
 
 def _tensorize(job: Job) -> Iterator[str]:
-    settings = job.tensorize
+    settings, form = job.tensorize, _said(job, "tensorize.form")
+    from_dense = 'tensorize.initialize = "from_dense"'
     if settings.form == "off":
         return
     if job.parallel.tensor > 1 and settings.form not in SPLITTABLE:
         yield (
-            f'tensorize.form = "{settings.form}" cannot be combined with parallel.tensor = '
-            f"{job.parallel.tensor}, which splits {' and '.join(SPLITTABLE)} alone; use "
-            "parallel.shard"
+            f"{form} cannot be combined with {_said(job, 'parallel.tensor')}, which splits "
+            f"{' and '.join(SPLITTABLE)} alone; use parallel.shard"
         )
     if settings.initialize == "from_dense" and settings.form in NO_MATRICES:
         yield (
-            'tensorize.initialize = "from_dense" cannot be combined with tensorize.form = '
-            f'"{settings.form}", which is no matrix; use "scratch", or form = "low_rank"'
+            f'{from_dense} cannot be combined with {form}, which is no matrix; use "scratch", '
+            'or form = "low_rank"'
         )
     if settings.initialize == "from_dense" and job.model.initialize == "scratch":
         yield (
-            'tensorize.initialize = "from_dense" would approximate random weights, since '
+            f"{from_dense} would approximate random weights, since "
             'model.initialize = "scratch"; use "scratch" for both'
         )
     if settings.initialize != "from_dense" and str(settings.rank).startswith("error="):
         yield (
-            f'tensorize.rank = "{settings.rank}" is a share of the model\'s own weights and needs '
-            'tensorize.initialize = "from_dense"'
+            f"{_said(job, 'tensorize.rank')} is a share of the model's own weights and needs "
+            f"{from_dense}"
         )
     crossing = {
         "parallel.pipeline": job.parallel.pipeline > 1,
@@ -328,14 +319,11 @@ def _tensorize(job: Job) -> Iterator[str]:
     if settings.form == "lax" and any(crossing.values()):
         name = next(name for name, used in crossing.items() if used)
         yield (
-            f'tensorize.form = "lax" hands features from layer to layer and cannot be combined '
-            f'with {name} yet; use "cola", or leave {name} out'
+            f"{form} hands features from layer to layer and cannot be combined with {name} yet; "
+            f'use "cola", or leave {name} out'
         )
     if settings.cores and settings.form not in ("tt", "ttm"):
-        yield (
-            f"tensorize.cores = {settings.cores} does not apply to tensorize.form = "
-            f'"{settings.form}"; remove it'
-        )
+        yield f"{_said(job, 'tensorize.cores')} does not apply to {form}; remove it"
 
 
 def _factor_rules(job: Job) -> Iterator[str]:
@@ -344,8 +332,8 @@ def _factor_rules(job: Job) -> Iterator[str]:
         return
     if settings.spectral_limit and settings.form not in TWO_FACTORS:
         yield (
-            f"tensorize.spectral_limit = {settings.spectral_limit:g} bounds two factors, and "
-            f'tensorize.form = "{settings.form}" has others; set it to 0'
+            f"{_said(job, 'tensorize.spectral_limit')} bounds two factors, and "
+            f"{_said(job, 'tensorize.form')} has others; set it to 0"
         )
     if settings.mup and settings.initialize == "from_dense":
         yield (

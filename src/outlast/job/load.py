@@ -10,6 +10,7 @@ sections on what Outlast does beside them, with the same keys and meanings.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import tomllib
 from datetime import time
@@ -99,9 +100,9 @@ def settings_of_others(job: LoopJob, unsure: Set[str] = frozenset()) -> list[str
     problems = []
     for name, reason in _ONLY_OF_THE_TRAINER.items():
         section, key = name.split(".")
-        value = getattr(getattr(job, section), key)
-        default = type(getattr(job, section)).model_fields[key].default
-        if section not in unsure and value != default:
+        settings = getattr(job, section)
+        value = getattr(settings, key)
+        if section not in unsure and value != type(settings).model_fields[key].default:
             problems.append(f"{name} = {toml_value(value)} has no effect here: {reason}; remove it")
     if "recover" not in unsure and job.recover.mode == "live":
         problems.append(
@@ -149,16 +150,13 @@ def load_job(
         JobError: With one sentence for every problem found.
     """
     source = DEFAULT_JOB if path is None else str(path)
-    tables = _read(path, source)
-    problems = [
-        text for override in overrides or [] for text in _apply_override(tables, override, Job)
-    ]
-    return _build(Job, tables, problems, source, unsure)
+    tables = _parse(default_job_text(), source) if path is None else _read(path, "outlast init")
+    return _build(Job, tables, source, overrides, unsure)
 
 
 def job_from_text(text: str, source: str = "the job") -> Job:
     """Parse and check a job given as TOML text; raises JobError like `load_job`."""
-    return _build(Job, _parse(text, source), [], source)
+    return _build(Job, _parse(text, source), source)
 
 
 def load_loop_job(path: Path | None = None, overrides: list[str] | None = None) -> LoopJob:
@@ -168,16 +166,13 @@ def load_loop_job(path: Path | None = None, overrides: list[str] | None = None) 
         JobError: With one sentence for every problem found.
     """
     source = "the settings" if path is None else str(path)
-    tables = {} if path is None else _read(path, source, "outlast init --loop")
-    problems = [
-        text for override in overrides or [] for text in _apply_override(tables, override, LoopJob)
-    ]
-    return _build(LoopJob, tables, problems, source)
+    tables = {} if path is None else _read(path, "outlast init --loop")
+    return _build(LoopJob, tables, source, overrides)
 
 
 def loop_job_from_text(text: str, source: str = "the job") -> LoopJob:
     """Parse and check a `LoopJob` given as TOML text; raises JobError like `load_job`."""
-    return _build(LoopJob, _parse(text, source), [], source)
+    return _build(LoopJob, _parse(text, source), source)
 
 
 def settings_from_text(text: str, source: str = "the job") -> Job | LoopJob:
@@ -187,8 +182,8 @@ def settings_from_text(text: str, source: str = "the job") -> Job | LoopJob:
     """
     tables = _parse(text, source)
     if tables.keys() <= LoopJob.model_fields.keys():
-        return _build(LoopJob, tables, [], source)
-    return _build(Job, tables, [], source)
+        return _build(LoopJob, tables, source)
+    return _build(Job, tables, source)
 
 
 def default_job_text() -> str:
@@ -196,21 +191,20 @@ def default_job_text() -> str:
     return (resources.files("outlast.job") / "quickstart.toml").read_text(encoding="utf-8")
 
 
-def _read(path: Path | None, source: str, writer: str = "outlast init") -> dict[str, Any]:
-    if path is None:
-        return _parse(default_job_text(), source)
+def _read(path: Path, writer: str) -> dict[str, Any]:
+    """The tables of a file such as the command `writer` writes."""
     try:
         # Some editors begin a file with a byte order mark, which is no TOML.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        message = f"the file does not exist; `{writer}` writes one to start from"
-        raise JobError([message], source) from None
+        problem = f"the file does not exist; `{writer}` writes one to start from"
     except UnicodeDecodeError as error:
-        message = f"the file is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        raise JobError([message], source) from None
+        problem = f"the file is not UTF-8 text (byte {error.start}); save it as UTF-8"
     except OSError as error:
-        raise JobError([f"the file cannot be read: {error.strerror}"], source) from None
-    return _parse(text, source)
+        problem = f"the file cannot be read: {error.strerror}"
+    else:
+        return _parse(text, str(path))
+    raise JobError([problem], str(path))
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
@@ -232,66 +226,60 @@ def _apply_override(tables: dict[str, Any], override: str, kind: type[Section]) 
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             return [f"the override `{override}` goes into `{part}`, which is not a section"]
-    found = _toml_value(value.strip())
-    table[parts[-1]] = _as_typed(value.strip(), found, _annotation(parts, kind))
+    table[parts[-1]] = _value_of(value.strip(), parts, kind)
     return []
 
 
-def _as_typed(text: str, found: Any, annotation: Any) -> Any:
+def _value_of(text: str, parts: list[str], kind: type[Section]) -> Any:
     """The value that a person means who types `text`, without quotes and brackets for TOML.
 
     Args:
         text: As typed.
-        found: As TOML reads it.
-        annotation: Type of the setting; None where it is not known.
+        parts: Name of the setting.
+        kind: Whose settings these are.
     """
-    if annotation is str and not isinstance(found, str | list | dict):
-        # 10:00:00 is a time of day in TOML, and 90 a number.
-        return text
-    if get_origin(annotation) is list and isinstance(found, str):
-        return [found]
-    return found
-
-
-def _annotation(parts: list[str], kind: type[Section]) -> Any:
-    """Type of the setting with this name; None if there is none."""
     annotation: Any = kind
     for part in parts:
         fields = getattr(annotation, "model_fields", {})
-        if part not in fields:
-            return None
-        annotation = fields[part].annotation
-    return annotation
-
-
-def _toml_value(text: str) -> Any:
-    try:
+        annotation = fields[part].annotation if part in fields else None
+    found: Any = text
+    with contextlib.suppress(*_NOT_TOML):
         document = tomllib.loads(f"value = {text}")
-    except _NOT_TOML:
+        # A text of several lines may happen to be a TOML document.
+        found = document["value"] if len(document) == 1 else text
+    if annotation is str and not isinstance(found, str | list | dict):
+        # 10:00:00 is a time of day in TOML, and 90 a number.
         return text
-    # A text of several lines may happen to be a TOML document.
-    return document["value"] if len(document) == 1 else text
+    return [found] if get_origin(annotation) is list and isinstance(found, str) else found
 
 
 def _build(
     kind: type[J],
     tables: dict[str, Any],
-    problems: list[str],
     source: str,
+    overrides: list[str] | None = None,
     unsure: Set[str] = frozenset(),
 ) -> J:
+    problems = [
+        text for override in overrides or [] for text in _apply_override(tables, override, kind)
+    ]
     try:
         job = kind.model_validate(tables)
     except ValidationError as error:
         details = error.errors()
-        foreign = [str(detail["loc"][0]) for detail in details if _is_of_the_trainer(detail, kind)]
-        problems = problems + ([decided_by_the_script(foreign)] if foreign else [])
-        problems += [
-            _sentence(detail, kind) for detail in details if not _is_of_the_trainer(detail, kind)
-        ]
-        problems += _combinations_beside(kind, details, tables)
+        foreign = [detail for detail in details if _is_of_the_trainer(detail, kind)]
+        if foreign:
+            problems.append(decided_by_the_script([str(detail["loc"][0]) for detail in foreign]))
+        problems += [_sentence(detail, kind) for detail in details if detail not in foreign]
+        # Impossible combinations in the sections that have no problem themselves.
+        wrong = {detail["loc"][0] for detail in details}
+        right = {name: table for name, table in tables.items() if name not in wrong}
+        if not wrong <= kind.model_fields.keys():
+            # A misspelt section is missing elsewhere: say nothing about those that are not there.
+            wrong |= kind.model_fields.keys() - tables.keys()
+        problems += _impossible(kind.model_validate(right), {str(name) for name in wrong})
         raise JobError(problems, source) from None
-    problems = problems + _impossible(job, unsure)
+    problems += _impossible(job, unsure)
     if problems:
         raise JobError(problems, source)
     return job
@@ -302,18 +290,6 @@ def _impossible(job: Section, unsure: Set[str]) -> list[str]:
         return settings_of_others(job, unsure)
     assert isinstance(job, Job)
     return impossible_combinations(job, unsure)
-
-
-def _combinations_beside(
-    kind: type[Section], details: list[Any], tables: dict[str, Any]
-) -> list[str]:
-    """Impossible combinations in the sections that have no problem themselves."""
-    wrong = {detail["loc"][0] for detail in details}
-    job = kind.model_validate({name: table for name, table in tables.items() if name not in wrong})
-    if not wrong <= kind.model_fields.keys():
-        # A misspelt section is missing elsewhere: say nothing about those that are not there.
-        wrong |= kind.model_fields.keys() - tables.keys()
-    return _impossible(job, wrong)
 
 
 def _is_of_the_trainer(detail: Any, kind: type[Section]) -> bool:
@@ -350,7 +326,7 @@ def _right(detail: Any, where: list[str]) -> str:
     match detail["type"]:
         case "literal_error":
             return str(context["expected"]).replace("'", '"')
-        case "int_type" if _is_whole(detail["input"]):
+        case "int_type" if isinstance(detail["input"], float) and detail["input"].is_integer():
             return f"a whole number, written {int(detail['input'])}"
         case "string_type" if isinstance(detail["input"], time):
             return f'text in quotes, such as "{detail["input"]}"'
@@ -361,10 +337,6 @@ def _right(detail: Any, where: list[str]) -> str:
             return _RIGHT[kind].format_map(context)
         case _:
             return str(detail["msg"])
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def _unknown_key(where: list[str], kind: type[Section]) -> str:

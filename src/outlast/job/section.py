@@ -8,14 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import textwrap
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
-
-    from pydantic.config import JsonDict
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -23,26 +21,39 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-def setting(
-    default: Any, description: str, *, identity: bool = True, form: str = "", **limits: Any
-) -> Any:
-    """A field with its description and whether it is part of the run's identity.
+T = TypeVar("T")
+_CHANGEABLE, _IDENTITY = "changeable", "identity"
+Changeable = Annotated[T, _CHANGEABLE]
+"""A setting that may change from one start of a run to the next."""
+Identity = Annotated[T, _IDENTITY]
+"""A setting of a `ChangeableSection` that is part of the run's identity all the same."""
 
-    `form` says in words what a `pattern` among the `limits` asks for.
-    """
-    extra: JsonDict = {"identity": identity, "form": form}
-    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+def worded(form: str, pattern: str) -> Any:
+    """A limit on a text: `form` says in words what `pattern` asks for."""
+    return Field(pattern=pattern, json_schema_extra={"form": form})
 
 
 class Section(BaseModel):
     """Base of all sections: immutable, unknown keys refused, no value converted to another type.
 
-    TOML has types, so `steps = "5"`, `steps = true` and `compile = "no"` are mistakes.
+    TOML has types, so `steps = "5"`, `steps = true` and `compile = "no"` are mistakes. A setting is
+    part of the run's identity, unless it is `Changeable` or in a `ChangeableSection`. The text
+    below a setting is its description.
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, strict=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
+
+
+class ChangeableSection(Section):
+    """Base of the sections whose settings may change from one start of a run to the next."""
 
 
 _COMMENT_WIDTH = 96
@@ -124,8 +135,8 @@ def identity(job: Section) -> dict[str, Any]:
     for section_name in type(job).model_fields:
         section: Section = getattr(job, section_name)
         for key, field in type(section).model_fields.items():
-            extra = field.json_schema_extra
-            if isinstance(extra, dict) and extra.get("identity"):
+            changeable = _IDENTITY not in field.metadata and isinstance(section, ChangeableSection)
+            if not changeable and _CHANGEABLE not in field.metadata:
                 found[f"{section_name}.{key}"] = getattr(section, key)
     return found
 

@@ -1,10 +1,10 @@
 """The job file's sections, one pydantic model each.
 
-A field says what it means (`description`, shown by ``outlast train --help`` and written as a
-comment by ``outlast init``) and whether it belongs to the *identity* of a run. Identity fields
-decide which numbers come out (model, data, optimizer, batch, schedule, seed); the others
-(parallelism, micro-batch, cadence of checkpoints, logging) may change from one start of a run to
-the next.
+The text below a field says what it means: ``outlast train --help`` shows it, and ``outlast init``
+writes it as a comment. Fields that belong to the *identity* of a run decide which numbers come out
+(model, data, optimizer, batch, schedule, seed). The `Changeable` ones and those of changeable
+sections (parallelism, micro-batch, cadence of checkpoints, logging) may change from one start of a
+run to the next.
 """
 
 from __future__ import annotations
@@ -13,210 +13,134 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PlainValidator, PositiveFloat
 from pydantic_core import PydanticCustomError
 
-from outlast.job.cluster import SlurmSection, StagingSection
-from outlast.job.section import Count, Fraction, Positive, Section, setting
+from outlast.job.section import (
+    Changeable,
+    ChangeableSection,
+    Count,
+    Fraction,
+    Identity,
+    Positive,
+    Section,
+    worded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-MegabytesPerSecond = Annotated[float, Field(ge=0.0)]
-
-
-class CheckpointSection(Section):
+class CheckpointSection(ChangeableSection):
     """Frequency of saves, and the checkpoints to keep."""
 
-    every_steps: Count | Literal["auto"] = setting(
-        100,
-        'steps between checkpoints; 0: only at the end; "auto": as often as is best, from the '
-        "measured cost of a save and the expected failures",
-        identity=False,
-    )
-    mtbf_hours: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        'for "auto": mean time between failures of the whole job; 0: a published figure per node',
-        identity=False,
-    )
-    slowdown_budget: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
-        0.035, 'for "auto": largest share of the time that saves may cost', identity=False
-    )
-    longest_minutes: Annotated[float, Field(gt=0.0)] = setting(
-        30.0, 'for "auto": longest time between checkpoints', identity=False
-    )
-    keep: Positive = setting(3, "newest checkpoints kept", identity=False)
-    keep_every: Count = setting(
-        0, "also keep the checkpoints of all multiples of this step; 0: none", identity=False
-    )
-    keep_best: Count = setting(
-        0, "also keep this many with the lowest validation loss; 0: none", identity=False
-    )
-    asynchronous: bool = setting(
-        True, "write in the background; training goes on after the state is copied", identity=False
-    )
-    writer: Literal["process", "thread"] = setting(
-        "process",
-        "who codes and writes: a process of its own, or a thread, which starts at once but "
-        "disturbs training a little",
-        identity=False,
-    )
-    when_busy: Literal["wait", "skip", "replace"] = setting(
-        "wait",
-        "when a checkpoint is due while the one before is still being written: wait for that, "
-        "skip the new one, or give up the old one",
-        identity=False,
-    )
-    turns: str = setting(
-        "",
-        "folder in which your jobs take turns at saving to one file system, so that they do not "
-        "slow each other down: a due save waits for its turn while training goes on; empty: "
-        "save when due",
-        identity=False,
-    )
-    turn_seconds: Annotated[float, Field(ge=0.0)] = setting(
-        300.0, "save without a turn after so long a wait", identity=False
-    )
-    turn_order: Literal["least-waste", "fcfs", "set-10"] = setting(
-        "least-waste",
-        "who of those that wait is next, the same for all jobs of the folder: who keeps the others "
-        "waiting least for each node of its own; who came first; or one at a time of each class of "
-        "periods, classes side by side",
-        identity=False,
-    )
-    turn_load: Annotated[float, Field(gt=0.0, lt=1.0)] = setting(
-        0.6,
-        'for "auto" with checkpoint.turns: largest share of the time, below 1, for which the saves '
-        "of all jobs of the folder, this one too, may keep the file system busy",
-        identity=False,
-    )
-    turn_ask_slurm: bool = setting(
-        True,
-        "ask Slurm whether the job of a silent holder on another node has ended, in place of "
-        "waiting 90 s for its next sign of life",
-        identity=False,
-    )
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = setting(
-        1800.0, "longest wait for the storage or another process", identity=False
-    )
-    compression: Literal["auto", "zstd", "lz4", "lz4hc", "zlib", "none"] = setting(
-        "auto", "lossless codec; auto: the smallest measured, lz4: fast", identity=False
-    )
-    replay: Literal["off", "bf16", "exact"] = setting(
-        "off",
-        'also log every step\'s gradient, so that a restart loses no step: "exact" as it is; '
-        '"bf16" 2.5 times smaller, and the optimizer sees the rounded gradient',
-    )
-    delta_chain: Annotated[int, Field(ge=0, le=512)] = setting(
-        0,
-        "checkpoints in a row stored as differences to the one before: smaller, slower to "
-        "restore, a second copy of the state in host memory; 0: each in full",
-        identity=False,
-    )
+    every_steps: Count | Literal["auto"] = 100
+    """steps between checkpoints; 0: only at the end; "auto": as often as is best, from the
+    measured cost of a save and the expected failures"""
+    mtbf_hours: NonNegativeFloat = 0.0
+    """for "auto": mean time between failures of the whole job; 0: a published figure per node"""
+    slowdown_budget: Annotated[float, Field(gt=0.0, le=1.0)] = 0.035
+    """for "auto": largest share of the time that saves may cost"""
+    longest_minutes: PositiveFloat = 30.0
+    """for "auto": longest time between checkpoints"""
+    keep: Positive = 3
+    """newest checkpoints kept"""
+    keep_every: Count = 0
+    """also keep the checkpoints of all multiples of this step; 0: none"""
+    keep_best: Count = 0
+    """also keep this many with the lowest validation loss; 0: none"""
+    asynchronous: bool = True
+    """write in the background; training goes on after the state is copied"""
+    writer: Literal["process", "thread"] = "process"
+    """who codes and writes: a process of its own, or a thread, which starts at once but disturbs
+    training a little"""
+    when_busy: Literal["wait", "skip", "replace"] = "wait"
+    """when a checkpoint is due while the one before is still being written: wait for that, skip
+    the new one, or give up the old one"""
+    turns: str = ""
+    """folder in which your jobs take turns at saving to one file system, so that they do not slow
+    each other down: a due save waits for its turn while training goes on; empty: save when due"""
+    turn_seconds: NonNegativeFloat = 300.0
+    """save without a turn after so long a wait"""
+    turn_order: Literal["least-waste", "fcfs", "set-10"] = "least-waste"
+    """who of those that wait is next, the same for all jobs of the folder: who keeps the others
+    waiting least for each node of its own; who came first; or one at a time of each class of
+    periods, classes side by side"""
+    turn_load: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.6
+    """for "auto" with checkpoint.turns: largest share of the time, below 1, for which the saves of
+    all jobs of the folder, this one too, may keep the file system busy"""
+    turn_ask_slurm: bool = True
+    """ask Slurm whether the job of a silent holder on another node has ended, in place of waiting
+    90 s for its next sign of life"""
+    timeout_seconds: PositiveFloat = 1800.0
+    """longest wait for the storage or another process"""
+    compression: Literal["auto", "zstd", "lz4", "lz4hc", "zlib", "none"] = "auto"
+    """lossless codec; auto: the smallest measured, lz4: fast"""
+    replay: Identity[Literal["off", "bf16", "exact"]] = "off"
+    """also log every step's gradient, so that a restart loses no step: "exact" as it is; "bf16"
+    2.5 times smaller, and the optimizer sees the rounded gradient"""
+    delta_chain: Annotated[int, Field(ge=0, le=512)] = 0
+    """checkpoints in a row stored as differences to the one before: smaller, slower to restore, a
+    second copy of the state in host memory; 0: each in full"""
 
-    fast: str = setting(
-        "",
-        "a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints "
-        "are then copied on to the run's directory in the background",
-        identity=False,
-    )
-    fast_private: bool = setting(
-        False, "whether nodes do not see each other's files in checkpoint.fast", identity=False
-    )
-    fast_keep: Positive = setting(1, "newest checkpoints kept in checkpoint.fast", identity=False)
-    drain_every: Positive = setting(
-        5, "with checkpoint.fast: every how many-th checkpoint is copied on", identity=False
-    )
-    drain_megabytes_per_s: MegabytesPerSecond = setting(
-        0.0,
-        "with checkpoint.fast: most that a process writes to the run's directory when checkpoints "
-        "are copied on; 0: no limit",
-        identity=False,
-    )
-    mirror: str = setting(
-        "",
-        "a safer place that checkpoints are copied on to, a directory or any fsspec URL such as "
-        "s3://bucket/runs",
-        identity=False,
-    )
-    mirror_every: Positive = setting(
-        10, "with checkpoint.mirror: every how many-th checkpoint is copied on", identity=False
-    )
-    mirror_megabytes_per_s: MegabytesPerSecond = setting(
-        0.0, "most that a process writes to checkpoint.mirror; 0: no limit", identity=False
-    )
-    back_off: bool = setting(
-        False,
-        "copies of checkpoints find their rate below these limits: a little more while they get "
-        "what they ask for, half of what they get when others want it too",
-        identity=False,
-    )
-    transfer_plan: str = setting(
-        "",
-        "file for `outlast cluster tasks` that plans this run, its tiers named run and mirror: "
-        "copies of checkpoints and of data then take the bandwidth that the plan gives them, in "
-        "its order; empty: no plan",
-        identity=False,
-    )
+    fast: str = ""
+    """a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints are
+    then copied on to the run's directory in the background"""
+    fast_private: bool = False
+    """whether nodes do not see each other's files in checkpoint.fast"""
+    fast_keep: Positive = 1
+    """newest checkpoints kept in checkpoint.fast"""
+    drain_every: Positive = 5
+    """with checkpoint.fast: every how many-th checkpoint is copied on"""
+    drain_megabytes_per_s: NonNegativeFloat = 0.0
+    """with checkpoint.fast: most that a process writes to the run's directory when checkpoints are
+    copied on; 0: no limit"""
+    mirror: str = ""
+    """a safer place that checkpoints are copied on to, a directory or any fsspec URL such as
+    s3://bucket/runs"""
+    mirror_every: Positive = 10
+    """with checkpoint.mirror: every how many-th checkpoint is copied on"""
+    mirror_megabytes_per_s: NonNegativeFloat = 0.0
+    """most that a process writes to checkpoint.mirror; 0: no limit"""
+    back_off: bool = False
+    """copies of checkpoints find their rate below these limits: a little more while they get what
+    they ask for, half of what they get when others want it too"""
+    transfer_plan: str = ""
+    """file for `outlast cluster tasks` that plans this run, its tiers named run and mirror: copies
+    of checkpoints and of data then take the bandwidth that the plan gives them, in its order;
+    empty: no plan"""
 
 
-Seconds = Annotated[float, Field(gt=0.0)]
-
-
-class RecoverSection(Section):
+class RecoverSection(ChangeableSection):
     """Recovery of a run after a failure without a file checkpoint."""
 
-    mode: Literal["off", "restart", "live"] = setting(
-        "restart",
-        "restart: a failed group of processes starts again and takes the last step's state from "
-        "memory; live: survivors go on with the dead ones' share (needs the extra ft); "
-        "off: from the newest checkpoint",
-        identity=False,
-    )
-    every_steps: Positive = setting(
-        1, "restart: keep the state in memory after every so many steps", identity=False
-    )
-    memory: str = setting(
-        "/dev/shm",
-        "restart: directory in each node's memory (tmpfs) that outlives a process",
-        identity=False,
-    )
-    parity: Literal["auto", 0, 1, 2] = setting(
-        "auto",
-        "restart: how many of a group of nodes may be lost together with their memory; auto: 1 "
-        "where a node holds what no other holds, else 0",
-        identity=False,
-    )
-    parity_group: Annotated[int, Field(ge=2, le=255)] = setting(
-        8, "nodes that share their parity, at most", identity=False
-    )
-    domain: Literal["node", "process"] = setting(
-        "node", "what is lost together: a node, or each process by itself", identity=False
-    )
-    groups: Count = setting(
-        0, "live: replica groups; 0: one for each of parallel.replicate", identity=False
-    )
-    lighthouse: str = setting(
-        "",
-        "live: host:port of torchft's lighthouse; empty: outlast train starts one itself",
-        identity=False,
-    )
-    heartbeat_seconds: Seconds = setting(
-        1.0, "live: a group that is silent for so long counts as dead", identity=False
-    )
-    fixed_order: bool = setting(
-        False,
-        "live: sum the gradients of micro-batches in one order, whoever computes them, so that the "
-        "weights do not depend on deaths to the last bit; slow, for drills",
-        identity=False,
-    )
-    hang_seconds: Literal["auto"] | Annotated[float, Field(ge=0.0)] = setting(
-        "auto",
-        "a step that takes longer counts as hung: stacks are written to the run's directory, and "
-        "the process ends itself; auto: from the measured steps; 0: never",
-        identity=False,
-    )
+    mode: Literal["off", "restart", "live"] = "restart"
+    """restart: a failed group of processes starts again and takes the last step's state from
+    memory; live: survivors go on with the dead ones' share (needs the extra ft); off: from the
+    newest checkpoint"""
+    every_steps: Positive = 1
+    """restart: keep the state in memory after every so many steps"""
+    memory: str = "/dev/shm"
+    """restart: directory in each node's memory (tmpfs) that outlives a process"""
+    parity: Literal["auto", 0, 1, 2] = "auto"
+    """restart: how many of a group of nodes may be lost together with their memory; auto: 1 where
+    a node holds what no other holds, else 0"""
+    parity_group: Annotated[int, Field(ge=2, le=255)] = 8
+    """nodes that share their parity, at most"""
+    domain: Literal["node", "process"] = "node"
+    """what is lost together: a node, or each process by itself"""
+    groups: Count = 0
+    """live: replica groups; 0: one for each of parallel.replicate"""
+    lighthouse: str = ""
+    """live: host:port of torchft's lighthouse; empty: outlast train starts one itself"""
+    heartbeat_seconds: PositiveFloat = 1.0
+    """live: a group that is silent for so long counts as dead"""
+    fixed_order: bool = False
+    """live: sum the gradients of micro-batches in one order, whoever computes them, so that the
+    weights do not depend on deaths to the last bit; slow, for drills"""
+    hang_seconds: Literal["auto"] | NonNegativeFloat = "auto"
+    """a step that takes longer counts as hung: stacks are written to the run's directory, and the
+    process ends itself; auto: from the measured steps; 0: never"""
 
 
 GuardLevel = Literal["off", "light", "linear", "full"]
@@ -283,274 +207,212 @@ def _is_share(text: str) -> bool:
 Rank = Annotated[int | float | str, PlainValidator(_rank)]
 
 
+RUN_NAME = worded(
+    "letters, digits, dots, dashes and underscores, with a letter or a digit first",
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+)
+
+
 class RunSection(Section):
     """Location of the run, and the seed that makes it repeatable."""
 
-    name: str = setting(
-        "run",
-        "name of the run; its directory is <directory>/<name>",
-        identity=False,
-        form="letters, digits, dots, dashes and underscores, with a letter or a digit first",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-    )
-    directory: str = setting("runs", "folder that holds the run directories", identity=False)
-    seed: Count = setting(0, "seed of initial weights, sample order, dropout and sampling")
-    deterministic: bool = setting(
-        True, "use deterministic kernels, so that a resumed run ends in bit-identical weights"
-    )
+    name: Annotated[Changeable[str], RUN_NAME] = "run"
+    """name of the run; its directory is <directory>/<name>"""
+    directory: Changeable[str] = "runs"
+    """folder that holds the run directories"""
+    seed: Count = 0
+    """seed of initial weights, sample order, dropout and sampling"""
+    deterministic: bool = True
+    """use deterministic kernels, so that a resumed run ends in bit-identical weights"""
 
 
 class ModelSection(Section):
     """The model: exactly one of config, directory, module or the table [model.settings]."""
 
-    config: str | None = setting(None, "path of a Hugging Face config.json")
-    directory: str | None = setting(
-        None, "local Hugging Face directory (config.json and *.safetensors)"
-    )
-    module: str | None = setting(
-        None,
-        "package.module:function that returns an nn.Module mapping token ids (batch, sequence) "
-        "to logits (batch, sequence, vocabulary)",
-        form="package.module:function",
-        pattern=r"^[\w.]+:\w+$",
-    )
-    settings: Table = setting(
-        {}, "Hugging Face config in place, e.g. model_type = 'llama', hidden_size = 128"
-    )
-    arguments: Table = setting({}, "keyword arguments of the module function")
-    initialize: Literal["auto", "scratch", "pretrained"] = setting(
-        "auto", "auto: pretrained when `directory` holds weights, else scratch"
-    )
-    attention: Literal["sdpa", "eager"] = setting(
-        "sdpa", "attention implementation of Hugging Face models"
-    )
+    config: str | None = None
+    """path of a Hugging Face config.json"""
+    directory: str | None = None
+    """local Hugging Face directory (config.json and *.safetensors)"""
+    module: Annotated[str | None, worded("package.module:function", r"^[\w.]+:\w+$")] = None
+    """package.module:function that returns an nn.Module mapping token ids (batch, sequence) to
+    logits (batch, sequence, vocabulary)"""
+    settings: Table = Field(default={})
+    """Hugging Face config in place, e.g. model_type = 'llama', hidden_size = 128"""
+    arguments: Table = Field(default={})
+    """keyword arguments of the module function"""
+    initialize: Literal["auto", "scratch", "pretrained"] = "auto"
+    """auto: pretrained when `directory` holds weights, else scratch"""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """attention implementation of Hugging Face models"""
 
 
 class DataSection(Section):
     """The text or tokens that the model learns."""
 
-    source: Literal["stdlib", "text", "tokens"] = setting(
-        "stdlib",
-        "stdlib: the source text of Python's standard library; text: files or globs; "
-        "tokens: .bin or .npy files",
-    )
-    train: list[str] = setting(
-        [], "files or globs to train on (for tokens one file, or a URL with [staging])"
-    )
-    validation: list[str] = setting(
-        [], "files or globs to validate on (for tokens one file, or a URL with [staging])"
-    )
-    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(
-        0.05, "share of text files kept for validation, chosen by a hash of the file's name"
-    )
-    tokenizer: str = setting(
-        "byte", "byte, or the path of a tokenizer.json or of a sentencepiece .model"
-    )
-    token_dtype: Literal["uint16", "uint32"] | None = setting(
-        None, "element type of a bare .bin file that has no header (default uint16)"
-    )
-    sequence_length: Annotated[int, Field(ge=2)] = setting(128, "tokens in one sample")
-    prepare_timeout_seconds: Annotated[float, Field(gt=0)] = setting(
-        3600.0, "how long other ranks wait while rank 0 tokenises", identity=False
-    )
+    source: Literal["stdlib", "text", "tokens"] = "stdlib"
+    """stdlib: the source text of Python's standard library; text: files or globs; tokens: .bin or
+    .npy files"""
+    train: list[str] = Field(default=[])
+    """files or globs to train on (for tokens one file, or a URL with [staging])"""
+    validation: list[str] = Field(default=[])
+    """files or globs to validate on (for tokens one file, or a URL with [staging])"""
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """share of text files kept for validation, chosen by a hash of the file's name"""
+    tokenizer: str = "byte"
+    """byte, or the path of a tokenizer.json or of a sentencepiece .model"""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """element type of a bare .bin file that has no header (default uint16)"""
+    sequence_length: Annotated[int, Field(ge=2)] = 128
+    """tokens in one sample"""
+    prepare_timeout_seconds: Changeable[PositiveFloat] = 3600.0
+    """how long other ranks wait while rank 0 tokenises"""
 
 
 class TrainSection(Section):
     """Length, batch size and precision of the training."""
 
-    steps: Positive = setting(1000, "optimizer steps in the whole run")
-    batch_size: Positive = setting(32, "samples in one optimizer step, over all ranks")
-    micro_batch_size: Count = setting(
-        0,
-        "samples in one forward on one rank; 0: the rank's whole share of the batch",
-        identity=False,
-    )
-    precision: Literal["fp32", "bf16"] = setting(
-        "fp32", "bf16: matrix products in bfloat16, master weights and optimizer in fp32"
-    )
-    gradient_clip: Annotated[float, Field(ge=0.0)] = setting(
-        1.0, "largest global gradient norm; 0: no clipping"
-    )
-    activation_checkpointing: bool = setting(
-        False, "recompute each block's activations in the backward pass", identity=False
-    )
-    compile: bool = setting(False, "torch.compile the model", identity=False)
-    stop_after_steps: Count = setting(
-        0,
-        "stop this start of the run after so many steps, as if a signal had come; 0: never",
-        identity=False,
-    )
+    steps: Positive = 1000
+    """optimizer steps in the whole run"""
+    batch_size: Positive = 32
+    """samples in one optimizer step, over all ranks"""
+    micro_batch_size: Changeable[Count] = 0
+    """samples in one forward on one rank; 0: the rank's whole share of the batch"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: matrix products in bfloat16, master weights and optimizer in fp32"""
+    gradient_clip: NonNegativeFloat = 1.0
+    """largest global gradient norm; 0: no clipping"""
+    activation_checkpointing: Changeable[bool] = False
+    """recompute each block's activations in the backward pass"""
+    compile: Changeable[bool] = False
+    """torch.compile the model"""
+    stop_after_steps: Changeable[Count] = 0
+    """stop this start of the run after so many steps, as if a signal had come; 0: never"""
 
 
 class TensorizeSection(Section):
     """Linear layers with fewer parameters and operations, in place of the model's own."""
 
-    form: TensorForm = setting(
-        "off",
-        "low_rank: two factors; cola: with a nonlinearity between them; lax: with what the layer "
-        "before has between its own; monarch, btt: block-diagonal factors; tt, ttm, tucker, cp: "
-        "chains of small cores; sltrain: low rank and sparse",
-    )
-    rank: Rank = setting(
-        0.25,
-        "a whole number; a share (of the narrower side with two factors, else of the dense "
-        'parameters); or a budget such as "parameters=0.3", "flops=0.3" or "error=0.1"',
-    )
-    match: list[str] = setting(
-        [], "name patterns of the layers to replace; none: all linear ones but the head"
-    )
-    exclude: list[str] = setting([], "name patterns of layers that stay as they are")
-    activation: Literal["silu", "gelu", "relu", "tanh"] = setting(
-        "silu", "cola: the nonlinearity between the factors"
-    )
-    cores: Count = setting(0, "tt, ttm: cores of a layer's inputs; 0: the form's own number")
-    initialize: Literal["auto", "scratch", "from_dense"] = setting(
-        "auto",
-        "scratch: random factors; from_dense: those nearest to the model's weights; auto: the "
-        "latter where weights were loaded",
-    )
-    force: bool = setting(False, "also replace layers that gain nothing from it")
-    mup: bool = setting(
-        False, "muP: start and learning rate of every factor by its own fan in and fan out"
-    )
-    spectral_limit: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        "two factors: how far a step may move their product, in the spectral norm, at the peak "
-        "learning rate; 0: no limit",
-    )
-    product_weight_decay: bool = setting(
-        False, "decay the product of the factors in place of the factors"
-    )
-    spikes: bool = setting(True, "warn of spikes of the loss", identity=False)
-    calibrate: bool = setting(
-        False,
-        "measure what operations cost on this machine, if that was not done yet (ten seconds), so "
-        "that the ways to compute layers are chosen for it",
-        identity=False,
-    )
+    form: TensorForm = "off"
+    """low_rank: two factors; cola: with a nonlinearity between them; lax: with what the layer
+    before has between its own; monarch, btt: block-diagonal factors; tt, ttm, tucker, cp: chains
+    of small cores; sltrain: low rank and sparse"""
+    rank: Rank = 0.25
+    """a whole number; a share (of the narrower side with two factors, else of the dense
+    parameters); or a budget such as "parameters=0.3", "flops=0.3" or "error=0.1\""""
+    match: list[str] = Field(default=[])
+    """name patterns of the layers to replace; none: all linear ones but the head"""
+    exclude: list[str] = Field(default=[])
+    """name patterns of layers that stay as they are"""
+    activation: Literal["silu", "gelu", "relu", "tanh"] = "silu"
+    """cola: the nonlinearity between the factors"""
+    cores: Count = 0
+    """tt, ttm: cores of a layer's inputs; 0: the form's own number"""
+    initialize: Literal["auto", "scratch", "from_dense"] = "auto"
+    """scratch: random factors; from_dense: those nearest to the model's weights; auto: the latter
+    where weights were loaded"""
+    force: bool = False
+    """also replace layers that gain nothing from it"""
+    mup: bool = False
+    """muP: start and learning rate of every factor by its own fan in and fan out"""
+    spectral_limit: NonNegativeFloat = 0.0
+    """two factors: how far a step may move their product, in the spectral norm, at the peak
+    learning rate; 0: no limit"""
+    product_weight_decay: bool = False
+    """decay the product of the factors in place of the factors"""
+    spikes: Changeable[bool] = True
+    """warn of spikes of the loss"""
+    calibrate: Changeable[bool] = False
+    """measure what operations cost on this machine, if that was not done yet (ten seconds), so
+    that the ways to compute layers are chosen for it"""
 
 
 class OptimizerSection(Section):
     """The optimizer and its constants."""
 
-    name: Literal["adamw", "muon"] = setting(
-        "adamw", "muon: torch.optim.Muon for hidden matrices, AdamW for everything else"
-    )
-    learning_rate: Annotated[float, Field(gt=0.0)] = setting(
-        1e-3, "peak learning rate of AdamW (with muon: of embeddings, head and vectors)"
-    )
-    muon_learning_rate: Annotated[float, Field(gt=0.0)] = setting(
-        0.02, "peak learning rate of Muon's matrices"
-    )
-    weight_decay: Annotated[float, Field(ge=0.0)] = setting(
-        0.1, "decoupled weight decay, on matrices only"
-    )
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.9, "AdamW's first moment decay")
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.95, "AdamW's second moment decay")
-    epsilon: Annotated[float, Field(gt=0.0)] = setting(1e-8, "AdamW's epsilon")
-    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = setting(0.95, "Muon's momentum")
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: torch.optim.Muon for hidden matrices, AdamW for everything else"""
+    learning_rate: PositiveFloat = 1e-3
+    """peak learning rate of AdamW (with muon: of embeddings, head and vectors)"""
+    muon_learning_rate: PositiveFloat = 0.02
+    """peak learning rate of Muon's matrices"""
+    weight_decay: NonNegativeFloat = 0.1
+    """decoupled weight decay, on matrices only"""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's first moment decay"""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW's second moment decay"""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's epsilon"""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Muon's momentum"""
 
 
 class ScheduleSection(Section):
     """The learning rate as a function of the step."""
 
-    name: Literal["cosine", "wsd", "constant"] = setting(
-        "cosine", "cosine decay, warm-up stable decay (wsd), or constant after the warm-up"
-    )
-    warmup_steps: Count = setting(0, "steps of linear warm-up from zero")
-    decay_fraction: Fraction = setting(0.2, "wsd: share of the steps in the final linear decay")
-    final_fraction: Fraction = setting(0.1, "learning rate at the end, as a share of the peak")
+    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    """cosine decay, warm-up stable decay (wsd), or constant after the warm-up"""
+    warmup_steps: Count = 0
+    """steps of linear warm-up from zero"""
+    decay_fraction: Fraction = 0.2
+    """wsd: share of the steps in the final linear decay"""
+    final_fraction: Fraction = 0.1
+    """learning rate at the end, as a share of the peak"""
 
 
-class ParallelSection(Section):
+class ParallelSection(ChangeableSection):
     """Parallelism: the product of the four degrees is the number of processes."""
 
-    replicate: Count = setting(
-        0, "data-parallel replicas (DDP); 0: whatever the other degrees leave over", identity=False
-    )
-    shard: Positive = setting(
-        1, "processes over which parameters are sharded (FSDP2)", identity=False
-    )
-    tensor: Positive = setting(
-        1, "processes that share every matrix (tensor parallel)", identity=False
-    )
-    pipeline: Positive = setting(
-        1, "processes that share the layers (pipeline parallel)", identity=False
-    )
-    pipeline_schedule: Literal["1f1b", "interleaved"] = setting(
-        "1f1b", "interleaved: every process holds several stages", identity=False
-    )
-    pipeline_microbatches: Count = setting(
-        0, "micro-batches in flight per step; 0: twice the number of stages", identity=False
-    )
-    pipeline_stages_per_rank: Positive = setting(
-        2, "stages per process of the interleaved schedule", identity=False
-    )
+    replicate: Count = 0
+    """data-parallel replicas (DDP); 0: whatever the other degrees leave over"""
+    shard: Positive = 1
+    """processes over which parameters are sharded (FSDP2)"""
+    tensor: Positive = 1
+    """processes that share every matrix (tensor parallel)"""
+    pipeline: Positive = 1
+    """processes that share the layers (pipeline parallel)"""
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """interleaved: every process holds several stages"""
+    pipeline_microbatches: Count = 0
+    """micro-batches in flight per step; 0: twice the number of stages"""
+    pipeline_stages_per_rank: Positive = 2
+    """stages per process of the interleaved schedule"""
 
 
-class GuardSection(Section):
+class GuardSection(ChangeableSection):
     """Checks of computations for silent data corruption."""
 
-    policy: GuardLevel = setting(
-        "light",
-        "light: optimizer state and parameters at rest, a slice per step; linear: also every "
-        "linear layer, embedding and gradient reduction; full: also attention, norms, loss and the "
-        "whole optimizer",
-        identity=False,
-    )
-    modules: dict[str, GuardLevel] = setting(
-        {},
-        "levels by module name pattern, e.g. {'*.mlp.*' = 'linear'}; the last match counts",
-        identity=False,
-    )
-    correct: bool = setting(
-        True, "compute wrong numbers again and put the right ones in place", identity=False
-    )
-    persistent: Literal["raise", "drop"] = setting(
-        "raise",
-        "when a process's numbers stay wrong: stop the run, or drop its gradient and go on",
-        identity=False,
-    )
+    policy: GuardLevel = "light"
+    """light: optimizer state and parameters at rest, a slice per step; linear: also every linear
+    layer, embedding and gradient reduction; full: also attention, norms, loss and the whole
+    optimizer"""
+    modules: dict[str, GuardLevel] = Field(default={})
+    """levels by module name pattern, e.g. {'*.mlp.*' = 'linear'}; the last match counts"""
+    correct: bool = True
+    """compute wrong numbers again and put the right ones in place"""
+    persistent: Literal["raise", "drop"] = "raise"
+    """when a process's numbers stay wrong: stop the run, or drop its gradient and go on"""
 
 
-class CodingSection(Section):
+class CodingSection(ChangeableSection):
     """Gradient coding: protection of data-parallel replicas against slow and dead ones."""
 
-    scheme: CodingScheme = setting(
-        "off",
-        "coverage: replicas that are done take over micro-batches of slow ones, exact and free "
-        "while nobody is slow; the others: every replica computes `copies` shares of the batch",
-        identity=False,
-    )
-    copies: Positive = setting(
-        3,
-        "replicas that may compute each micro-batch, its owner among them; a fixed code stands "
-        "copies - 1 stragglers",
-        identity=False,
-    )
-    chunks: Positive = setting(
-        4,
-        "coverage: micro-batches that each replica's share is divided into at least",
-        identity=False,
-    )
-    lost: Literal["recompute", "commit"] = setting(
-        "recompute",
-        "what to do about micro-batches that were lost with a process: compute them again; or "
-        "commit without them, and without what nobody has finished by the deadline, with a "
-        "certified error",
-        identity=False,
-    )
-    deadline_seconds: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        'with coding.lost = "commit": longest time that a step may compute; 0: no limit',
-        identity=False,
-    )
-    largest_error: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        "fixed codes: a step is decoded as soon as the certified error is at most this share of "
-        "the number of chunks; 0: only when it is exact",
-        identity=False,
-    )
+    scheme: CodingScheme = "off"
+    """coverage: replicas that are done take over micro-batches of slow ones, exact and free while
+    nobody is slow; the others: every replica computes `copies` shares of the batch"""
+    copies: Positive = 3
+    """replicas that may compute each micro-batch, its owner among them; a fixed code stands copies
+    - 1 stragglers"""
+    chunks: Positive = 4
+    """coverage: micro-batches that each replica's share is divided into at least"""
+    lost: Literal["recompute", "commit"] = "recompute"
+    """what to do about micro-batches that were lost with a process: compute them again; or commit
+    without them, and without what nobody has finished by the deadline, with a certified error"""
+    deadline_seconds: NonNegativeFloat = 0.0
+    """with coding.lost = "commit": longest time that a step may compute; 0: no limit"""
+    largest_error: NonNegativeFloat = 0.0
+    """fixed codes: a step is decoded as soon as the certified error is at most this share of the
+    number of chunks; 0: only when it is exact"""
 
 
 ENERGY_SOURCES = ("auto", "gpu", "cpu", "memory", "node")
@@ -571,108 +433,206 @@ def _energy_source(value: str) -> str:
 EnergySource = Annotated[str, AfterValidator(_energy_source)]
 
 
-class EnergySection(Section):
+class EnergySection(ChangeableSection):
     """Measurement and price of energy; nothing is ever set on a device."""
 
-    measure: bool = setting(
-        True, "read the meters of this machine while training, and record joules", identity=False
-    )
-    sources: list[EnergySource] = setting(
-        ["auto"],
-        "what is read: auto for all of gpu, cpu, memory and node that have a meter, or some of "
-        "these; file:PATH is a node's meter whose joules since any beginning stand in a file",
-        identity=False,
-        min_length=1,
-    )
-    every_steps: Positive = setting(
-        50,
-        "steps between two records of energy at least; they come with those of the loss",
-        identity=False,
-    )
-    tariff: str = setting(
-        "", "file with the price of energy by time of day; empty: no cost", identity=False
-    )
-    region: str = setting(
-        "",
-        "where the energy comes from, for its carbon, e.g. SE; empty: no carbon figure",
-        identity=False,
-    )
-    pue: Annotated[float, Field(ge=1.0)] = setting(
-        1.0,
-        "power usage effectiveness of the building, a factor on what the meters say; 1: not known",
-        identity=False,
-    )
-    loss_target: Annotated[float, Field(ge=0.0)] = setting(
-        0.0,
-        "training loss up to which joules are counted too; 0: the best one of the run",
-        identity=False,
-    )
-    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = setting(
-        0,
-        "every process serves its last energy record on this machine to Prometheus, at this port "
-        "plus its local rank; 0: none",
-        identity=False,
-    )
+    measure: bool = True
+    """read the meters of this machine while training, and record joules"""
+    sources: list[EnergySource] = Field(default=["auto"], min_length=1)
+    """what is read: auto for all of gpu, cpu, memory and node that have a meter, or some of these;
+    file:PATH is a node's meter whose joules since any beginning stand in a file"""
+    every_steps: Positive = 50
+    """steps between two records of energy at least; they come with those of the loss"""
+    tariff: str = ""
+    """file with the price of energy by time of day; empty: no cost"""
+    region: str = ""
+    """where the energy comes from, for its carbon, e.g. SE; empty: no carbon figure"""
+    pue: Annotated[float, Field(ge=1.0)] = 1.0
+    """power usage effectiveness of the building, a factor on what the meters say; 1: not known"""
+    loss_target: NonNegativeFloat = 0.0
+    """training loss up to which joules are counted too; 0: the best one of the run"""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """every process serves its last energy record on this machine to Prometheus, at this port plus
+    its local rank; 0: none"""
 
 
-class EvaluateSection(Section):
+class EvaluateSection(ChangeableSection):
     """Frequency of validation."""
 
-    every_steps: Count = setting(0, "steps between evaluations; 0: only at the end", identity=False)
-    samples: Count = setting(
-        512, "validation samples per evaluation, 0: all of them", identity=False
-    )
+    every_steps: Count = 0
+    """steps between evaluations; 0: only at the end"""
+    samples: Count = 512
+    """validation samples per evaluation, 0: all of them"""
 
 
-class SampleSection(Section):
+class SampleSection(ChangeableSection):
     """The continuation that the trained model writes at the end."""
 
-    prompt: str = setting("def ", "text to continue", identity=False)
-    tokens: Count = setting(200, "tokens to write; 0: no sample", identity=False)
-    temperature: Annotated[float, Field(ge=0.0)] = setting(
-        0.7, "0: always the most likely token", identity=False
-    )
+    prompt: str = "def "
+    """text to continue"""
+    tokens: Count = 200
+    """tokens to write; 0: no sample"""
+    temperature: NonNegativeFloat = 0.7
+    """0: always the most likely token"""
 
 
-class ExportSection(Section):
+class ExportSection(ChangeableSection):
     """Exported files at the end of the run."""
 
-    huggingface: bool = setting(
-        True, "write <run>/model, a Hugging Face directory, at the end", identity=False
-    )
+    huggingface: bool = True
+    """write <run>/model, a Hugging Face directory, at the end"""
 
 
-class LogSection(Section):
+class LogSection(ChangeableSection):
     """Records written while training."""
 
-    every_steps: Positive = setting(10, "steps between two records of the loss", identity=False)
-    tensorboard: bool = setting(
-        False, "also log to TensorBoard in <run>/tensorboard", identity=False
-    )
-    wandb_project: str | None = setting(
-        None, "also log to this Weights & Biases project", identity=False
-    )
-    mlflow_experiment: str | None = setting(
-        None, "also log to this MLflow experiment", identity=False
-    )
-    mlflow_uri: str | None = setting(
-        None, "where MLflow keeps it: a URL or sqlite:///FILE", identity=False
-    )
-    trackio_project: str | None = setting(None, "also log to this trackio project", identity=False)
+    every_steps: Positive = 10
+    """steps between two records of the loss"""
+    tensorboard: bool = False
+    """also log to TensorBoard in <run>/tensorboard"""
+    wandb_project: str | None = None
+    """also log to this Weights & Biases project"""
+    mlflow_experiment: str | None = None
+    """also log to this MLflow experiment"""
+    mlflow_uri: str | None = None
+    """where MLflow keeps it: a URL or sqlite:///FILE"""
+    trackio_project: str | None = None
+    """also log to this trackio project"""
 
 
-class LaunchSection(Section):
+class LaunchSection(ChangeableSection):
     """Start of processes by ``outlast train`` itself."""
 
-    nproc: Positive = setting(
-        1, "processes to start on this machine (--nproc says the same)", identity=False
+    nproc: Positive = 1
+    """processes to start on this machine (--nproc says the same)"""
+    restarts: Count = 3
+    """how often a failed group of processes is restarted"""
+    timeout_seconds: PositiveFloat = 600.0
+    """longest wait for another process before the run fails"""
+
+
+ChainKind = Literal["dependent", "presubmitted", "array"]
+
+# Slurm's forms of a time limit, and a number with a unit.
+_CLOCK = r"[0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}"
+_UNIT = r"[0-9]+(\.[0-9]+)?(s|sec|m|min|h|d)"
+CHOSEN = "auto"
+"""A `wall_time` that is chosen from the live queue whenever a link is submitted."""
+WALL_TIME = rf"^({_CLOCK}|{_UNIT}|auto)?$"
+_LIMIT = worded("a time such as 8:00:00, 2-00:00:00, 90min or 8h, or auto", WALL_TIME)
+_NAME = Annotated[str, worded("a name without spaces", r"^\S*$")]
+_NAMES = worded("a name, or names separated by commas, without spaces", r"^\S*$")
+
+
+class SlurmSection(ChangeableSection):
+    """A long run on a shared cluster, as a chain of jobs: see outlast submit."""
+
+    wall_time: Annotated[str, _LIMIT] = ""
+    """time limit of a link, e.g. 8:00:00, 2-00:00:00, 90min or 8h; auto: for each link the one
+    that is predicted to end the run first on the queue as it is then; empty: the longest that the
+    partition allows, 7 days where it has no limit"""
+    link_seconds: NonNegativeFloat = 0.0
+    """end every link after so long, whatever is left of its time limit; 0: use the whole limit"""
+    nodes: list[Positive] = Field(default=[1], min_length=1)
+    """nodes of a link; several: the first link has the first number, the next the next, and all
+    later ones the last"""
+    sizes: list[Positive] = Field(default=[])
+    """node counts that outlast cluster plan compares, and that wall_time = "auto" chooses from;
+    empty: those of nodes alone are submitted, and their halves and doubles compared"""
+    tasks_per_node: Positive = 1
+    """processes of the run on a node"""
+    cpus_per_task: Count = 0
+    """cores of a process; 0: the cluster's default"""
+    gpus_per_node: Count = 0
+    """GPUs of a node; 0: ask for none"""
+    partition: Annotated[str, _NAMES] = ""
+    """partition, or several separated by commas; empty: the cluster's default"""
+    account: _NAME = ""
+    """account that pays; empty: your default"""
+    qos: _NAME = ""
+    """quality of service; empty: your default"""
+    directives: list[str] = Field(default=[])
+    """more lines of the batch script: options such as "--constraint=a100", or whole lines such as
+    "#BB ...\""""
+    setup: list[str] = Field(default=[])
+    """shell lines before the run, e.g. "module load cuda\""""
+    python: str = ""
+    """Python on the compute nodes; empty: the one that submits"""
+    command: str = ""
+    """what a link runs in place of outlast train, as a shell line with its own srun; it ends with
+    0 when all is done and with 3 when it is to be continued"""
+    chain: ChainKind = "dependent"
+    """dependent: a running link submits the next one, which waits for it; presubmitted: all are
+    submitted at once, where compute nodes have no sbatch; array: one job array whose places run
+    one after the other, which starts fastest"""
+    links: Count = 0
+    """most links of the chain; 0: as many as it takes (dependent alone)"""
+    filler_nodes: list[Positive] = Field(default=[])
+    """node counts of fillers: while a link waits in the queue, a smaller job trains on nodes that
+    are free meanwhile, and hands over when the link starts; none: no fillers"""
+    filler_minutes: PositiveFloat = 60.0
+    """shortest backfill window in the queue that is worth a filler"""
+    attempts_without_progress: Positive = 3
+    """the chain gives up after so many links in a row that have saved no step"""
+    lead_seconds: NonNegativeFloat = 0.0
+    """begin the last save of a link so long before its end; 0: as measured saves say"""
+    restart_seconds: NonNegativeFloat = 0.0
+    """what a link needs to its first step; 0: as measured in earlier links"""
+
+
+def _directive(line: str) -> str:
+    if line.startswith("#") and not line.startswith(("#!", "#SBATCH")) and line.isprintable():
+        return line
+    right = (
+        'one line that begins with the site\'s directive, such as "#BB ...", "#DW ...", "#DB ..."'
     )
-    restarts: Count = setting(
-        3, "how often a failed group of processes is restarted", identity=False
-    )
-    timeout_seconds: Annotated[float, Field(gt=0)] = setting(
-        600.0, "longest wait for another process before the run fails", identity=False
-    )
+    raise PydanticCustomError("directive", "{right}", {"right": right})
+
+
+Directive = Annotated[str, AfterValidator(_directive)]
+
+
+class StagingSection(ChangeableSection):
+    """Copy of the tokens on each node's own disk, made once for all its processes."""
+
+    directory: str = ""
+    """directory of the node's own disk or memory, e.g. $SLURM_TMPDIR, /local or /dev/shm; empty:
+    tokens are read where they are"""
+    limit_gigabytes: NonNegativeFloat = 0.0
+    """most that all copies of this user may take there (10^9 bytes); those used longest ago go
+    first, never one that a live process uses; 0: no limit but the disk"""
+    keep_free_gigabytes: NonNegativeFloat = 1.0
+    """what is to stay free on that disk (10^9 bytes)"""
+    required: bool = False
+    """stop where a copy cannot be made; false: read in place, with a warning (a URL is always
+    required)"""
+    wait: bool = True
+    """begin when the copies are there; false: where there is none yet, read in place and leave the
+    copying to the prefetch beside training, for the next link (a URL is waited for)"""
+    prefetch: bool = True
+    """in a chain, copy what a node lacks beside training, once that is under way, for the next
+    link"""
+    prefetch_megabytes_per_s: PositiveFloat = 200.0
+    """most that a node takes for the next link; half of what it gets when others want it too"""
+    megabytes_per_s: NonNegativeFloat = 0.0
+    """most that a node takes while its processes wait for a copy; 0: no limit"""
+    read_back: bool = True
+    """read each new copy from the disk once and compare its digest"""
+    timeout_seconds: PositiveFloat = 3600.0
+    """longest time for one copy, and for waiting for it"""
+    block_megabytes: Positive = 8
+    """size of one read of the source (MiB)"""
+    read_ahead: Positive = 4
+    """reads of the source on the way at once"""
+    burst_buffer: Literal["off", "datawarp", "rabbit", "lines"] = "off"
+    """have the site copy the files of data.train and data.validation before the job starts:
+    directives for DataWarp or Rabbit, or those of staging.burst_buffer_lines; staging.directory is
+    then where they appear, e.g. $DW_JOB_STRIPED or $DW_JOB_outlast"""
+    burst_buffer_gigabytes: NonNegativeFloat = 0.0
+    """capacity to ask for; 0: the size of the files and a tenth more"""
+    burst_buffer_lines: list[Directive] = Field(default=[])
+    """the site's own directives, as in its manual; {gigabytes} is the capacity, and a line with
+    {source} is repeated for every file, {name} being its name without folders"""
 
 
 class Job(Section):

@@ -6,10 +6,9 @@ run.losses()[-1]                      # (1500, 1.43)
 run.seconds()["checkpoint"]           # seconds that training waited for checkpoints
 """
 
-from outlast.records.directory import RunDirectory, replace_file, sync_directory
+from outlast.records.directory import RunDirectory, replace_file, replacing, sync_directory
 from outlast.records.energy import DeviceEnergy, EnergyTotals, EnergyWindow, energy_totals
 from outlast.records.events import (
-    FORMAT_VERSION,
     PURPOSES,
     AttemptEnded,
     AttemptStarted,
@@ -50,11 +49,8 @@ from outlast.records.lease import check_lease, leave_without_lease
 from outlast.records.lock import OwnerLock, lives_on_this_host, this_process
 from outlast.records.log import LOST, Attempt, Record, RecordWriter, Run, event_file, read_run
 from outlast.records.sinks import (
-    Curves,
-    MlflowSink,
     Sink,
     TensorBoardSink,
-    TrackioSink,
     WandbSink,
     notes,
     open_sinks,
@@ -65,9 +61,6 @@ from outlast.records.totals import (
     CodedStep,
     CodingTotals,
     GuardTotals,
-    OperationChecks,
-    RecoveryTotals,
-    Slowness,
     coding_totals,
     guard_totals,
     recovery_totals,
@@ -75,7 +68,6 @@ from outlast.records.totals import (
 )
 
 __all__ = [
-    "FORMAT_VERSION",
     "LOST",
     "PURPOSES",
     "Attempt",
@@ -90,7 +82,6 @@ __all__ = [
     "CodingTotals",
     "Compared",
     "CorruptionDetected",
-    "Curves",
     "DataStaged",
     "DeviceEnergy",
     "EnergyMeasured",
@@ -106,25 +97,20 @@ __all__ = [
     "MemberLost",
     "MembershipChanged",
     "MemoryMeasured",
-    "MlflowSink",
-    "OperationChecks",
     "OwnerLock",
     "Predicted",
     "Record",
     "RecordWriter",
-    "RecoveryTotals",
     "Run",
     "RunDirectory",
     "Sampled",
     "Sink",
-    "Slowness",
     "StateRecovered",
     "StepsDone",
     "StopRequested",
     "Stopwatch",
     "TensorBoardSink",
     "Tensorized",
-    "TrackioSink",
     "TrainingStarted",
     "WandbSink",
     "Warned",
@@ -145,6 +131,7 @@ __all__ = [
     "recovery_totals",
     "recovery_words",
     "replace_file",
+    "replacing",
     "scalars",
     "sync_directory",
     "this_process",

@@ -11,18 +11,18 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from outlast.errors import RunError
 from outlast.records.lock import OwnerLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)
@@ -61,38 +61,23 @@ class RunDirectory:
         """The run as pictures."""
         return self.path / "report.html"
 
-    @property
-    def lock_file(self) -> Path:
-        """The owner while the run is alive."""
-        return self.path / "lock"
-
     def exists(self) -> bool:
         """True if a run has begun here."""
         return self.job_file.exists()
 
-    def create(self, job_text: str) -> None:
-        """Make the directory and publish `job_text` as its job.
+    def create(self, job_text: str | None = None) -> None:
+        """Make the directory, publish `job_text` as its job, and give it an identifier if needed.
+
+        Args:
+            job_text: None: the directory is of a run without a job of its own.
 
         Raises:
             RunError: When the directory cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            replace_file(self.job_file, job_text.encode())
-        except OSError as error:
-            raise RunError(
-                f"the run directory {self.path} cannot be written: {error.strerror}"
-            ) from None
-        self.identify()
-
-    def identify(self) -> None:
-        """Make the directory and give it an identifier, if it has none.
-
-        Raises:
-            RunError: When the directory cannot be written.
-        """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            if job_text is not None:
+                replace_file(self.job_file, job_text.encode())
             if not self._identifier_file.exists():
                 replace_file(self._identifier_file, uuid.uuid4().hex[:8].encode())
         except OSError as error:
@@ -105,7 +90,7 @@ class RunDirectory:
         """Eight characters that tell this run from earlier ones of the same name.
 
         Raises:
-            RunError: When the directory was not made by `create` or `identify`, or cannot be read.
+            RunError: When the directory was not made by `create`, or cannot be read.
         """
         try:
             return self._identifier_file.read_text(encoding="ascii")
@@ -141,7 +126,7 @@ class RunDirectory:
     def lock(self) -> OwnerLock:
         """The lock that keeps a second live process out of the run; not taken yet."""
         return OwnerLock(
-            self.lock_file,
+            self.path / "lock",
             subject=f"the run directory {self.path}",
             remedy="wait for it to end or give this run another name (run.name=...)",
         )
@@ -193,15 +178,24 @@ class RunDirectory:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write `content` so that `path` holds the old or the new bytes, never a mixture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name `path`, durably, when the block ends well, and else is gone."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
+        with temporary.open("xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        # Its own failure must not hide the first one.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from outlast.records.events import EnergyMeasured
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from outlast.records.log import Record, Run
 
 REDONE = "redone"
 """The purpose of energy that went into steps which a later attempt has done again."""
 _KINDS = ("simulated", "replayed", "modelled", "measured")
-_JOULES_PER_WATT_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,8 @@ class EnergyWindow:
         for name, value in device.get("purposes", {}).items():
             seconds = max(float(value), 0.0)
             again = name == "startup" and not self.first_attempt
-            purposes = (
-                ("restart" if again else name, 1 - self.share_redone),
-                (REDONE, self.share_redone),
-            )
-            for purpose, share in purposes:
+            shares = {"restart" if again else name: 1 - self.share_redone}
+            for purpose, share in (*shares.items(), (REDONE, self.share_redone)):
                 if share:
                     found[purpose] = found.get(purpose, 0.0) + seconds * share
         return found
@@ -183,9 +180,8 @@ class EnergyTotals:
     @property
     def tokens(self) -> int:
         """Tokens that count, each once, of the windows that figures cover."""
-        return round(
-            math.fsum(window.event.tokens * (1 - window.share_redone) for window in self.covered)
-        )
+        found = (window.event.tokens * (1 - window.share_redone) for window in self.covered)
+        return round(math.fsum(found))
 
     @property
     def joules_per_token(self) -> float | None:
@@ -196,14 +192,12 @@ class EnergyTotals:
         if self.joules is None or not self.tokens:
             return None
         covered = {id(window) for window in self.covered}
-        return (
-            math.fsum(
-                window.joules
-                for window in self.read
-                if id(window) in covered or not window.event.tokens
-            )
-            / self.tokens
+        joules = (
+            window.joules
+            for window in self.read
+            if id(window) in covered or not window.event.tokens
         )
+        return math.fsum(joules) / self.tokens
 
     @property
     def lacking_seconds(self) -> float:
@@ -222,10 +216,8 @@ class EnergyTotals:
     @property
     def kind(self) -> str:
         """The least trustworthy way in which a counted figure came about."""
-        kinds = {
-            device.kind for device in self.devices if device.counted and device.joules is not None
-        }
-        return next((kind for kind in _KINDS if kind in kinds), "measured")
+        counted = (device for device in self.devices if device.counted)
+        return _worst_kind(device.kind for device in counted if device.joules is not None)
 
     @cached_property
     def devices(self) -> tuple[DeviceEnergy, ...]:
@@ -283,6 +275,12 @@ def _machine(row: _Row) -> tuple[str, str]:
     return str(row.get("host")), str(row.get("boot", ""))
 
 
+def _worst_kind(kinds: Iterable[str]) -> str:
+    """The least trustworthy of the ways in which figures came about."""
+    found = {*kinds}
+    return next((kind for kind in _KINDS if kind in found), "measured")
+
+
 def _device(key: _Meter, rows: list[tuple[EnergyWindow, _Row]]) -> DeviceEnergy:
     host, _, part, name = key
     known = [(window, row) for window, row in rows if row.get("joules") is not None]
@@ -290,10 +288,7 @@ def _device(key: _Meter, rows: list[tuple[EnergyWindow, _Row]]) -> DeviceEnergy:
     states = [row.get("state", {}) for _, row in rows]
     heat = [float(state["celsius"]) for state in states if "celsius" in state]
     clocks = [int(state["sm_clock_mhz"]) for state in states if "sm_clock_mhz" in state]
-    throttled: dict[str, int] = {}
-    for reason in (reason for state in states for reason in state.get("throttle_reasons", [])):
-        throttled[reason] = throttled.get(reason, 0) + 1
-    kinds = {str(row.get("kind", "measured")) for _, row in known}
+    reasons = (reason for state in states for reason in state.get("throttle_reasons", []))
     return DeviceEnergy(
         host=host,
         name=name,
@@ -301,10 +296,10 @@ def _device(key: _Meter, rows: list[tuple[EnergyWindow, _Row]]) -> DeviceEnergy:
         counted=any(_among(row, window.counted) for window, row in known),
         joules=math.fsum(float(row["joules"]) for _, row in known) if known else None,
         seconds=math.fsum(w.event.seconds for w, r in rows if not _among(r, w.lacking)),
-        kind=next((kind for kind in _KINDS if kind in kinds), "measured"),
+        kind=_worst_kind(str(row.get("kind", "measured")) for _, row in known),
         hottest_celsius=max(heat, default=None),
         clocks_mhz=(min(clocks), max(clocks)) if clocks else None,
-        throttled=throttled,
+        throttled=dict(Counter(reasons)),
         flags=tuple(dict.fromkeys(str(item) for _, row in known for item in row.get("flags", []))),
         missing=tuple(dict.fromkeys(str(row.get("unavailable")) for row in lacking)),
     )
@@ -319,13 +314,7 @@ def energy_totals(run: Run) -> EnergyTotals | None:
     found = run.of(EnergyMeasured)
     if not found:
         return None
-    last = found[-1][0].attempt
-    unavailable = {
-        name: reason
-        for record, event in found
-        if record.attempt == last
-        for name, reason in event.unavailable.items()
-    }
+    last = [event for record, event in found if record.attempt == found[-1][0].attempt]
     # Recorded seconds after the last reading of every attempt that has meters and no end.
     ends = []
     for attempt in run.attempts:
@@ -336,7 +325,7 @@ def energy_totals(run: Run) -> EnergyTotals | None:
             ends.append(max(attempt.end_time - since, 0.0))
     return EnergyTotals(
         windows=tuple(_windows(run, found)),
-        unavailable=unavailable,
+        unavailable={name: why for event in last for name, why in event.unavailable.items()},
         killed=len(ends),
         killed_seconds=math.fsum(ends),
         tariff=next((event.tariff for _, event in reversed(found) if event.tariff), ""),
@@ -344,11 +333,6 @@ def energy_totals(run: Run) -> EnergyTotals | None:
 
 
 def _windows(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> Iterator[EnergyWindow]:
-    began = [
-        (attempt.number, attempt.first_step)
-        for attempt in run.attempts
-        if attempt.first_step is not None
-    ]
     first = run.attempts[0].number
     carried = _carried([(record.attempt, event) for record, event in found])
     nodes = {
@@ -365,12 +349,10 @@ def _windows(run: Run, found: list[tuple[Record, EnergyMeasured]]) -> Iterator[E
             for row in event.devices
             if row.get("part") == "node" or (record.attempt, _machine(row)) not in nodes
         )
-        until = min((step for number, step in began if number > record.attempt), default=math.inf)
-        redone = min(max(event.step - until, 0), event.steps)
         yield EnergyWindow(
             record=record,
             first_attempt=record.attempt == first,
-            share_redone=redone / event.steps if event.steps else 0.0,
+            share_redone=run.share_redone(record, event),
             event=event,
             counted=tuple(row for row in own if row.get("joules") is not None),
             carried=tuple(row for row in own if id(row) in carried),

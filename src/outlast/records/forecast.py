@@ -215,11 +215,10 @@ class Compared:
     @property
     def verdict(self) -> str:
         """`inside` in words; empty where it is None."""
-        if self.inside is None or self.measured is None or self.high is None:
+        if self.measured is None or self.low is None or self.high is None:
             return ""
-        if self.inside:
-            return "inside the interval"
-        return f"{'above' if self.measured > self.high else 'below'} the interval"
+        side = "above" if self.measured > self.high else "below"
+        return f"{'inside' if self.inside else side} the interval"
 
     def words(self, value: float) -> str:
         """A value of this figure with its unit."""
@@ -244,12 +243,11 @@ class Compared:
 
         The comparison is by the figures themselves and not by their rounded words.
         """
+        predicted = f"predicted {self.words(self.predicted)}"
         if self.measured is None:
-            return f"predicted {self.words(self.predicted)}, measured unavailable: {self.missing}"
+            return f"{predicted}, measured unavailable: {self.missing}"
         verdict = f" ({self.verdict})" if self.verdict else ""
-        return (
-            f"predicted {self.words(self.predicted)}, measured {self.words(self.measured)}{verdict}"
-        )
+        return f"{predicted}, measured {self.words(self.measured)}{verdict}"
 
 
 @dataclass(frozen=True)
@@ -261,53 +259,42 @@ class Forecast:
 
     def compared(self) -> tuple[Compared, ...]:
         """Every predicted figure beside the measured one: time first, then memory."""
-        return (*self._within_steps(), self._memory(), *self._energy(), *self._whole_run())
-
-    def sentence(self) -> str:
-        """Time and memory in one line, as it is printed when the attempt has ended."""
-        step, memory = self._within_steps()[0], self._memory()
-        return f"time per step: {step.sentence()}; peak memory: {memory.sentence()}"
-
-    def _within_steps(self) -> tuple[Compared, Compared]:
         said, seen = self.prediction, self.measured
-        why = "no step of the attempt is recorded"
-        no_tokens = why if seen.step_seconds is None else "the tokens of a step are not known"
+        no_step = "no step of the attempt is recorded"
+        no_tokens = no_step if seen.step_seconds is None else "the tokens of a step are not known"
+        no_memory = " ".join(
+            filter(None, ("no", said.memory_of, "memory is recorded of the attempt"))
+        )
         low, high = said.step_seconds_low, said.step_seconds_high
-        step = Compared("step time", "s", said.step_seconds, low, high, seen.step_seconds, why)
         # A step's tokens are known exactly, so that the interval is that of its time.
         tokens = said.tokens_per_s * said.step_seconds
         least = tokens / high if high > 0 else None
         most = tokens / low if low > 0 else None
-        return step, Compared(
-            "throughput", "tokens/s", said.tokens_per_s, least, most, seen.tokens_per_s, no_tokens
-        )
+        rate = said.tokens_per_s, least, most
+        memory = said.memory_bytes_low, said.memory_bytes_high
+        peak = None if seen.memory is None else seen.memory.most(said.memory_of)
+        size = None if peak is None else peak[1]
+        found = [
+            Compared("step time", "s", said.step_seconds, low, high, seen.step_seconds, no_step),
+            Compared("throughput", "tokens/s", *rate, seen.tokens_per_s, no_tokens),
+            Compared("peak memory", "B", said.memory_bytes, *memory, size, no_memory),
+        ]
+        if said.joules_per_token is not None:
+            joules = said.joules_per_token, said.joules_per_token_low, said.joules_per_token_high
+            why = "no meter has a figure of the attempt"
+            found.append(
+                Compared("energy per token", "J/token", *joules, seen.joules_per_token, why)
+            )
+        if said.run_seconds is not None:
+            run = said.run_seconds, said.run_seconds_low, said.run_seconds_high
+            why = "the job was not done in one attempt"
+            found.append(Compared("whole run", "s", *run, seen.run_seconds, why))
+        return tuple(found)
 
-    def _memory(self) -> Compared:
-        said, seen = self.prediction, self.measured.memory
-        found = None if seen is None else seen.most(said.memory_of)
-        why = " ".join(filter(None, ("no", said.memory_of, "memory is recorded of the attempt")))
-        ends = said.memory_bytes_low, said.memory_bytes_high
-        most = None if found is None else found[1]
-        return Compared("peak memory", "B", said.memory_bytes, *ends, most, why)
-
-    def _energy(self) -> tuple[Compared, ...]:
-        said = self.prediction
-        if said.joules_per_token is None:
-            return ()
-        ends = said.joules_per_token_low, said.joules_per_token_high
-        seen = self.measured.joules_per_token
-        why = "no meter has a figure of the attempt"
-        return (Compared("energy per token", "J/token", said.joules_per_token, *ends, seen, why),)
-
-    def _whole_run(self) -> tuple[Compared, ...]:
-        said = self.prediction
-        if said.run_seconds is None:
-            return ()
-        ends = said.run_seconds_low, said.run_seconds_high
-        why = "the job was not done in one attempt"
-        return (
-            Compared("whole run", "s", said.run_seconds, *ends, self.measured.run_seconds, why),
-        )
+    def sentence(self) -> str:
+        """Time and memory in one line, as it is printed when the attempt has ended."""
+        step, _, memory = self.compared()[:3]
+        return f"time per step: {step.sentence()}; peak memory: {memory.sentence()}"
 
 
 def forecast_of(run: Run) -> Forecast | None:
@@ -327,7 +314,7 @@ def measured_figures(run: Run, attempt: int | None = None) -> Measured | None:
     Steps that a later attempt did again count here: they took what they took.
     """
     numbers = [attempt.number for attempt in run.attempts]
-    number = (numbers or [0])[-1] if attempt is None else attempt
+    number = max(numbers, default=0) if attempt is None else attempt
     if number not in numbers:
         return None
     seconds = [
@@ -340,6 +327,11 @@ def measured_figures(run: Run, attempt: int | None = None) -> Measured | None:
     median = statistics.median(warm) if warm else None
     tokens = [e.tokens_per_step for record, e in run.of(AttemptStarted) if record.attempt == number]
     memory = [event for record, event in run.of(MemoryMeasured) if record.attempt == number]
+    run_seconds = None
+    [found] = [attempt for attempt in run.attempts if attempt.number == number]
+    if found.outcome == "completed" and found.first_step == 0:
+        ready = (record for record, _ in run.of(TrainingStarted) if record.attempt == number)
+        run_seconds = found.end_time - next(ready).time
     return Measured(
         attempt=number,
         step_seconds=median,
@@ -347,7 +339,7 @@ def measured_figures(run: Run, attempt: int | None = None) -> Measured | None:
         tokens_per_s=tokens[-1] / median if median and any(tokens[-1:]) else None,
         memory=memory[-1] if memory else None,
         joules_per_token=_joules_per_token(run, number),
-        run_seconds=_run_seconds(run, number),
+        run_seconds=run_seconds,
     )
 
 
@@ -375,11 +367,3 @@ def _joules_per_token(run: Run, attempt: int) -> float | None:
         if window.counted and waiting:
             joules, tokens, waiting = joules + window.joules, tokens + waiting, 0
     return joules / tokens if tokens else None
-
-
-def _run_seconds(run: Run, attempt: int) -> float | None:
-    [found] = [item for item in run.attempts if item.number == attempt]
-    if found.outcome != "completed" or found.first_step != 0:
-        return None
-    ready = next(record for record, _ in run.of(TrainingStarted) if record.attempt == attempt)
-    return found.end_time - ready.time

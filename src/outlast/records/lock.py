@@ -146,25 +146,20 @@ class OwnerLock:
             LeaseLostError: Says by whom, and that this process must end.
         """
         with self._checking:
-            self._check()
-
-    def _check(self) -> None:
-        try:
-            if self._owner is None or self._is_ours():
+            try:
+                if self._owner is None or self._is_ours():
+                    return
+                owner = _parse_owner(self._path.read_bytes())
+            except FileNotFoundError:
+                owner = {}
+            except OSError:
                 return
-            owner = _parse_owner(self._path.read_bytes())
-        except FileNotFoundError:
-            owner = {}
-        except OSError:
-            return
-        if not owner and not self._path.parent.exists():
-            self._take_anew()
-            return
-        by = (
-            f"was taken over by process {owner['pid']} on host {owner['host']}"
-            if owner
-            else f"lost its lock {self._path}, which another process took over or somebody deleted,"
-        )
+            if not owner and not self._path.parent.exists():
+                self._take_anew()
+                return
+        by = f"lost its lock {self._path}, which another process took over or somebody deleted,"
+        if owner:
+            by = f"was taken over by process {owner['pid']} on host {owner['host']}"
         raise LeaseLostError(
             f"{self._subject} {by} while this process was suspended, cut off or training: "
             "nothing more is saved by it"
@@ -184,13 +179,11 @@ class OwnerLock:
 
     def is_held(self) -> bool:
         """Return True if a live process holds it, this one or another."""
-        try:
-            with self._path.open("rb") as file:
-                owner = _parse_owner(file.read())
-                age_seconds = time.time() - os.fstat(file.fileno()).st_mtime
-        except OSError:
-            return False
-        return bool(owner) and _alive(owner, age_seconds, self.stale_after_seconds)
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            owner = _parse_owner(file.read())
+            age_seconds = time.time() - os.fstat(file.fileno()).st_mtime
+            return bool(owner) and _alive(owner, age_seconds, self.stale_after_seconds)
+        return False
 
     def release(self) -> None:
         """Give the lock back, if this process still holds it."""

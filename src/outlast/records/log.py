@@ -12,7 +12,6 @@ run.seconds()         # {"compute": 101.2, "data": 0.4, ..., "lost": 0.0}
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from outlast.records.events import (
     PURPOSES,
     AttemptEnded,
     AttemptStarted,
+    EnergyMeasured,
     Event,
     StepsDone,
     TrainingStarted,
@@ -38,7 +38,7 @@ from outlast.records.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from outlast.records.sinks import Sink
 
@@ -72,8 +72,11 @@ class RecordWriter:
         self._lost = 0
         self._closed = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._torn = False
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            self._torn = file.read(1) != b"\n"
         try:
-            self._torn = _ends_torn(self.path)
             self._descriptor = os.open(self.path, flags, 0o644)
         except OSError as error:
             raise RunError(f"{self.path} cannot be written: {error.strerror}") from None
@@ -92,12 +95,20 @@ class RecordWriter:
             "monotonic": time.monotonic(),
             "rank": self.rank,
             "attempt": self.attempt,
-            **{
-                field.name: finite(getattr(event, field.name))
-                for field in dataclasses.fields(event)
-            },
+            **finite(vars(event)),
         }
-        self._append((json.dumps(line, allow_nan=False) + "\n").encode())
+        content = (json.dumps(line, allow_nan=False) + "\n").encode()
+        content = b"\n" + content if self._torn else content
+        try:
+            written = os.write(self._descriptor, content)
+        except OSError:
+            written = 0
+        if written < len(content):
+            self._lost += 1
+            # A disk that fills up takes the beginning of a line without an error.
+            self._torn = self._torn or written > 0
+        else:
+            self._torn = False
         for sink in [*self._sinks]:
             if sink not in self._sinks:  # it failed meanwhile, with the warning about another
                 continue
@@ -106,23 +117,9 @@ class RecordWriter:
             except Exception as error:  # a display must not end the training that it shows
                 self._drop(sink, error)
 
-    def _append(self, line: bytes) -> None:
-        content = b"\n" + line if self._torn else line
-        try:
-            written = os.write(self._descriptor, content)
-        except OSError:
-            written = 0
-        if written == len(content):
-            self._torn = False
-            return
-        self._lost += 1
-        # A disk that fills up takes the beginning of a line without an error.
-        self._torn = self._torn or written > 0
-
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        name = type(sink).__name__
-        self.write(Warned(f"{name} failed and gets no more events: {error}"))
+        self.write(Warned(f"{type(sink).__name__} failed and gets no more events: {error}"))
 
     def flush(self) -> None:
         """Force what was written to the disk, as far as the disk can."""
@@ -144,15 +141,6 @@ class RecordWriter:
         self.flush()
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
-
-
-def _ends_torn(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except OSError:
-        return False
 
 
 LOST = "lost"
@@ -222,25 +210,24 @@ class Run:
     @cached_property
     def attempts(self) -> list[Attempt]:
         """All starts of the run, oldest first."""
-        numbers = sorted({record.attempt for record in self.records if record.rank == 0})
-        return [self._attempt(number) for number in numbers]
-
-    def _attempt(self, number: int) -> Attempt:
-        records = [
-            record for record in self.records if record.attempt == number and record.rank == 0
-        ]
-        start_time, first_step, world_size, outcome = records[0].time, None, 1, "died"
-        for record in records:
-            match record.event:
-                case AttemptStarted(world_size=size):
-                    world_size = size
-                case TrainingStarted(step=step, seconds=seconds):
-                    start_time, first_step = record.time - seconds, step
-                case AttemptEnded(outcome=ended):
-                    outcome = ended
-                case _:
-                    pass
-        return Attempt(number, start_time, records[-1].time, first_step, world_size, outcome)
+        found = []
+        own = [record for record in self.records if record.rank == 0]
+        for number in sorted({record.attempt for record in own}):
+            records = [record for record in own if record.attempt == number]
+            start_time, first_step, world_size, outcome = records[0].time, None, 1, "died"
+            for record in records:
+                match record.event:
+                    case AttemptStarted(world_size=size):
+                        world_size = size
+                    case TrainingStarted(step=step, seconds=seconds):
+                        start_time, first_step = record.time - seconds, step
+                    case AttemptEnded(outcome=ended):
+                        outcome = ended
+                    case _:
+                        pass
+            end_time = records[-1].time
+            found.append(Attempt(number, start_time, end_time, first_step, world_size, outcome))
+        return found
 
     def completion(self) -> str:
         """In words, where and when the run was complete; empty where its last end was another.
@@ -267,8 +254,13 @@ class Run:
         return [
             (record, event)
             for record, event in self.of(StepsDone)
-            if event.step <= self._kept_until[record.attempt]
+            if event.step <= self.kept_until[record.attempt]
         ]
+
+    def share_redone(self, record: Record, event: StepsDone | EnergyMeasured) -> float:
+        """Share of the steps of `event` that a later attempt has done again."""
+        beyond = max(event.step - self.kept_until[record.attempt], 0)
+        return min(beyond, event.steps) / event.steps if event.steps else 0.0
 
     def losses(self) -> list[tuple[int, float]]:
         """Training loss by step: (steps done, mean loss in nats per token)."""
@@ -283,19 +275,13 @@ class Run:
         it was ready counts nothing.
         """
         total = dict.fromkeys([*PURPOSES, LOST], 0.0)
-        attempt_numbers = [attempt.number for attempt in self.attempts]
-        for record, event in (
-            (record, record.event) for record in self.records if record.rank == 0
-        ):
+        for record, event in self.of(Event):
             match event:
                 case TrainingStarted(seconds=seconds):
-                    first = record.attempt == attempt_numbers[0]
+                    first = record.attempt == self.attempts[0].number
                     total["startup" if first else "restart"] += seconds
                 case StepsDone():
-                    lost_steps = min(
-                        max(event.step - self._kept_until[record.attempt], 0), event.steps
-                    )
-                    share_lost = lost_steps / event.steps if event.steps else 0.0
+                    share_lost = self.share_redone(record, event)
                     for purpose, value in event.seconds.items():
                         total[purpose] = total.get(purpose, 0.0) + value * (1 - share_lost)
                         total[LOST] += value * share_lost
@@ -307,8 +293,8 @@ class Run:
         return total
 
     @cached_property
-    def _kept_until(self) -> dict[int, float]:
-        """For each attempt, the lowest step from which a later attempt went on."""
+    def kept_until(self) -> dict[int, float]:
+        """For each attempt, the lowest step from which a later one resumed; infinity for none."""
         lowest, found = math.inf, {}
         for attempt in reversed(self.attempts):
             found[attempt.number] = lowest
@@ -331,30 +317,20 @@ def read_run(path: Path | str) -> Run:
             "name a folder that `outlast train` made, e.g. runs/quickstart"
         )
     files = [event_file(directory.path, 0), *sorted(directory.path.glob("events.rank*.jsonl"))]
+    stamped: list[tuple[tuple[int, float], Record]] = []
     try:
-        stamped = [pair for file in files if file.exists() for pair in _in_order(file)]
+        for file in filter(Path.exists, files):
+            # The wall clock may be set back while a run writes; its events do not change places.
+            latest = (0, -math.inf)
+            with file.open("rb") as lines:
+                for record in filter(None, map(_parse, lines)):
+                    latest = max(latest, (record.attempt, record.time))
+                    stamped.append((latest, record))
         job_text = directory.job_file.read_text(encoding="utf-8")
     except OSError as error:
         raise RunError(f"{error.filename} cannot be read: {error.strerror}") from None
     stamped.sort(key=lambda item: item[0])
     return Run(directory.path, job_text, [record for _, record in stamped])
-
-
-def _in_order(file: Path) -> Iterator[tuple[tuple[int, float], Record]]:
-    """The file's records with keys that merge files by time and keep each file's own order."""
-    latest = (0, -math.inf)
-    for record in _read_events(file):
-        # The wall clock may be set back while a run writes; its events do not change places.
-        latest = max(latest, (record.attempt, record.time))
-        yield latest, record
-
-
-def _read_events(file: Path) -> Iterator[Record]:
-    with file.open("rb") as lines:
-        for line in lines:
-            record = _parse(line)
-            if record is not None:
-                yield record
 
 
 def _parse(line: bytes) -> Record | None:

@@ -6,9 +6,11 @@ point, `notes` which words are worth keeping; the sinks only pass these on.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.errors import OutlastError
@@ -36,7 +38,7 @@ from outlast.records.log import read_run
 from outlast.records.totals import recovery_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from outlast.records.directory import RunDirectory
@@ -57,26 +59,36 @@ class Curves:
     """The points that one attempt adds to the curves of its run, counts of faults among them.
 
     Args:
-        counts: What earlier attempts have counted, by name.
+        counts: What earlier attempts have counted, by name; brought up to date.
     """
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
-        self._counts = dict(counts or {})
+        self._counts = Counter(counts or {})
 
     def points(self, event: Event) -> dict[str, float]:
         """Points that `event` adds, as ``{name: value}``; counts are those of the run so far."""
-        found = scalars(event)
-        for name in _counted(event):
-            self._counts[name] = self._counts.get(name, 0) + 1
-            found[name] = float(self._counts[name])
-        return found
+        counted = counted_in([event])
+        self._counts.update(counted)
+        return scalars(event) | {name: float(self._counts[name]) for name in counted}
 
 
-def counted_in(events: Iterable[Event]) -> dict[str, int]:
-    """Number of faults of each kind among the events of earlier attempts, by their curve."""
-    counts: dict[str, int] = {}
-    for name in (name for event in events for name in _counted(event)):
-        counts[name] = counts.get(name, 0) + 1
+def counted_in(events: Iterable[Event]) -> Counter[str]:
+    """Number of faults of each kind among `events`, by their curve."""
+    counts: Counter[str] = Counter()
+    for event in events:
+        match event:
+            case CorruptionDetected(outcome="persistent" | "detected"):
+                counts.update(("faults/wrong_numbers", "faults/not_put_right"))
+            case CorruptionDetected():
+                counts["faults/wrong_numbers"] += 1
+            case MemberLost():
+                counts["faults/members_lost"] += 1
+            case StateRecovered() | CheckpointRestored():
+                counts["faults/restarts"] += 1
+            case CheckpointFailed():
+                counts["faults/failed_checkpoints"] += 1
+            case _:
+                pass
     return counts
 
 
@@ -85,15 +97,14 @@ def scalars(event: Event) -> dict[str, float]:
     match event:
         case StepsDone():
             wall_seconds = sum(event.step_seconds)
-            found = {
+            return {
                 "train/loss_nats": event.loss,
                 "train/gradient_norm": event.gradient_norm,
                 "train/learning_rate": event.learning_rate,
                 "train/step_seconds": wall_seconds / max(event.steps, 1),
+                **{f"time/{name}_seconds": value for name, value in event.seconds.items()},
+                **{f"metrics/{name}": value for name, value in event.metrics.items()},
             }
-            found |= {f"time/{name}_seconds": value for name, value in event.seconds.items()}
-            found |= {f"metrics/{name}": value for name, value in event.metrics.items()}
-            return found
         case Evaluated():
             found = {"validation/loss_nats": event.loss}
             if event.bits_per_byte is not None:
@@ -124,10 +135,8 @@ def _of_reliability(event: Event) -> dict[str, float]:
                 "checkpoint/bytes": float(event.bytes),
             }
         case CheckpointCopied():
-            return {
-                "checkpoint/copy_seconds": event.seconds,
-                "checkpoint/copied_bytes": float(event.bytes),
-            }
+            size = float(event.bytes)
+            return {"checkpoint/copy_seconds": event.seconds, "checkpoint/copied_bytes": size}
         case CheckpointRestored():
             return {"checkpoint/restore_seconds": event.seconds}
         case TrainingStarted():
@@ -158,31 +167,12 @@ def _of_reliability(event: Event) -> dict[str, float]:
             return {}
 
 
-def _counted(event: Event) -> tuple[str, ...]:
-    """Names of the counts to which `event` adds one."""
-    match event:
-        case CorruptionDetected(outcome="persistent" | "detected"):
-            return "faults/wrong_numbers", "faults/not_put_right"
-        case CorruptionDetected():
-            return ("faults/wrong_numbers",)
-        case MemberLost():
-            return ("faults/members_lost",)
-        case StateRecovered() | CheckpointRestored():
-            return ("faults/restarts",)
-        case CheckpointFailed():
-            return ("faults/failed_checkpoints",)
-        case _:
-            return ()
-
-
 def notes(event: Event) -> dict[str, str]:
     """Texts of `event` for a person to read, as ``{name: text}``; the last one counts."""
     match event:
         case AttemptStarted():
-            return {
-                "outlast/processes": str(event.world_size),
-                "outlast/fingerprint": event.fingerprint,
-            }
+            processes = str(event.world_size)
+            return {"outlast/processes": processes, "outlast/fingerprint": event.fingerprint}
         case AttemptEnded():
             reason = f" ({event.reason})" if event.reason else ""
             return {"outlast/outcome": event.outcome + reason}
@@ -202,6 +192,18 @@ def notes(event: Event) -> dict[str, str]:
 _NAME_TAG = "outlast.run"
 _LONGEST_TEXT = 500
 _STATUS = {"completed": "FINISHED", "failed": "FAILED", "to_be_continued": "SCHEDULED"}
+
+
+@contextlib.contextmanager
+def _package(setting: str, extra: str, otherwise: str) -> Iterator[None]:
+    """Raise OutlastError where an import fails: `setting` needs the `extra` of this package."""
+    try:
+        yield
+    except ImportError as error:
+        raise OutlastError(
+            f"{setting} needs a package that is missing ({error}); "
+            f"pip install 'outlast[{extra}]', or {otherwise}"
+        ) from None
 
 
 class MlflowSink:
@@ -227,25 +229,19 @@ class MlflowSink:
         config: Mapping[str, Any],
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        try:
+        setting = f'log.mlflow_experiment = "{experiment}"'
+        with _package(setting, "mlflow", "remove log.mlflow_experiment"):
             from mlflow.entities import Metric, Param, RunTag
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise OutlastError(
-                f'log.mlflow_experiment = "{experiment}" needs a package that is missing '
-                f"({error}); pip install 'outlast[mlflow]', or remove log.mlflow_experiment"
-            ) from None
         self._metric, self._tag = Metric, RunTag
         self._curves = Curves(counts)
         try:
             self._client: Any = MlflowClient(tracking_uri=uri)
-            found = self._client.get_experiment_by_name(experiment)
-            number = str(
-                found.experiment_id
-                if found is not None
-                else self._client.create_experiment(experiment)
-            )
+            if found := self._client.get_experiment_by_name(experiment):
+                number = str(found.experiment_id)
+            else:
+                number = str(self._client.create_experiment(experiment))
             earlier = self._client.search_runs([number], f"tags.`{_NAME_TAG}` = '{name}'")
             if earlier:
                 self._run = earlier[0].info.run_id
@@ -263,9 +259,8 @@ class MlflowSink:
             self._client.log_batch(self._run, params=settings)
         except (MlflowException, OSError) as error:
             raise OutlastError(
-                f'log.mlflow_experiment = "{experiment}" does not work with log.mlflow_uri = '
-                f'"{uri or ""}" ({error}); give the URL of a server that runs or '
-                "sqlite:///FILE, or remove log.mlflow_experiment"
+                f'{setting} does not work with log.mlflow_uri = "{uri or ""}" ({error}); give the '
+                "URL of a server that runs or sqlite:///FILE, or remove log.mlflow_experiment"
             ) from None
 
     def write(self, event: Event) -> None:
@@ -290,15 +285,10 @@ class TensorBoardSink:
     """Writes curves and notes as TensorBoard event files (extra ``tensorboard``)."""
 
     def __init__(self, directory: Path, counts: Mapping[str, int] | None = None) -> None:
-        try:
+        with _package("log.tensorboard = true", "tensorboard", "set log.tensorboard = false"):
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.plugins.text.summary_v2 import text_pb
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise OutlastError(
-                f"log.tensorboard = true needs a package that is missing ({error}); "
-                "pip install 'outlast[tensorboard]', or set log.tensorboard = false"
-            ) from None
         self._event, self._summary, self._text = event_pb2.Event, summary_pb2.Summary, text_pb
         self._writer = EventFileWriter(str(directory))
         self._curves = Curves(counts)
@@ -334,22 +324,19 @@ class TrackioSink:
         config: Mapping[str, Any],
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        try:
+        setting = f'log.trackio_project = "{project}"'
+        with _package(setting, "trackio", "remove log.trackio_project"):
             import trackio
-        except ImportError as error:
-            raise OutlastError(
-                f'log.trackio_project = "{project}" needs a package that is missing ({error}); '
-                "pip install 'outlast[trackio]', or remove log.trackio_project"
-            ) from None
+        settings = dict(config)
         # With one name, all attempts of a run are one curve.
         try:
             self._run: Any = trackio.init(
-                project=project, name=name, config=dict(config), resume="allow"
+                project=project, name=name, config=settings, resume="allow"
             )
         except Exception as error:  # of the network, the disk, or trackio's own kinds
             raise OutlastError(
-                f'log.trackio_project = "{project}" does not work ({error}); set TRACKIO_DIR to a '
-                "folder that can be written, or remove log.trackio_project"
+                f"{setting} does not work ({error}); set TRACKIO_DIR to a folder that can be "
+                "written, or remove log.trackio_project"
             ) from None
         self._curves = Curves(counts)
 
@@ -370,31 +357,21 @@ class WandbSink:
         self,
         project: str,
         name: str,
-        config: dict[str, Any],
+        config: Mapping[str, Any],
         directory: Path,
         counts: Mapping[str, int] | None = None,
     ) -> None:
-        try:
+        setting = f'log.wandb_project = "{project}"'
+        with _package(setting, "wandb", "remove log.wandb_project"):
             import wandb
-        except ImportError as error:
-            raise OutlastError(
-                f'log.wandb_project = "{project}" needs a package that is missing ({error}); '
-                "pip install 'outlast[wandb]', or remove log.wandb_project"
-            ) from None
         # The same id on every start makes one curve out of all attempts of a run.
+        run: dict[str, Any] = {"project": project, "name": name, "id": name, "config": dict(config)}
         try:
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                id=name,
-                resume="allow",
-                config=config,
-                dir=str(directory),
-            )
+            self._run = wandb.init(**run, resume="allow", dir=str(directory))
         except wandb.Error as error:
             raise OutlastError(
-                f'log.wandb_project = "{project}" does not work ({error}); run `wandb login`, '
-                "set the environment variable WANDB_MODE=offline, or remove log.wandb_project"
+                f"{setting} does not work ({error}); run `wandb login`, set the environment "
+                "variable WANDB_MODE=offline, or remove log.wandb_project"
             ) from None
         # Steps that are done again, and findings of earlier steps, would be dropped if the step
         # were W&B's own, which only grows.
@@ -418,27 +395,21 @@ class WandbSink:
 
 
 class SinkSettings(Protocol):
-    """Settings of sinks in [log]."""
+    """Settings of sinks in [log].
 
-    @property
-    def tensorboard(self) -> bool:
-        """True to write TensorBoard files."""
+    Attributes:
+        tensorboard: Whether to write TensorBoard files.
+        wandb_project: Project of Weights & Biases; None: none.
+        mlflow_experiment: Experiment of MLflow; None: none.
+        mlflow_uri: MLflow's tracking URI; None: MLflow's own default.
+        trackio_project: Project of trackio; None: none.
+    """
 
-    @property
-    def wandb_project(self) -> str | None:
-        """Project of Weights & Biases; None: none."""
-
-    @property
-    def mlflow_experiment(self) -> str | None:
-        """Experiment of MLflow; None: none."""
-
-    @property
-    def mlflow_uri(self) -> str | None:
-        """MLflow's tracking URI; None: MLflow's own default."""
-
-    @property
-    def trackio_project(self) -> str | None:
-        """Project of trackio; None: none."""
+    tensorboard: bool
+    wandb_project: str | None
+    mlflow_experiment: str | None
+    mlflow_uri: str | None
+    trackio_project: str | None
 
 
 def open_sinks(
@@ -455,20 +426,15 @@ def open_sinks(
     Raises:
         OutlastError: When a package is missing or a tracker cannot be reached.
     """
-    wanted = (
-        settings.tensorboard,
-        settings.wandb_project,
-        settings.mlflow_experiment,
-        settings.trackio_project,
-    )
-    if not any(wanted):
+    trackers = settings.wandb_project, settings.mlflow_experiment, settings.trackio_project
+    if not (settings.tensorboard or any(trackers)):
         return []
     counts = counted_in(record.event for record in read_run(directory.path).records)
     sinks: list[Sink] = []
     if settings.tensorboard:
         sinks.append(TensorBoardSink(directory.tensorboard, counts))
     if project := settings.wandb_project:
-        sinks.append(WandbSink(project, name, dict(config), directory.path, counts))
+        sinks.append(WandbSink(project, name, config, directory.path, counts))
     if experiment := settings.mlflow_experiment:
         sinks.append(MlflowSink(experiment, settings.mlflow_uri, name, config, counts))
     if project := settings.trackio_project:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outlast.records.events import (
     CorruptionDetected,
@@ -17,8 +18,6 @@ from outlast.records.events import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from outlast.records.log import Record, Run
 
 
@@ -166,30 +165,24 @@ class CodingTotals:
     @cached_property
     def by_replica(self) -> dict[int, Slowness]:
         """Number of slow steps of each replica, by its number."""
-        return {
-            replica: self._slowness(replica)
-            for replica in range(max(step.replicas for step in self.steps))
-        }
-
-    def _slowness(self, replica: int) -> Slowness:
-        there = [step for step in self.steps if replica < step.replicas]
-        slow = {step.step for step in there if replica in step.stragglers}
-        followers = [step.step for step in there if step.step - 1 in slow]
-        again = sum(step in slow for step in followers)
-        persistence = again / len(followers) if followers else None
-        return Slowness(len(there), len(slow), persistence)
+        found = {}
+        for replica in range(max(step.replicas for step in self.steps)):
+            there = [step for step in self.steps if replica < step.replicas]
+            slow = {step.step for step in there if replica in step.stragglers}
+            followers = [step.step for step in there if step.step - 1 in slow]
+            again = sum(step in slow for step in followers)
+            persistence = again / len(followers) if followers else None
+            found[replica] = Slowness(len(there), len(slow), persistence)
+        return found
 
     @property
     def advice(self) -> str | None:
         """Recommended changes, in a sentence for each reason; None where all is well."""
-        said = " ".join(self._advice())
-        return said or None
-
-    def _advice(self) -> Iterator[str]:
+        said = []
         if self.disagreements:
             count, last = len(self.disagreements), self.disagreements[-1]
             times = "once" if count == 1 else f"{count:,} times"
-            yield (
+            said.append(
                 f"{times} two processes have got different gradients of a chunk, last "
                 f"{last.device} in step {last.step + 1:,}: one of them computes wrong numbers, "
                 'which guard.policy = "linear" would find and put right.'
@@ -197,34 +190,33 @@ class CodingTotals:
         if len(self.steps) >= _FEWEST_STEPS:
             for replica, item in self.by_replica.items():
                 if replica < self.replicas and item.share > _MOSTLY_SLOW:
-                    yield (
+                    said.append(
                         f"replica {replica} was slow in {100 * item.share:.0f} % of the steps: "
                         "give it less work or replace it, coding hides it but does not remove it."
                     )
-            if not self.slow_steps:
-                yield self._without_stragglers()
+            if not self.slow_steps and self.scheme == "coverage":
+                said.append(
+                    "no replica was slow: coverage has cost next to nothing and saved nothing, and "
+                    'coding.scheme = "off" would do as well.'
+                )
+            elif not self.slow_steps:
+                said.append(
+                    f"no replica was slow, while {self.scheme} lets every replica compute several "
+                    'shares: take coding.scheme = "coverage", which does that only when it pays, '
+                    'or "off".'
+                )
             elif not self.saved_seconds:
-                yield (
+                said.append(
                     "coding saved no time against waiting for all, as far as can be said: with "
                     'such short delays coding.scheme = "off" does as well.'
                 )
-        if self.inexact:
-            yield (
-                f"{_steps(len(self.inexact))} made with an inexact gradient, with a certified "
-                f"error of up to {self.worst_error:.3g}: allow more time "
-                "(coding.deadline_seconds) or more copies (coding.copies) if the loss suffers."
+        if count := len(self.inexact):
+            said.append(
+                f"{count:,} step{' was' if count == 1 else 's were'} made with an inexact "
+                f"gradient, with a certified error of up to {self.worst_error:.3g}: allow more "
+                "time (coding.deadline_seconds) or more copies (coding.copies) if the loss suffers."
             )
-
-    def _without_stragglers(self) -> str:
-        if self.scheme == "coverage":
-            return (
-                "no replica was slow: coverage has cost next to nothing and saved nothing, and "
-                'coding.scheme = "off" would do as well.'
-            )
-        return (
-            f"no replica was slow, while {self.scheme} lets every replica compute several shares: "
-            'take coding.scheme = "coverage", which does that only when it pays, or "off".'
-        )
+        return " ".join(said) or None
 
 
 def coding_totals(run: Run) -> CodingTotals | None:
@@ -233,43 +225,29 @@ def coding_totals(run: Run) -> CodingTotals | None:
     An attempt that was killed counts up to its last record. Steps that a later attempt has done
     again, or has still to do, count as in `Run.steps`: not as the earlier one did them.
     """
-    began = [
-        (attempt.number, attempt.first_step)
-        for attempt in run.attempts
-        if attempt.first_step is not None
-    ]
     steps: dict[int, CodedStep] = {}
     for record, event in run.of(GradientsCoded):
-        until = min((step for number, step in began if number > record.attempt), default=math.inf)
-        for item in _each_step(event):
-            if item.step <= until:
-                steps[item.step] = item
+        rows = zip(
+            event.stragglers,
+            event.claims,
+            event.duplicates,
+            event.lost,
+            event.errors,
+            event.coded_seconds,
+            event.waiting_seconds,
+            strict=False,
+        )
+        first = event.step - len(event.errors) + 1
+        for step, (stragglers, *counts) in enumerate(rows, start=first):
+            if step <= run.kept_until[record.attempt]:
+                slow = tuple(stragglers)
+                steps[step] = CodedStep(step, event.scheme, event.replicas, slow, *counts)
     if not steps:
         return None
     disagreements = tuple(
         event for _, event in run.of(CorruptionDetected) if event.operation == DUPLICATE
     )
     return CodingTotals(tuple(steps[step] for step in sorted(steps)), disagreements)
-
-
-def _each_step(event: GradientsCoded) -> Iterator[CodedStep]:
-    first = event.step - len(event.errors) + 1
-    rows = zip(
-        event.stragglers,
-        event.claims,
-        event.duplicates,
-        event.lost,
-        event.errors,
-        event.coded_seconds,
-        event.waiting_seconds,
-        strict=False,
-    )
-    for step, (stragglers, *counts) in enumerate(rows, start=first):
-        yield CodedStep(step, event.scheme, event.replicas, tuple(stragglers), *counts)
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step was" if count == 1 else f"{count:,} steps were"
 
 
 @dataclass(frozen=True)
@@ -325,10 +303,7 @@ class GuardTotals:
 
     def outcomes(self) -> dict[str, int]:
         """Number of findings by outcome."""
-        counted: dict[str, int] = {}
-        for finding in self.findings:
-            counted[finding.outcome] = counted.get(finding.outcome, 0) + 1
-        return counted
+        return dict(Counter(finding.outcome for finding in self.findings))
 
 
 def guard_totals(run: Run) -> GuardTotals | None:
@@ -341,32 +316,28 @@ def guard_totals(run: Run) -> GuardTotals | None:
     if not last:
         return None
     newest = last[max(last)]
-    times = [value.seconds for value in last.values()]
-    names = sorted({name for value in last.values() for name in value.operations})
+    times = [event.seconds for event in last.values()]
+    operations = {}
+    for name in sorted({name for event in last.values() for name in event.operations}):
+        parts = [event.operations.get(name, {}) for event in last.values()]
+        parts = [part for part in parts if part.get("checks")]
+        checks = sum(int(part["checks"]) for part in parts)
+        squares = math.fsum(part["checks"] * float(part["spread"]) ** 2 for part in parts)
+        points = (float(part["detection_point"]) for part in parts if part.get("detection_point"))
+        operations[name] = OperationChecks(
+            checks,
+            math.sqrt(squares / checks) if checks else 0.0,
+            max((float(part["worst"]) for part in parts), default=0.0),
+            max(points, default=None),
+        )
     return GuardTotals(
         policy=newest.policy,
-        operations={
-            name: _merged([value.operations.get(name, {}) for value in last.values()])
-            for name in names
-        },
+        operations=operations,
         seconds=None if None in times else math.fsum(time for time in times if time is not None),
         modules=newest.modules,
         uncovered=newest.uncovered,
         last=newest,
         findings=findings,
-    )
-
-
-def _merged(parts: list[dict[str, Any]]) -> OperationChecks:
-    parts = [part for part in parts if part.get("checks")]
-    checks = sum(int(part["checks"]) for part in parts)
-    squares = math.fsum(part["checks"] * float(part["spread"]) ** 2 for part in parts)
-    points = [float(part["detection_point"]) for part in parts if part.get("detection_point")]
-    return OperationChecks(
-        checks,
-        math.sqrt(squares / checks) if checks else 0.0,
-        max((float(part["worst"]) for part in parts), default=0.0),
-        max(points, default=None),
     )
 
 
@@ -419,14 +390,15 @@ class RecoveryTotals:
 
     def sentence(self) -> str:
         """All in a few words."""
-        parts = []
-        if self.causes:
-            parts.append(_counted(self.causes))
-        if self.sources:
-            parts.append(f"state from {_counted(self.sources)}")
-        if self.lost_steps:
-            parts.append(f"steps done again: {self.lost_steps}")
-        return "; ".join(parts) or "nothing was lost"
+        causes, sources = (
+            ", ".join(
+                f"{name} {count} time{'s' if count > 1 else ''}" for name, count in found.items()
+            )
+            for found in (self.causes, self.sources)
+        )
+        again = f"steps done again: {self.lost_steps}" if self.lost_steps else ""
+        said = [causes, f"state from {sources}" if sources else "", again]
+        return "; ".join(filter(None, said)) or "nothing was lost"
 
 
 def recovery_totals(run: Run) -> RecoveryTotals | None:
@@ -436,19 +408,8 @@ def recovery_totals(run: Run) -> RecoveryTotals | None:
     ]
     if not events:
         return None
-    causes: dict[str, int] = {}
-    sources: dict[str, int] = {}
-    lost = 0
-    for _, event in events:
-        if isinstance(event, MemberLost):
-            causes[event.cause] = causes.get(event.cause, 0) + 1
-        elif isinstance(event, StateRecovered):
-            sources[event.source] = sources.get(event.source, 0) + 1
-            lost += max(event.lost_steps, 0)
-    return RecoveryTotals(events, causes, sources, lost)
-
-
-def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(
-        f"{name} {count} time{'s' if count > 1 else ''}" for name, count in counts.items()
-    )
+    causes = Counter(event.cause for _, event in events if isinstance(event, MemberLost))
+    recovered = [event for _, event in events if isinstance(event, StateRecovered)]
+    sources = Counter(event.source for event in recovered)
+    lost_steps = sum(max(event.lost_steps, 0) for event in recovered)
+    return RecoveryTotals(events, dict(causes), dict(sources), lost_steps)

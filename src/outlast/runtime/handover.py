@@ -114,8 +114,8 @@ class HandedOver:
             AutosaveError: When there is one of another run, or of an earlier training of this
                 process, whose last state would be taken for this one's.
         """
-        from outlast.checkpoint.format.storage import storage_of
-        from outlast.checkpoint.format.version import is_published, list_versions
+        from outlast.checkpoint.storage import storage_of
+        from outlast.checkpoint.version import is_published, list_versions
 
         self.trained = True
         known = self._known()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -46,6 +47,15 @@ class Saved:
     values: Mapping[str, Any]
     names: Collection[str]
 
+    @cached_property
+    def parts(self) -> Mapping[str, list[str]]:
+        """Last parts of the tensors' names, by what stands before them."""
+        found: dict[str, list[str]] = {}
+        for name in self.tensors:
+            owner, _, part = name.rpartition(".")
+            found.setdefault(owner, []).append(part)
+        return found
+
 
 @dataclass
 class Targets:
@@ -67,8 +77,18 @@ class Targets:
         default_factory=list
     )
 
+    def want_value(self, saved: Saved, name: str) -> None:
+        """Ask for a value, with the tensors within it."""
+        if name not in saved.values:
+            self.missing.append(name)
+            return
+        self.values.add(name)
+        for tensor in values.tensors_of(saved.values[name]):
+            facts = saved.tensors[tensor]
+            self.tensors[tensor] = torch.empty(facts.shape, dtype=dtype_of(facts))
 
-def find_targets(state: State, found: Saved) -> Targets:
+
+def find_targets(state: State, saved: Saved) -> Targets:
     """Match the live objects of `state` with the entries of what was saved.
 
     Optimizer states that do not exist yet are made, beside the live ones; see `install`. An object
@@ -77,104 +97,70 @@ def find_targets(state: State, found: Saved) -> Targets:
     """
     reshard(state)
     targets = Targets(asked=list(state))
-    saved = _Saved(found)
     for key, value in state.items():
         if isinstance(value, nn.Module):
             for name, tensor in module_tensors(value):
                 targets.tensors[f"{key}.{name}"] = tensor
             for name, module in plain_modules(value):
                 if has_extra_state(module):
-                    _want_value(targets, saved, f"{key}.{name}._extra_state")
+                    targets.want_value(saved, f"{key}.{name}._extra_state")
         elif (optimizers := optimizers_of(value)) is not None:
             names = parameter_names(state, key)
             for optimizer in optimizers:
                 _find_optimizer(targets, saved, key, optimizer, names)
         elif key in saved.values or getattr(value, "may_be_missing", False) is not True:
-            _want_value(targets, saved, key)
+            targets.want_value(saved, key)
     targets.missing += [name for name in targets.tensors if name not in saved.tensors]
     return targets
 
 
-class _Saved:
-    """Quick look-ups in what was saved."""
-
-    def __init__(self, found: Saved) -> None:
-        self.tensors = found.tensors
-        self.values = found.values
-        self._states: dict[str, list[str]] = {}
-        for name in self.tensors:
-            owner, _, part_name = name.rpartition(".")
-            self._states.setdefault(owner, []).append(part_name)
-
-    def states(self, path: str) -> list[str]:
-        """Names of the tensors directly below `path`."""
-        return self._states.get(path, [])
-
-
-def _want_value(targets: Targets, saved: _Saved, name: str) -> None:
-    if name not in saved.values:
-        targets.missing.append(name)
-        return
-    targets.values.add(name)
-    for tensor in values.tensors_of(saved.values[name]):
-        facts = saved.tensors[tensor]
-        targets.tensors[tensor] = torch.empty(facts.shape, dtype=dtype_of(facts))
-
-
 def _find_optimizer(
     targets: Targets,
-    saved: _Saved,
+    saved: Saved,
     key: str,
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
 ) -> None:
     for group in optimizer.param_groups:
-        _check_group(saved, key, [name_of(parameter, names, key) for parameter in group["params"]])
-        for parameter in group["params"]:
-            name = name_of(parameter, names, key)
-            for path in (f"{key}.groups.{name}", f"{key}.other.{name}"):
+        own = {name_of(parameter, names, key): parameter for parameter in group["params"]}
+        settings = {name: saved.values.get(f"{key}.groups.{name}") for name in own}
+        known = {name: found for name, found in settings.items() if found is not None}
+        first = next(iter(known), "")
+        for name, found in known.items():
+            if found != known[first]:
+                # Parameters with different settings cannot be given one group.
+                differ = [item for item in found if found[item] != known[first].get(item)]
+                raise CheckpointError(
+                    f"`{first}` and `{name}` are in one group of `{key}`, but were saved with "
+                    f"different {', '.join(differ)}; make the groups as they were"
+                )
+        for name, parameter in own.items():
+            groups, other, states = (
+                f"{key}.{what}.{name}" for what in ("groups", "other", "state")
+            )
+            for path in (groups, other):
                 if not isinstance(saved.values.get(path, {}), dict):
                     raise CheckpointError(f"`{path}` is no table of settings by name")
-            _want_value(targets, saved, f"{key}.groups.{name}")
-            if f"{key}.other.{name}" in saved.values:
-                _want_value(targets, saved, f"{key}.other.{name}")
+            targets.want_value(saved, groups)
+            if other in saved.values:
+                targets.want_value(saved, other)
             live = optimizer.state.get(parameter, {})
-            parts = saved.states(f"{key}.state.{name}")
+            parts = saved.parts.get(states, [])
             state: dict[str, Any] = {}
             for part in parts:
                 tensor = live.get(part)
                 if not isinstance(tensor, torch.Tensor):
-                    facts = saved.tensors[f"{key}.state.{name}.{part}"]
-                    saved_group = saved.values.get(f"{key}.groups.{name}", group)
-                    tensor = _state_tensor(parameter, part, facts, saved_group)
-                state[part] = targets.tensors[f"{key}.state.{name}.{part}"] = tensor
+                    facts = saved.tensors[f"{states}.{part}"]
+                    tensor = _state_tensor(parameter, part, facts, saved.values.get(groups, group))
+                state[part] = targets.tensors[f"{states}.{part}"] = tensor
             if parts:
                 # A parameter without a saved state had none: it is given none.
                 targets.missing += [
-                    f"{key}.state.{name}.{part}"
+                    f"{states}.{part}"
                     for part, tensor in live.items()
                     if isinstance(tensor, torch.Tensor) and part not in parts
                 ]
             targets.states.append((optimizer, parameter, state))
-
-
-def _check_group(saved: _Saved, key: str, names: list[str]) -> None:
-    """Refuse to give parameters with different settings one group."""
-    found = {
-        name: saved.values[f"{key}.groups.{name}"]
-        for name in names
-        if f"{key}.groups.{name}" in saved.values
-    }
-    first = next(iter(found), "")
-    for name, settings in found.items():
-        if settings != found[first]:
-            differ = [
-                setting for setting in settings if settings[setting] != found[first].get(setting)
-            ]
-            raise CheckpointError(
-                f"`{first}` and `{name}` are in one group of `{key}`, but were saved with "
-                f"different {', '.join(differ)}; make the groups as they were"
-            )
 
 
 def _state_tensor(
@@ -229,27 +215,16 @@ def check_fit(targets: Targets, saved: Saved, taken: set[str], allow: Collection
                 found["retyped"].append(
                     f"`{name}` is {facts[name].dtype} there and {dtype} in the model"
                 )
-    words = {
-        "missing": "it has no {}",
-        "unexpected": "the model has no {}",
-        "reshaped": "{}",
-        "retyped": "{}",
-    }
-    sentences = [
-        words[kind].format(_listed(names))
-        for kind, names in found.items()
-        if names and kind not in allow
-    ]
+    words = {"missing": "it has no ", "unexpected": "the model has no "}
     refused = [kind for kind, names in found.items() if names and kind not in allow]
-    if not sentences:
+    if not refused:
         return ""
+    sentences = []
+    for kind in refused:
+        more = f" and {len(found[kind]) - _NAMED} more" if len(found[kind]) > _NAMED else ""
+        sentences.append(f"{words.get(kind, '')}{', '.join(sorted(found[kind])[:_NAMED])}{more}")
     allowed = ", ".join(f'"{kind}"' for kind in refused)
     return f"{'; '.join(sentences)}; to restore the rest all the same, say allow=[{allowed}]"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(sorted(names)[:_NAMED]) + more
 
 
 def install(state: State, targets: Targets, saved: Saved) -> None:
@@ -258,6 +233,9 @@ def install(state: State, targets: Targets, saved: Saved) -> None:
     def tensor(name: str, kind: str) -> Any:
         found = targets.tensors[name]
         return found.numpy() if kind == "numpy" else found
+
+    def decoded(path: str) -> Any:
+        return values.decode(saved.values[path], tensor) if path in targets.values else None
 
     for optimizer, parameter, entries in targets.states:
         if entries:
@@ -269,41 +247,33 @@ def install(state: State, targets: Targets, saved: Saved) -> None:
             for name, module in plain_modules(value):
                 path = f"{key}.{name}._extra_state"
                 if path in targets.values:
-                    module.set_extra_state(values.decode(saved.values[path], tensor))
+                    module.set_extra_state(decoded(path))
         elif (optimizers := optimizers_of(value)) is not None:
-
-            def decoded(what: str, name: str, key: str = key) -> Any:
-                path = f"{key}.{what}.{name}"
-                if path not in targets.values:
-                    return None
-                return values.decode(saved.values[path], tensor)
-
+            names = parameter_names(state, key)
             for optimizer in optimizers:
-                _install_settings(optimizer, parameter_names(state, key), decoded)
+                for group in optimizer.param_groups:
+                    _install_settings(optimizer, group, key, names, decoded)
         elif key in targets.values:
-            value.load_state_dict(values.decode(saved.values[key], tensor))
+            value.load_state_dict(decoded(key))
 
 
 def _install_settings(
-    optimizer: torch.optim.Optimizer, paths: dict[int, str], decoded: Callable[[str, str], Any]
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    key: str,
+    names: dict[int, str],
+    decoded: Callable[[str], Any],
 ) -> None:
-    """Settings of the groups and states that are no tensors.
-
-    Args:
-        optimizer: Whose.
-        paths: Parameter's identity to its plain name.
-        decoded: The saved value of (what, plain name), or None.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            others = decoded("other", paths[id(parameter)])
-            if others is not None:
-                optimizer.state[parameter].update(others)
-        found = (decoded("groups", paths[id(parameter)]) for parameter in group["params"])
-        # All parameters of a group share its settings.
-        settings: dict[str, Any] = next((misfit for misfit in found if misfit is not None), {})
-        for name, value in settings.items():
-            if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
-                group[name].copy_(value)
-            else:
-                group[name] = value
+    """Hand over the settings of a group, and of its states what are no tensors."""
+    own = {names[id(parameter)]: parameter for parameter in group["params"]}
+    for name, parameter in own.items():
+        if (others := decoded(f"{key}.other.{name}")) is not None:
+            optimizer.state[parameter].update(others)
+    # All parameters of a group share its settings.
+    found = (decoded(f"{key}.groups.{name}") for name in own)
+    settings: dict[str, Any] = next((item for item in found if item is not None), {})
+    for name, value in settings.items():
+        if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
-from outlast.state.tensors import dtype_of, is_dense, opaque_array
+from outlast.state.tensors import OPAQUE, dtype_of, is_dense, opaque_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,17 +37,6 @@ State = Mapping[str, Any]
 # What wrappers put in front of a module's own name; "module" is also a name that a model may use.
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything with a state of its own, e.g. a data sampler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, as tensors and plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state over."""
 
 
 @dataclass
@@ -221,7 +210,7 @@ def optimizers_of(value: Any) -> list[torch.optim.Optimizer] | None:
         return [value]
     if isinstance(value, Sequence) and all(isinstance(v, torch.optim.Optimizer) for v in value):
         return list(value)
-    if isinstance(value, Stateful):
+    if all(hasattr(value, name) for name in ("state_dict", "load_state_dict")):
         return None
     raise CheckpointError(
         f"a state of type {type(value).__name__} cannot be saved: it is neither a module, nor an "
@@ -279,15 +268,14 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         local = tensor.to_local()
         _refuse_wrapped(local)
         return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
-    if (
-        tensor.layout != torch.strided
-        or tensor.is_quantized
-        or tensor.is_nested
-        or tensor.device.type == "meta"
-    ):
-        what = "quantised" if tensor.is_quantized else str(tensor.layout).replace("torch.", "")
-        what = "nested" if tensor.is_nested else what
-        what = "meta" if tensor.device.type == "meta" else what
+    what = ""
+    if tensor.device.type == "meta":
+        what = "meta"
+    elif tensor.is_nested or tensor.is_quantized:
+        what = "nested" if tensor.is_nested else "quantised"
+    elif tensor.layout != torch.strided:
+        what = str(tensor.layout).removeprefix("torch.")
+    if what:
         raise CheckpointError(
             f"a {what} tensor cannot be saved; give a dense one, e.g. its indices and values"
         )
@@ -315,32 +303,50 @@ def mesh_of(live: Live) -> dict[str, int]:
 
 
 class Filling:
-    """A live tensor and the host memory that it is read into: its own, where that is possible."""
+    """A live tensor and the host memory that it is read into: its own, where that is possible.
 
-    def __init__(self, name: str, tensor: torch.Tensor, facts: Facts) -> None:
-        box, self._local = local_box(tensor)
-        dtype = dtype_of(facts)
+    Args:
+        name: Of the saved tensor.
+        tensor: The live one.
+        facts: Of the saved tensor.
+        box: The part of the saved tensor that is read; None: what this rank holds.
+
+    Attributes:
+        local: Memory of the live tensor.
+        out: Array to be filled.
+        extra_bytes: Host memory that it needs besides.
+    """
+
+    def __init__(
+        self, name: str, tensor: torch.Tensor, facts: Facts, box: Box | None = None
+    ) -> None:
+        held, self.local = local_box(tensor)
+        self.name, self.box = name, held if box is None else box
+        dtype, stride = dtype_of(facts), self.local.stride()
+        # All along an expanded dimension is one and the same memory.
+        self._expanded = [
+            dimension
+            for dimension, size in enumerate(self.local.shape)
+            if stride[dimension] == 0 and size > 1
+        ]
         direct = (
-            self._local.device.type == "cpu"
-            and self._local.dtype == dtype
-            and is_dense(self._local)
-            and not (self._local.is_conj() or self._local.is_neg())
+            self.local.device.type == "cpu"
+            and self.local.dtype == dtype
+            and not (self.local.is_conj() or self.local.is_neg())
         )
-        self._host = self._local if direct else torch.empty(tuple(self._local.shape), dtype=dtype)
+        if not is_dense(self.local):
+            direct = direct and self.local.element_size() in OPAQUE and not self._expanded
+        self._host = self.local if direct else torch.empty(tuple(self.local.shape), dtype=dtype)
         self.extra_bytes = 0 if direct else self._host.numel() * self._host.element_size()
-        self.name = name
-        self.box = box
-        self.out = opaque_array(self._host, box)
+        self.out = opaque_array(self._host)
 
     def finish(self) -> None:
         """Move what was read to where it belongs."""
-        if self._host is self._local:
+        if self._host is self.local:
             return
-        target, source = self._local, self._host
-        for dimension, stride in enumerate(self._local.stride()):
-            # All along an expanded dimension is one and the same memory.
-            if stride == 0 and target.shape[dimension] > 1:
-                target = target.narrow(dimension, 0, 1)
-                source = source.narrow(dimension, 0, 1)
+        target, source = self.local, self._host
+        for dimension in self._expanded:
+            target = target.narrow(dimension, 0, 1)
+            source = source.narrow(dimension, 0, 1)
         with torch.no_grad():
             target.copy_(source)

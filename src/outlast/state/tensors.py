@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from outlast.errors import CheckpointError
@@ -12,9 +11,9 @@ from outlast.errors import CheckpointError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from outlast.state.box import Box
 
-_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+OPAQUE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types as which the elements of a tensor of any type can be moved, by their bytes."""
 
 
 class Facts(Protocol):
@@ -61,11 +60,14 @@ def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     )
 
 
-def opaque_array(tensor: torch.Tensor, box: Box) -> NDArray[Any]:
-    """The memory of a contiguous host tensor as an array of opaque elements."""
+def opaque_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """The memory of a host tensor as an array of opaque elements.
+
+    The tensor must be contiguous where its elements are not of 1, 2, 4 or 8 bytes.
+    """
     itemsize = tensor.element_size()
-    if tensor.numel() == 0:
-        return np.empty(box.shape, f"V{itemsize}")
+    if itemsize in OPAQUE:
+        found: NDArray[Any] = tensor.detach().view(OPAQUE[itemsize]).numpy()
+        return found
     flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    kind = "u" if itemsize in _UNSIGNED else "V"
-    return flat.view(f"{kind}{itemsize}").reshape(box.shape)
+    return flat.view(f"V{itemsize}").reshape(tuple(tensor.shape))

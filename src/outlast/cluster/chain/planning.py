@@ -24,7 +24,7 @@ from outlast.cluster.slurm.partitions import (
 from outlast.cluster.staging.job import job_directives
 from outlast.durations import duration_text, limit_seconds
 from outlast.errors import ClusterError
-from outlast.job.cluster import CHOSEN
+from outlast.job.sections import CHOSEN
 
 if TYPE_CHECKING:
     from outlast.job import Job

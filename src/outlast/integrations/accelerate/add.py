@@ -233,7 +233,7 @@ def add_recover(
     """
     settings = loop_job_of(job)
     directory = RunDirectory(saving.directory) if job is None else directory_of(settings)
-    raise_together(lambda: directory.identify() if ranks_here().is_first else None)
+    raise_together(lambda: directory.create() if ranks_here().is_first else None)
     return Remembering(accelerator, saving, settings, directory)
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from outlast import cluster
 from outlast.autosave.resume.process import random_states, set_random_states, source_of
 from outlast.checkpoint import CheckpointStore, Compression, Reduction
-from outlast.checkpoint.format.version import SEAL
+from outlast.checkpoint.version import SEAL
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.entries import TextEntry

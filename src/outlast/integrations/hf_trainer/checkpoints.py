@@ -20,7 +20,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from outlast import cluster
 from outlast.autosave.resume.process import set_random_states
 from outlast.checkpoint import CheckpointStore, Retention, list_versions
-from outlast.checkpoint.format.version import is_published
+from outlast.checkpoint.version import is_published
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.entries import RandomEntry, TextEntry, padded
@@ -262,7 +262,7 @@ class Saving(AdapterSaves):
         self._tell_all(told)
 
     def _open_store(self) -> CheckpointStore:
-        raise_together(lambda: self._directory.identify() if self._ranks.is_first else None)
+        raise_together(lambda: self._directory.create() if self._ranks.is_first else None)
         return raise_together(self._opened)
 
     @property

@@ -39,7 +39,7 @@ from outlast.checkpoint import (
     load,
     storage_of,
 )
-from outlast.checkpoint.format.version import Version
+from outlast.checkpoint.version import Version
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import (
     EXIT_TO_BE_CONTINUED,

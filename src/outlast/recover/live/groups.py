@@ -270,7 +270,7 @@ def state_digest(state: State) -> str:
         box, local = local_box(live.tensors[name])
         host = local.detach().cpu().contiguous()
         total.update(f"{name} {dtype_name(host)} {box}".encode())
-        total.update(opaque_array(host, box).reshape(-1).view("u1").data)
+        total.update(opaque_array(host).reshape(-1).view("u1").data)
     total.update(repr(sorted(live.values.items())).encode())
     return total.hexdigest()
 

@@ -352,6 +352,11 @@ class TensorFacts:
         """Bytes of an element."""
         return item_bytes(self.dtype)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.itemsize
+
 
 class Chunk(NamedTuple):
     """One stored piece of content.

@@ -17,14 +17,13 @@ import threading
 import uuid
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from outlast.errors import CheckpointError, LeaseLostError, OutlastError
+from outlast.errors import CheckpointError, OutlastError
 from outlast.records import check_lease, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
 T = TypeVar("T")
 TEMPORARY = ".tmp"
@@ -34,67 +33,27 @@ _LONGEST_READ = 1 << 31
 _CONDITIONAL = {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl"}
 
 
-class PendingFile(Protocol):
-    """A file that is being written; it appears when the ``with`` block ends without an error."""
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Turn the exceptions of an object store's client, of its own classes, into OSError."""
+    try:
+        yield
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
-    def write(self, data: bytes | memoryview) -> object:
+
+class PendingFile:
+    """A file that is being written; it appears when the block of `Storage.create` ends well."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    @_as_os_errors()
+    def write(self, data: bytes | memoryview) -> None:
         """Append `data`."""
-
-    def __enter__(self) -> PendingFile: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class RangeReader(Protocol):
-    """An open file of which parts are read; safe to use from several threads."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-
-    def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes from `offset`; fewer where the file ends."""
-
-    def close(self) -> None:
-        """Give the file back."""
-
-
-class Storage(Protocol):
-    """A folder of files with names such as ``step-00000100-a1/rank-00000.json``."""
-
-    @property
-    def location(self) -> str:
-        """Path or URL, for people."""
-
-    def folders(self) -> list[str]:
-        """Names of the folders below the root; empty when there is none."""
-
-    def files(self, folder: str) -> dict[str, int]:
-        """Names (without folder) and sizes of the files in `folder`; empty when it is missing."""
-
-    def read(self, name: str) -> bytes:
-        """A whole file; raises FileNotFoundError."""
-
-    def open(self, name: str) -> RangeReader:
-        """Open a file for reads of parts; raises FileNotFoundError."""
-
-    def create(self, name: str, *, exclusive: bool = False) -> PendingFile:
-        """Begin a file that appears when its block ends.
-
-        Args:
-            name: Of the file.
-            exclusive: Whether the block ends with FileExistsError where there is one by then.
-        """
-
-    def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
-
-    def remove_folder(self, name: str) -> None:
-        """Delete a folder with all its files, if it is there."""
+        self._file.write(bytes(data))
 
 
 def storage_of(place: str | os.PathLike[str]) -> Storage:
@@ -177,15 +136,18 @@ def make_directory(path: Path) -> None:
 
 
 class LocalStorage:
-    """A directory of a local or shared (POSIX) file system."""
+    """A directory of a local or shared (POSIX) file system.
+
+    Its files have names such as ``step-00000100-a1/rank-00000.json``.
+
+    Attributes:
+        root: The directory.
+        location: Its path, for people.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-
-    @property
-    def location(self) -> str:
-        """Path, for people."""
-        return str(self.root)
+        self.location = str(root)
 
     def folders(self) -> list[str]:
         """Names of the folders below the root; empty when there is none."""
@@ -229,9 +191,32 @@ class LocalStorage:
         """Open a file for reads of parts; raises FileNotFoundError."""
         return _LocalReader(self.root / name)
 
-    def create(self, name: str, *, exclusive: bool = False) -> _LocalPending:
-        """Begin a file that appears when its block ends."""
-        return _LocalPending(self.root / name, exclusive)
+    @contextlib.contextmanager
+    def create(self, name: str, *, exclusive: bool = False) -> Iterator[PendingFile]:
+        """A file that appears when the block ends well: temporary name, fsync, rename, fsync.
+
+        Args:
+            name: Of the file.
+            exclusive: Whether the block ends with FileExistsError where there is one by then.
+        """
+        target = self.root / name
+        make_directory(target.parent)
+        temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
+        try:
+            with temporary.open("xb") as file:
+                yield PendingFile(file)
+                file.flush()
+                os.fsync(file.fileno())
+            check_lease()
+            # That nobody makes it in between is what the lock on the store sees to.
+            if exclusive and target.exists():
+                raise _taken(str(target))
+            temporary.replace(target)
+            sync_directory(target.parent)
+        finally:
+            # Its own failure must not hide the first one.
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
@@ -241,51 +226,6 @@ class LocalStorage:
         """Delete a folder with all its files, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.root / name)
-
-
-class _LocalPending:
-    """Temporary name, fsync, rename, fsync of the directory."""
-
-    def __init__(self, target: Path, exclusive: bool) -> None:
-        self._target = target
-        self._exclusive = exclusive
-        self._temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
-        self._file: IO[bytes] | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Append `data`."""
-        assert self._file is not None
-        return self._file.write(data)
-
-    def __enter__(self) -> _LocalPending:
-        make_directory(self._target.parent)
-        self._file = self._temporary.open("xb")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        file = self._file
-        assert file is not None
-        try:
-            with file:
-                if kind is None:
-                    file.flush()
-                    os.fsync(file.fileno())
-            if kind is None:
-                check_lease()
-                # That nobody makes it in between is what the lock on the store sees to.
-                if self._exclusive and self._target.exists():
-                    raise _taken(str(self._target))
-                self._temporary.replace(self._target)
-                sync_directory(self._target.parent)
-        finally:
-            # Its own failure must not hide the first one.
-            with contextlib.suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
 
 
 def _open_file(path: Path) -> int:
@@ -312,6 +252,8 @@ def _open_file(path: Path) -> int:
 
 
 class _LocalReader:
+    """An open file of which parts are read; safe to use from several threads."""
+
     def __init__(self, path: Path) -> None:
         self._descriptor = _open_file(path)
         self.size = os.fstat(self._descriptor).st_size
@@ -330,29 +272,21 @@ class _LocalReader:
         os.close(self._descriptor)
 
 
-@contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
-    """Turn the exceptions of an object store's client, of its own classes, into OSError."""
-    try:
-        yield
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
 class FsspecStorage:
     """A folder behind an fsspec URL, such as ``s3://bucket/run`` or ``memory://run``.
 
     Whatever the client of the object store raises comes as an OSError with its words.
+
+    Attributes:
+        location: The URL, for people.
     """
 
     def __init__(self, url: str) -> None:
         import fsspec
 
-        self._url = url.rstrip("/")
+        self.location = url.rstrip("/")
         try:
-            self._filesystem, root = fsspec.core.url_to_fs(self._url)
+            self._filesystem, root = fsspec.core.url_to_fs(self.location)
         except (ValueError, ImportError) as error:
             raise CheckpointError(
                 f"{url} cannot be used: {error}; install the fsspec package of its protocol, or "
@@ -363,11 +297,6 @@ class FsspecStorage:
                 f"{url} cannot be used: {type(error).__name__}: {error}"
             ) from error
         self._root = PurePosixPath(root)
-
-    @property
-    def location(self) -> str:
-        """URL, for people."""
-        return self._url
 
     def folders(self) -> list[str]:
         """Names of the folders below the root; empty when there is none."""
@@ -391,14 +320,39 @@ class FsspecStorage:
         path = self._path(name)
         return _FsspecReader(self._filesystem, path, self._filesystem.size(path))
 
-    def create(self, name: str, *, exclusive: bool = False) -> _FsspecPending:
-        """Begin an object that appears when its block ends.
+    @contextlib.contextmanager
+    def create(self, name: str, *, exclusive: bool = False) -> Iterator[PendingFile]:
+        """An object that appears when the block ends well.
 
         An exclusive one is a conditional put where the object store has one (S3 and those like it,
         Google Cloud Storage, Azure); elsewhere, one that appears between the look and the write is
         overwritten.
         """
-        return _FsspecPending(self._filesystem, self._path(name), exclusive)
+        path, mode = self._path(name), "wb"
+        with _as_os_errors():
+            self._filesystem.makedirs(str(PurePosixPath(path).parent), exist_ok=True)
+            if exclusive:
+                if self._filesystem.exists(path):
+                    raise _taken(path)
+                protocols = self._filesystem.protocol
+                protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+                mode = "xb" if protocols & _CONDITIONAL else "wb"
+            # With autocommit off, the object appears at commit() and is dropped by discard().
+            file = self._filesystem.open(path, mode, autocommit=False)
+        try:
+            yield PendingFile(file)
+            check_lease()
+            try:
+                with _as_os_errors():
+                    file.close()
+                    file.commit()
+            except FileExistsError:
+                raise _taken(path) from None
+        except BaseException:
+            # Its own failure must not hide the first one.
+            with contextlib.suppress(Exception):
+                file.discard()
+            raise
 
     @_as_os_errors()
     def remove(self, name: str) -> None:
@@ -419,65 +373,10 @@ class FsspecStorage:
             entries = self._filesystem.ls(self._path(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [(PurePosixPath(name["name"].rstrip("/")).name, name) for name in entries]
+        return [(PurePosixPath(entry["name"].rstrip("/")).name, entry) for entry in entries]
 
     def _path(self, name: str) -> str:
         return str(self._root / name)
-
-
-class _FsspecPending:
-    """Uploads under a temporary name where the file system can move, else directly."""
-
-    def __init__(self, filesystem: Any, path: str, exclusive: bool) -> None:
-        self._filesystem = filesystem
-        self._path = path
-        self._exclusive = exclusive
-        self._file: Any = None
-
-    @_as_os_errors()
-    def write(self, data: bytes | memoryview) -> None:
-        """Append `data`."""
-        self._file.write(bytes(data))
-
-    @_as_os_errors()
-    def __enter__(self) -> _FsspecPending:
-        self._filesystem.makedirs(str(PurePosixPath(self._path).parent), exist_ok=True)
-        mode = "wb"
-        if self._exclusive:
-            if self._filesystem.exists(self._path):
-                raise _taken(self._path)
-            protocols = self._filesystem.protocol
-            protocols = {protocols} if isinstance(protocols, str) else {*protocols}
-            mode = "xb" if protocols & _CONDITIONAL else "wb"
-        # With autocommit off, the object appears at commit() and is dropped by discard().
-        self._file = self._filesystem.open(self._path, mode, autocommit=False)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            try:
-                check_lease()
-                with _as_os_errors():
-                    self._file.close()
-                    self._file.commit()
-            except FileExistsError:
-                self._discard()
-                raise _taken(self._path) from None
-            except (OSError, LeaseLostError):
-                self._discard()
-                raise
-        else:
-            self._discard()
-
-    def _discard(self) -> None:
-        # Its own failure must not hide the first one.
-        with contextlib.suppress(Exception):
-            self._file.discard()
 
 
 class _FsspecReader:
@@ -497,6 +396,10 @@ class _FsspecReader:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+Storage: TypeAlias = LocalStorage | FsspecStorage
+RangeReader: TypeAlias = _LocalReader | _FsspecReader
 
 
 def sentence_of(error: OSError) -> str:

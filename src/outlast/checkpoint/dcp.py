@@ -13,45 +13,66 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import io
 import logging
 import os
 import re
 import threading
 import uuid
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from outlast.checkpoint.dcp.content import (
-    DCP_FILE,
-    DCP_NOTE,
-    StoredItem,
-    metadata_file,
-    newest_contents,
+from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
+from outlast.checkpoint.manifest import (
+    FORMAT,
+    STATE,
+    Catalogue,
+    Fields,
+    ManifestError,
+    TensorFacts,
+    sealed,
+    unsealed,
 )
-from outlast.checkpoint.format.encoder import Encoder, PartJob, Reduction, StagedPiece
-from outlast.checkpoint.format.manifest import Catalogue, TensorFacts
-from outlast.checkpoint.format.owner import Claim, Ownership, claimed
-from outlast.checkpoint.format.reader import Counters, VersionReader, Wanted
-from outlast.checkpoint.format.retention import Retention, prune
-from outlast.checkpoint.format.storage import LocalStorage, sentence_of, storage_of
-from outlast.checkpoint.format.version import UnfinishedError, Version, list_versions, seal
+from outlast.checkpoint.owner import Claim, Ownership, claimed
 from outlast.checkpoint.plan import add_facts
+from outlast.checkpoint.reader import Counters, VersionReader, Wanted
+from outlast.checkpoint.storage import LocalStorage, sentence_of, storage_of
+from outlast.checkpoint.version import (
+    Retention,
+    UnfinishedError,
+    Version,
+    list_versions,
+    load,
+    prune,
+    read_seal,
+    seal,
+)
 from outlast.checkpoint.writer import Arena
 from outlast.errors import CheckpointError
+from outlast.state import values
 from outlast.state.box import Box, aligned, whole
+from outlast.state.live import Filling
 from outlast.state.tensors import dtype_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from collections.abc import Iterator
+
     from torch.distributed.checkpoint.planner import (
         LoadPlan,
         LoadPlanner,
@@ -61,9 +82,174 @@ if TYPE_CHECKING:
         WriteItem,
     )
 
-    from outlast.checkpoint.format.lossy import Bound
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
+
+T = TypeVar("T")
+DCP_FILE = "dcp.json"
+DCP_NOTE = {"by": "dcp"}
+"""Among the notes of a part: its version counts only with `DCP_FILE`."""
+
+
+@dataclass(frozen=True)
+class DcpContent:
+    """Part of DCP's metadata that ``dcp.json`` holds; the rest is in the parts.
+
+    Attributes:
+        names: Everything that was saved, in DCP's order.
+        objects: Those names whose content is bytes that DCP's planner made.
+        requires_grad: Names of the tensors that require a gradient.
+        planner_data: JSON of what the planner left, e.g. the paths of a nested state.
+    """
+
+    names: list[str]
+    objects: list[str]
+    requires_grad: list[str] = field(default_factory=list)
+    planner_data: Any = None
+
+    def to_bytes(self) -> bytes:
+        """The content of the file."""
+        return sealed({"format": FORMAT, **dataclasses.asdict(self)})
+
+    def decoded_planner_data(self) -> Any:
+        """Decode the planner's own data."""
+
+        def refuse(name: str, _: str) -> Any:
+            raise CheckpointError(
+                f"`{name}` in the planner's data is a tensor, which it cannot hold"
+            )
+
+        return values.decode(self.planner_data, refuse)
+
+
+def metadata_file(metadata: Metadata) -> bytes:
+    """The content of ``dcp.json``.
+
+    Raises:
+        CheckpointError: When the planner left something that JSON cannot hold.
+    """
+    entries = metadata.state_dict_metadata
+    objects = [name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    requires_grad = [
+        name
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and entry.properties.requires_grad
+    ]
+    planner_data = values.encode(metadata.planner_data, "planner_data", lambda *_: None)
+    return DcpContent(list(entries), objects, requires_grad, planner_data).to_bytes()
+
+
+def read_dcp_content(storage: Storage, contents: Contents) -> DcpContent:
+    """Read what DCP saved; of a version that a `CheckpointStore` wrote: its tensors.
+
+    Raises:
+        CheckpointError: When DCP wrote the version and did not complete it, or it is damaged.
+    """
+    if not any(DCP_NOTE.items() <= part.notes.items() for part in contents.parts):
+        return DcpContent(sorted(contents.catalogue.tensors), [])
+    name = f"{contents.version.folder}/{DCP_FILE}"
+    place = f"{storage.location}/{name}"
+    try:
+        found = Fields(place, unsealed(storage.read(name), place))
+    except FileNotFoundError:
+        # The seal is written after it, so a sealed version has lost it.
+        is_sealed = read_seal(storage, contents.version) is not None
+        raise (CheckpointError if is_sealed else UnfinishedError)(
+            f"{storage.location}/{contents.version.folder} was not completed: it has no {DCP_FILE}"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be read: {sentence_of(error)}") from None
+    found.only("names", "objects", "requires_grad", "planner_data")
+    content = DcpContent(
+        found.names("names"),
+        found.names("objects"),
+        found.names("requires_grad"),
+        found.tree("planner_data", found.content["planner_data"]),
+    )
+    for listed, known in (
+        (content.names, contents.catalogue.tensors),
+        (content.objects, content.names),
+        (content.requires_grad, content.names),
+    ):
+        absent = sorted(set(listed) - set(known))
+        if absent:
+            raise ManifestError(f"{place} names `{absent[0]}`, which no part holds")
+    for name in content.objects:
+        facts = contents.catalogue.tensors[name]
+        if facts.dtype != "uint8" or len(facts.shape) != 1:
+            raise ManifestError(f"{place} says that `{name}` is bytes, which it is not")
+    return content
+
+
+def metadata_of(storage: Storage, contents: Contents) -> Metadata:
+    """DCP's metadata of a version, without pickle; raises CheckpointError."""
+    content = read_dcp_content(storage, contents)
+    objects, trained = set(content.objects), set(content.requires_grad)
+    boxes: dict[str, dict[Box, int]] = {}
+    for part in contents.parts:
+        for name, pieces in part.pieces.items():
+            of_name = boxes.setdefault(name, {})
+            for piece in pieces:
+                of_name.setdefault(piece.box, part.rank)
+    entries: dict[str, Any] = {}
+    # Where an item is: the manifest that lists it, relative to the store.
+    stored: dict[MetadataIndex, str] = {}
+    world_size = contents.parts[0].world_size
+    for name in content.names:
+        facts = contents.catalogue.tensors[name]
+        of_name = boxes.get(name) or {whole(facts.shape): 0}
+        for number, (box, rank) in enumerate(of_name.items()):
+            offset = None if name in objects else box.offset
+            part_name = contents.version.part_name(rank, world_size)
+            stored[MetadataIndex(name, offset, number)] = part_name
+        if name in objects:
+            entries[name] = BytesStorageMetadata()
+            continue
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype_of(facts), requires_grad=name in trained),
+            torch.Size(facts.shape),
+            [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.shape)) for b in of_name],
+        )
+    return Metadata(
+        entries,
+        planner_data=content.decoded_planner_data(),
+        storage_data=stored,
+        storage_meta=StorageMeta(checkpoint_id=storage.location),
+    )
+
+
+def newest_contents(storage: Storage, step: int | None) -> tuple[Contents, Metadata, list[str]]:
+    """The newest version that is whole, or that of `step`.
+
+    Returns:
+        Its manifests, DCP's metadata of it, and a sentence for every newer one that is not whole.
+
+    Raises:
+        UnfinishedError: When none was completed yet.
+        CheckpointError: When there is none of `step`, or all are damaged.
+    """
+    versions = list_versions(storage)[::-1]
+    chosen = [version for version in versions if step is None or version.step == step]
+    if not chosen and versions:
+        listed = ", ".join(map(str, sorted({version.step for version in versions})))
+        raise CheckpointError(
+            f"step = {step} is not in {storage.location}; the steps there are {listed}"
+        )
+    skipped: list[str] = []
+    damaged = False
+    for version in chosen:
+        try:
+            contents = load(storage, version)
+            if contents.kind == STATE:
+                return contents, metadata_of(storage, contents), skipped
+        except CheckpointError as error:
+            damaged = damaged or not isinstance(error, UnfinishedError)
+            skipped.append(str(error))
+    raise (CheckpointError if damaged else UnfinishedError)(
+        f"no checkpoint in {storage.location} can be used: {'; '.join(skipped)}"
+        if skipped
+        else f"there is no checkpoint in {storage.location}"
+    )
 
 
 @dataclass(frozen=True)
@@ -75,11 +261,6 @@ class SaveTask:
     world_size: int
     tensors: dict[str, TensorFacts]
     metrics: dict[str, float]
-
-    @property
-    def part_name(self) -> str:
-        """File of the rank's part."""
-        return self.version.part_name(self.rank, self.world_size)
 
 
 class SaveEngine:
@@ -153,40 +334,40 @@ class SaveEngine:
         self, task: SaveTask, items: list[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         """Stage and write the part of this rank."""
-        objects = {item.index: planner.resolve_data(item) for item in items if _is_bytes(item)}
         tensors = dict(task.tensors)
-        sizes: list[int] = []
-        boxes: list[Box] = []
+        contents: dict[MetadataIndex, memoryview] = {}
+        staged: list[tuple[WriteItem, StagedPiece, int]] = []
+        total = 0
         for item in items:
             name = item.index.fqn
             if _is_bytes(item):
-                length = _bytes_of(objects[item.index]).nbytes
-                tensors[name] = TensorFacts.of("uint8", (length,))
-                boxes.append(whole((length,)))
+                found = planner.resolve_data(item)
+                if not isinstance(found, io.BytesIO):
+                    raise CheckpointError(
+                        f"the planner gave a {type(found).__name__} where it had announced bytes"
+                    )
+                contents[item.index] = found.getbuffer()
+                tensors[name] = TensorFacts.of("uint8", (contents[item.index].nbytes,))
+                box = whole(tensors[name].shape)
             else:
                 assert item.tensor_data is not None
                 chunk = item.tensor_data.chunk
-                boxes.append(Box(tuple(chunk.offsets), tuple(chunk.sizes)))
-            sizes.append(boxes[-1].elements * tensors[name].itemsize)
-        places, total = [], 0
-        for size in sizes:
-            places.append(total)
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            size = box.elements * tensors[name].itemsize
+            staged.append((item, StagedPiece(name, box, total), size))
             total += aligned(size)
         arena = self._free_arena(total)
         memory = torch.frombuffer(self._arenas[arena].memory, dtype=torch.uint8)
-        pieces = []
-        for item, box, start, size in zip(items, boxes, places, sizes, strict=True):
-            if size == 0:
-                continue
-            pieces.append(StagedPiece(item.index.fqn, box, start))
-            target = memory[start : start + size]
-            if _is_bytes(item):
-                content = np.frombuffer(_bytes_of(objects.pop(item.index)), np.uint8)
-                target.numpy()[:] = content
-            else:
+        for item, piece, size in staged:
+            target = memory[piece.start : piece.start + size]
+            if size and _is_bytes(item):
+                target.numpy()[:] = np.frombuffer(contents.pop(item.index), np.uint8)
+            elif size:
                 _stage(item, planner.resolve_data(item), target)
         del memory
         assert self._encoder is not None
+        pieces = [piece for _, piece, size in staged if size]
+        announced = {piece.name for piece in pieces if piece.name in task.tensors}
         self._encoder.write(
             PartJob(
                 arena=arena,
@@ -195,16 +376,17 @@ class SaveEngine:
                 world_size=task.world_size,
                 catalogue=Catalogue(tensors),
                 pieces=pieces,
-                bounds=self._bounds(task.tensors, pieces),
+                bounds=self.reduction.bounds_of(Catalogue(task.tensors), announced),
                 notes={"metrics": task.metrics, "torch": str(torch.__version__), **DCP_NOTE},
             ),
-            _go_on,
+            # DCP has no way to give up a save.
+            lambda: None,
         )
         self._last_arena = arena
-        stored = StoredItem(task.part_name)
+        part_name = task.version.part_name(task.rank, task.world_size)
         return [
-            WriteResult(index=item.index, size_in_bytes=size, storage_data=stored)
-            for item, size in zip(items, sizes, strict=True)
+            WriteResult(index=item.index, size_in_bytes=size, storage_data=part_name)
+            for item, _, size in staged
         ]
 
     def close(self) -> None:
@@ -225,17 +407,6 @@ class SaveEngine:
             self._encoder = Encoder(self.storage, self.reduction, memories)
         return (self._last_arena + 1) % len(self._arenas)
 
-    def _bounds(
-        self, tensors: dict[str, TensorFacts], pieces: list[StagedPiece]
-    ) -> dict[str, Bound]:
-        bounds = {}
-        for name in {piece.name for piece in pieces if piece.name in tensors}:
-            for pattern, bound in self.reduction.lossy.items():
-                if fnmatch.fnmatchcase(name, pattern):
-                    bounds[name] = bound
-                    break
-        return bounds
-
 
 _copies: dict[str, SaveEngine] = {}
 
@@ -253,20 +424,8 @@ def engine_of_copies(place: str, reduction: Reduction) -> SaveEngine:
     return _copies[place]
 
 
-def _go_on() -> None:
-    """DCP has no way to give up a save."""
-
-
 def _is_bytes(item: WriteItem) -> bool:
     return item.type == WriteItemType.BYTE_IO
-
-
-def _bytes_of(content: Any) -> memoryview:
-    if not isinstance(content, io.BytesIO):
-        raise CheckpointError(
-            f"the planner gave a {type(content).__name__} where it had announced bytes"
-        )
-    return content.getbuffer()
 
 
 def facts_of(plans: list[SavePlan]) -> dict[str, TensorFacts]:
@@ -301,14 +460,12 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass
-class _Hold:
-    ownership: Ownership
-    process: int
-    thread: threading.Thread
+_COPIED_BYTES = 256 << 20
+_STEP = re.compile(r"(\d+)/*$", re.ASCII)
+_logger = logging.getLogger(__name__)
 
-
-_held: dict[str, _Hold] = {}
+_held: dict[str, tuple[Ownership, int, threading.Thread]] = {}
+"""Owned stores of file systems, by path; the process and the thread that own them."""
 
 
 def hold(storage: Storage) -> None:
@@ -319,42 +476,60 @@ def hold(storage: Storage) -> None:
     """
     if not isinstance(storage, LocalStorage):
         return
-    key = str(storage.root.absolute())
-    left = _held.get(key)
-    if left is not None and left.process == os.getpid():
-        if left.thread is not threading.current_thread() and left.thread.is_alive():
+    _, process, thread = _held.get(_key(storage), (None, 0, threading.current_thread()))
+    if process == os.getpid():
+        if thread is not threading.current_thread() and thread.is_alive():
             raise CheckpointError(
                 f"another save to {storage.root} is under way in this process; wait for its future"
             )
         give_up(storage)
     ownership = Ownership(storage)
     ownership.lock()
-    _held[key] = _Hold(ownership, os.getpid(), threading.current_thread())
+    _held[_key(storage)] = ownership, os.getpid(), threading.current_thread()
 
 
 def check_held(storage: Storage) -> None:
     """Raise LeaseLostError where another process has taken over the store that this one owns."""
-    if isinstance(storage, LocalStorage):
-        held = _held.get(str(storage.root.absolute()))
-        if held is not None and held.process == os.getpid():
-            held.ownership.check()
+    ownership, process, _ = _held.get(_key(storage), (None, 0, None))
+    if ownership is not None and process == os.getpid():
+        ownership.check()
 
 
 def give_up(storage: Storage) -> None:
     """Own the store no longer, if this process does."""
-    if isinstance(storage, LocalStorage):
-        left = _held.pop(str(storage.root.absolute()), None)
-        if left is not None and left.process == os.getpid():
-            left.ownership.release()
+    ownership, process, _ = _held.pop(_key(storage), (None, 0, None))
+    if ownership is not None and process == os.getpid():
+        ownership.release()
 
 
-_COPIED_BYTES = 256 << 20
-_STEP = re.compile(r"(\d+)/*$", re.ASCII)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_logger = logging.getLogger(__name__)
+def _key(storage: Storage) -> str:
+    return str(Path(storage.location).absolute())
 
 
-class OutlastWriter(StorageWriter):
+class _AtStore:
+    """What DCP asks writer and reader alike."""
+
+    _place: str
+    step: int | None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The store, for DCP's log."""
+        return self._place
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether the text can name a store."""
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the step from a checkpoint_id such as ``step-100``; others are ignored."""
+        found = None if checkpoint_id is None else _STEP.search(os.fspath(checkpoint_id))
+        if found is not None:
+            self.step = int(found[1])
+
+
+class OutlastWriter(_AtStore, StorageWriter):
     """Saves DCP states as versions of a store.
 
     One writer may serve many saves; then later versions refer to content that earlier ones hold,
@@ -413,22 +588,11 @@ class OutlastWriter(StorageWriter):
         return self._step
 
     @step.setter
-    def step(self, step: int) -> None:
-        if step < 0:
+    def step(self, step: int | None) -> None:
+        if step is not None and step < 0:
             raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
         self._step = step
         self._request += 1
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The store, for DCP's log."""
-        return self._place
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from a checkpoint_id such as ``step-100``; others are ignored."""
-        step = _step_of(checkpoint_id)
-        if step is not None:
-            self.step = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the role; DCP passes the rank only if the last parameter is named ``kwargs``."""
@@ -455,10 +619,11 @@ class OutlastWriter(StorageWriter):
         hold(engine.storage)
         try:
             version = engine.next_version((self._identity, self._request), self._step)
-        except BaseException as error:
+        except OSError as error:
             give_up(engine.storage)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"{self._place}: {sentence_of(error)}") from error
+            raise CheckpointError(f"{self._place}: {sentence_of(error)}") from error
+        except BaseException:
+            give_up(engine.storage)
             raise
         return [
             dataclasses.replace(
@@ -474,7 +639,7 @@ class OutlastWriter(StorageWriter):
             CheckpointError: When the storage fails or the planner gives other data than it
                 announced; the version is never published then.
         """
-        try:
+        with self._reported(give_up_always=False):
             task = plan.storage_data
             if not isinstance(task, SaveTask):
                 raise CheckpointError(
@@ -482,23 +647,13 @@ class OutlastWriter(StorageWriter):
                 )
             self._task = task
             results = self._engine.write(task, plan.items, planner)
-        except BaseException as error:
-            if self._is_coordinator:
-                give_up(self._engine.storage)
-            if isinstance(error, OSError):
-                raise CheckpointError(
-                    f"the checkpoint in {self._place} failed: {sentence_of(error)}"
-                ) from error
-            raise
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the version: the metadata, then the seal, then delete what is too old."""
         assert self._task is not None
         storage, version = self._engine.storage, self._task.version
-        try:
+        with self._reported(give_up_always=True):
             written = [result for of_rank in results for result in of_rank]
             missing = set(metadata.state_dict_metadata) - {result.index.fqn for result in written}
             if missing:
@@ -512,21 +667,25 @@ class OutlastWriter(StorageWriter):
             check_held(storage)
             if self._engine.claim is not None:
                 self._engine.claim.check()
-            seal(storage, version)
+            seal(storage, load(storage, version))
             self._engine.served = (self._identity, self._request)
             with contextlib.suppress(OSError, CheckpointError):
                 prune(storage, self._retention)
+
+    @contextlib.contextmanager
+    def _reported(self, *, give_up_always: bool) -> Iterator[None]:
+        """Give up the store when the block fails, or ends; what the storage says is a sentence."""
+        failed = True
+        try:
+            yield
+            failed = False
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint in {self._place} failed: {sentence_of(error)}"
             ) from error
         finally:
-            give_up(storage)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether the text can name a store."""
-        return bool(os.fspath(checkpoint_id))
+            if give_up_always or (failed and self._is_coordinator):
+                give_up(self._engine.storage)
 
     def storage_meta(self) -> StorageMeta:
         """Return the metadata for planners."""
@@ -545,12 +704,7 @@ class OutlastWriter(StorageWriter):
         self._begin(engine_of_copies(self._place, self._reduction))
 
 
-def _step_of(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
-    found = None if checkpoint_id is None else _STEP.search(os.fspath(checkpoint_id))
-    return None if found is None else int(found[1])
-
-
-class OutlastReader(StorageReader):
+class OutlastReader(_AtStore, StorageReader):
     """Loads DCP states from a store, whoever wrote it and on however many ranks.
 
     Only the tiles that this rank needs are read, and each is checked. All ranks take the newest
@@ -572,23 +726,13 @@ class OutlastReader(StorageReader):
 
     def __init__(self, place: str | os.PathLike[str], *, step: int | None = None) -> None:
         self._storage = storage_of(place)
-        self._step = step
+        self._place = self._storage.location
+        self.step = step
         self._contents: Contents | None = None
         self._reader: VersionReader | None = None
         self.version: Version | None = None
         self.skipped: list[str] = []
         self.counters = Counters()
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The store, for DCP's log."""
-        return self._storage.location
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from a checkpoint_id such as ``step-100``; others are ignored."""
-        step = _step_of(checkpoint_id)
-        if step is not None:
-            self._step = step
 
     def newest(self) -> Version | None:
         """The version that a load takes; None where no save was completed yet.
@@ -597,7 +741,7 @@ class OutlastReader(StorageReader):
             CheckpointError: When there are versions, and none can be used.
         """
         try:
-            return newest_contents(self._storage, self._step)[0].version
+            return newest_contents(self._storage, self.step)[0].version
         except UnfinishedError:
             return None
 
@@ -607,7 +751,7 @@ class OutlastReader(StorageReader):
         No parameter is named ``kwargs``: DCP would take it for an offer to load without agreement
         between the ranks.
         """
-        self._contents, metadata, self.skipped = newest_contents(self._storage, self._step)
+        self._contents, metadata, self.skipped = newest_contents(self._storage, self.step)
         self.version = self._contents.version
         for sentence in self.skipped:
             _logger.warning("skipped a checkpoint: %s", sentence)
@@ -645,40 +789,54 @@ class OutlastReader(StorageReader):
         Raises:
             CheckpointError: Naming the file and tensor that is damaged.
         """
-        assert self._reader is not None
         try:
-            batch: list[_Filling] = []
+            batch: list[tuple[ReadItem, Filling]] = []
             size = 0
             for item in plan.items:
-                batch.append(_Filling(item, planner, self._reader))
-                size += batch[-1].extra_bytes
+                batch.append((item, self._filling(item, planner)))
+                size += batch[-1][1].extra_bytes
                 if size > _COPIED_BYTES:
                     self._fill(batch, planner)
                     batch, size = [], 0
             self._fill(batch, planner)
         finally:
             self._close()
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether the text can name a store."""
-        return bool(os.fspath(checkpoint_id))
+    def _filling(self, item: ReadItem, planner: LoadPlanner) -> Filling:
+        """The planner's memory for an item, or memory for its bytes."""
+        assert self._contents is not None
+        name = item.storage_index.fqn
+        facts = self._contents.catalogue.tensors[name]
+        if item.type == LoadItemType.BYTE_IO:
+            return Filling(name, torch.empty(facts.shape, dtype=torch.uint8), facts)
+        target = planner.resolve_tensor(item)
+        if target.shape != item.lengths:
+            raise CheckpointError(
+                f"`{name}` gives {list(item.lengths)} elements, but the planner has room for "
+                f"{list(target.shape)}"
+            )
+        first = item.storage_index.offset or (0,) * len(facts.shape)
+        offset = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
+        return Filling(name, target, facts, Box(offset, tuple(item.lengths)))
 
-    def _fill(self, batch: list[_Filling], planner: LoadPlanner) -> None:
+    def _fill(self, batch: list[tuple[ReadItem, Filling]], planner: LoadPlanner) -> None:
         assert self._reader is not None
         assert self.version is not None
+        fillings = [filling for _, filling in batch if filling.box.elements]
         try:
-            self._reader.read([sample.wanted for sample in batch if sample.wanted.box.elements])
+            self._reader.read([Wanted(found.name, found.box, found.out) for found in fillings])
         except CheckpointError as error:
             raise CheckpointError(
                 f"step {self.version.step} cannot be loaded: {error}; load an older step with "
                 "OutlastReader(..., step=...)"
             ) from None
-        for sample in batch:
-            sample.finish(planner)
+        for item, filling in batch:
+            filling.finish()
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(filling.out.tobytes()))
+            else:
+                planner.commit_tensor(item, filling.local)
 
     def _close(self) -> None:
         if self._reader is not None:
@@ -686,55 +844,7 @@ class OutlastReader(StorageReader):
             self._reader = None
 
 
-class _Filling:
-    """A read item and the host memory that it is read into: the tensor's own, where possible."""
-
-    def __init__(self, item: ReadItem, planner: LoadPlanner, reader: VersionReader) -> None:
-        name = item.storage_index.fqn
-        facts = reader.contents.catalogue.tensors[name]
-        self._item = item
-        self._target: torch.Tensor | None = None
-        self._host: torch.Tensor | None = None
-        self.extra_bytes = 0
-        if item.type == LoadItemType.BYTE_IO:
-            self.wanted = Wanted(name, whole(facts.shape), np.empty(facts.shape, np.uint8))
-            self.extra_bytes = self.wanted.out.nbytes
-            return
-        self._target = planner.resolve_tensor(item).detach()
-        if self._target.shape != item.lengths:
-            raise CheckpointError(
-                f"`{name}` gives {list(item.lengths)} elements, but the planner has room for "
-                f"{list(self._target.shape)}"
-            )
-        into = self._target
-        if not (
-            into.device.type == "cpu"
-            and into.dtype == dtype_of(facts)
-            and into.element_size() in _INTEGERS
-            and not (into.is_conj() or into.is_neg())
-        ):
-            into = self._host = torch.empty(item.lengths, dtype=dtype_of(facts))
-            self.extra_bytes = into.numel() * facts.itemsize
-        first = item.storage_index.offset or (0,) * len(facts.shape)
-        offset = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
-        self.wanted = Wanted(name, Box(offset, tuple(item.lengths)), _array(into))
-
-    def finish(self, planner: LoadPlanner) -> None:
-        """Hand over what was read."""
-        if self._target is None:
-            planner.load_bytes(self._item, io.BytesIO(self.wanted.out.tobytes()))
-            return
-        if self._host is not None:
-            with torch.no_grad():
-                self._target.copy_(self._host)
-        planner.commit_tensor(self._item, self._target)
-
-
-def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a host tensor, contiguous or not, as an array of opaque elements."""
-    itemsize = tensor.element_size()
-    if itemsize in _INTEGERS:
-        found: NDArray[Any] = tensor.view(_INTEGERS[itemsize]).numpy()
-        return found
-    flat = tensor.reshape(-1).view(torch.uint8).numpy()
-    return flat.view(f"V{itemsize}").reshape(tuple(tensor.shape))
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from outlast.checkpoint.format.manifest import Catalogue, Piece, tiles
-from outlast.checkpoint.format.reader import VersionReader, Wanted
-from outlast.checkpoint.inspection.listing import group_of, optimizer_keys, values_of
+from outlast.checkpoint.inspection import group_of, optimizer_keys, values_of
+from outlast.checkpoint.manifest import Catalogue, Piece, tiles
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.state.box import Box, whole
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.format.manifest import Part, TensorFacts
-    from outlast.checkpoint.format.storage import Storage
-    from outlast.checkpoint.format.version import Contents
-    from outlast.checkpoint.inspection.listing import Progress
+    from outlast.checkpoint.inspection import Progress
+    from outlast.checkpoint.manifest import Part
+    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.version import Contents
 
 
 _INTEGERS = {"bool": "u1"} | {
@@ -122,22 +122,27 @@ class Distance:
         found = math.sqrt(self._squares) / math.sqrt(self._later_squares)
         return found if math.isfinite(found) else None
 
-    def add(self, before: NDArray[np.uint8], after: NDArray[np.uint8]) -> None:
+    def add(self, before: NDArray[np.uint8] | None, after: NDArray[np.uint8]) -> None:
         """Compare two parts.
 
         Args:
-            before: (bytes,) of the earlier tensor.
+            before: (bytes,) of the earlier tensor; None: equal to `after`.
             after: (bytes,) of the later one.
         """
+        b = numbers_of(after, self.dtype)
+        if b is not None:
+            counted = b[np.isfinite(b)] if b.dtype.kind in "fc" else b
+            self._later_squares += _squares(counted)
+        if before is None:
+            return
         word = math.gcd(self.itemsize, 8)
         words = before.view(f"<u{word}") != after.view(f"<u{word}")
         differ = words.reshape(-1, self.itemsize // word).any(axis=1)
         self.changed += int(np.count_nonzero(differ))
-        a, b = numbers_of(before, self.dtype), numbers_of(after, self.dtype)
+        a = numbers_of(before, self.dtype)
         if a is None or b is None:
             self.comparable = False
             return
-        self._add_later(b)
         a, b = a[differ], b[differ]
         if a.dtype.kind in "iu":
             # The difference of two 64-bit integers needs 65 bits, its magnitude does not.
@@ -151,17 +156,6 @@ class Distance:
                 gaps = np.abs(a[finite] - b[finite])
             self.largest = max(self.largest, float(gaps.max(initial=0.0)))
         self._squares += _squares(gaps)
-
-    def add_equal(self, both: NDArray[np.uint8]) -> None:
-        """Take in a part that is equal in both; (bytes,)."""
-        numbers = numbers_of(both, self.dtype)
-        if numbers is not None:
-            self._add_later(numbers)
-
-    def _add_later(self, numbers: NDArray[Any]) -> None:
-        if numbers.dtype.kind in "fc":
-            numbers = numbers[np.isfinite(numbers)]
-        self._later_squares += _squares(numbers)
 
 
 def _squares(numbers: NDArray[Any]) -> float:
@@ -265,22 +259,47 @@ def compare(
         CheckpointError: When something that must be read is damaged.
     """
     old, new = before.catalogue.tensors, after.catalogue.tensors
-    alike = [name for name, facts in sorted(old.items()) if _alike(facts, new.get(name))]
-    changes = [
-        _other_facts(name, old.get(name), new.get(name))
-        for name in sorted({*old, *new}.difference(alike))
+    alike = [
+        name
+        for name in sorted(old.keys() & new.keys())
+        if (old[name].dtype, old[name].shape) == (new[name].dtype, new[name].shape)
     ]
-    content_bytes = sum(_bytes(old[name]) for name in alike)
+    content_bytes = sum(old[name].bytes for name in alike)
     comparison = _Comparison(storage, before, after)
     done_bytes = 0
-    for cells in _batched(comparison.cells(alike), _CELLS):
+    coming = comparison.cells(alike)
+    while cells := list(itertools.islice(coming, _CELLS)):
         comparison.add(cells)
         done_bytes += sum(
             cell.box.elements * new[cell.name].itemsize for cell in cells if cell.before
         )
         if progress is not None:
             progress(done_bytes + comparison.equal_bytes, content_bytes)
-    changes += [_change(name, new[name], comparison.distances.get(name)) for name in alike]
+    changes = []
+    for name in sorted({*old, *new}):
+        was, now = old.get(name), new.get(name)
+        facts = now or was
+        assert facts is not None
+        change = TensorChange(name, "same", facts.dtype, facts.shape)
+        distance = comparison.distances.get(name)
+        if now is None or was is None:
+            change = replace(change, change="removed" if now is None else "added")
+        elif was.dtype != now.dtype:
+            shape = None if was.shape == now.shape else was.shape
+            change = replace(change, change="retyped", was_dtype=was.dtype, was_shape=shape)
+        elif was.shape != now.shape:
+            change = replace(change, change="reshaped", was_shape=was.shape)
+        elif distance is not None and distance.changed:
+            change = replace(
+                change,
+                change="changed",
+                changed_elements=distance.changed,
+                fraction=distance.changed / math.prod(facts.shape),
+                relative_change=distance.relative,
+                max_difference=distance.largest if distance.comparable else None,
+                not_finite=distance.not_finite,
+            )
+        changes.append(change)
     return Difference(
         before.version.folder,
         after.version.folder,
@@ -292,52 +311,12 @@ def compare(
     )
 
 
-def _alike(old: TensorFacts, new: TensorFacts | None) -> bool:
-    return new is not None and (old.dtype, old.shape) == (new.dtype, new.shape)
-
-
-def _bytes(facts: TensorFacts) -> int:
-    return math.prod(facts.shape) * facts.itemsize
-
-
 def _size_of_change(change: TensorChange) -> tuple[int, float, float, str]:
     order = ["removed", "added", "retyped", "reshaped", "changed", "same"].index(change.change)
     relative = change.relative_change
     if relative is None and change.change == "changed":
         relative = math.inf
     return order, -(relative or 0.0), -change.fraction, change.name
-
-
-def _other_facts(name: str, old: TensorFacts | None, new: TensorFacts | None) -> TensorChange:
-    if new is None:
-        assert old is not None
-        return TensorChange(name, "removed", old.dtype, old.shape)
-    if old is None:
-        return TensorChange(name, "added", new.dtype, new.shape)
-    return TensorChange(
-        name,
-        "retyped" if old.dtype != new.dtype else "reshaped",
-        new.dtype,
-        new.shape,
-        old.dtype if old.dtype != new.dtype else None,
-        old.shape if old.shape != new.shape else None,
-    )
-
-
-def _change(name: str, facts: TensorFacts, distance: Distance | None) -> TensorChange:
-    if distance is None or not distance.changed:
-        return TensorChange(name, "same", facts.dtype, facts.shape)
-    return TensorChange(
-        name,
-        "changed",
-        facts.dtype,
-        facts.shape,
-        changed_elements=distance.changed,
-        fraction=distance.changed / math.prod(facts.shape),
-        relative_change=distance.relative,
-        max_difference=distance.largest if distance.comparable else None,
-        not_finite=distance.not_finite,
-    )
 
 
 class _Tile(NamedTuple):
@@ -394,19 +373,14 @@ class _Comparison:
 
     def add(self, cells: list[_Cell]) -> None:
         """Read and compare some cells."""
-        compared = [cell for cell in cells if cell.before]
-        before = self._read(self._before, compared, [cell.before for cell in compared])
-        after = self._read(self._after, cells, [cell.after for cell in cells])
-        earlier = iter(before)
+        compared = [(cell, cell.before) for cell in cells if cell.before]
+        before = iter(self._read(self._before, compared))
+        after = self._read(self._after, [(cell, cell.after) for cell in cells])
         for cell, content in zip(cells, after, strict=True):
-            distance = self.distances[cell.name]
-            if cell.before:
-                distance.add(next(earlier), content)
-            else:
-                distance.add_equal(content)
+            self.distances[cell.name].add(next(before) if cell.before else None, content)
 
     def _read(
-        self, contents: Contents, cells: list[_Cell], saved: list[list[_Tile]]
+        self, contents: Contents, cells: list[tuple[_Cell, list[_Tile]]]
     ) -> list[NDArray[np.uint8]]:
         """The bytes of each cell.
 
@@ -415,7 +389,7 @@ class _Comparison:
         """
         pieces: dict[int, dict[str, list[Piece]]] = {}
         tensors, wanted = {}, []
-        for cell, found in zip(cells, saved, strict=True):
+        for cell, found in cells:
             name = f"{cell.name}{list(cell.box.offset)}"
             facts = tensors[name] = contents.catalogue.tensors[cell.name]
             for tile in found:
@@ -424,11 +398,8 @@ class _Comparison:
             kind = "u" if facts.itemsize <= 8 else "V"
             out = np.empty(cell.box.shape, f"{kind}{facts.itemsize}")
             wanted.append(Wanted(name, cell.box, out))
-        parts = [
-            replace(part, pieces=pieces[part.rank])
-            for part in contents.parts
-            if part.rank in pieces
-        ]
+        read = (part for part in contents.parts if part.rank in pieces)
+        parts = [replace(part, pieces=pieces[part.rank]) for part in read]
         shown = replace(contents, catalogue=Catalogue(tensors), parts=parts)
         with VersionReader(self._storage, shown) as reader:
             reader.read(wanted)
@@ -462,11 +433,6 @@ def _hashes(found: list[_Tile]) -> set[tuple[Box, str]]:
     return {(tile.box, tile.part.chunks[tile.chunk].content_hash) for tile in found}
 
 
-def _batched(cells: Iterator[_Cell], count: int) -> Iterator[list[_Cell]]:
-    while batch := list(itertools.islice(cells, count)):
-        yield batch
-
-
 _ABSENT = object()
 
 
@@ -477,16 +443,13 @@ def _value_changes(before: Contents, after: Contents) -> Iterator[ValueChange]:
         group = group_of(name, optimizers)
         shared = group if group.endswith((".groups.*", ".other.*")) else name
         for path, was, now in _leaves(old.get(name, _ABSENT), new.get(name, _ABSENT)):
-            change: Literal["added", "removed", "changed"] = (
-                "added" if was is _ABSENT else "removed" if now is _ABSENT else "changed"
-            )
-            yield ValueChange(
-                name + path,
-                shared + path,
-                change,
-                None if was is _ABSENT else was,
-                None if now is _ABSENT else now,
-            )
+            names = name + path, shared + path
+            if was is _ABSENT:
+                yield ValueChange(*names, "added", None, now)
+            elif now is _ABSENT:
+                yield ValueChange(*names, "removed", was, None)
+            else:
+                yield ValueChange(*names, "changed", was, now)
 
 
 def _leaves(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

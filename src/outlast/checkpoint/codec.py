@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zstandard
 
-from outlast.checkpoint.format.manifest import item_bytes
+from outlast.checkpoint.manifest import item_bytes
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from outlast.checkpoint.format.storage import LocalStorage, make_directory, publish, sentence_of
-from outlast.checkpoint.format.version import list_versions
+from outlast.checkpoint.storage import LocalStorage, make_directory, publish, sentence_of
+from outlast.checkpoint.version import list_versions
 from outlast.errors import CheckpointError, RunError
 from outlast.records import OwnerLock, lives_on_this_host, this_process
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from outlast.checkpoint.format.storage import Storage
+    from outlast.checkpoint.storage import Storage
 
 _NAME = re.compile(r"session-([1-9]\d{0,17})\.json", re.ASCII)
 _REMEDY = "wait for it to end, or save to another directory"

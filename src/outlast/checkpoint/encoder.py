@@ -6,7 +6,6 @@ Needs neither torch nor the training process: the writer process runs it on shar
 from __future__ import annotations
 
 import fnmatch
-import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.codec import DELTAS, Coder, Compression
-from outlast.checkpoint.format.lossy import LOSSY_DTYPES, Bound, round_to_bound
-from outlast.checkpoint.format.manifest import (
+from outlast.checkpoint import codec
+from outlast.checkpoint.codec import DELTAS, Coder, Compression
+from outlast.checkpoint.lossy import LOSSY_DTYPES, Bound, round_to_bound
+from outlast.checkpoint.manifest import (
     MAX_CHAIN,
     STATE,
     Catalogue,
@@ -27,8 +26,8 @@ from outlast.checkpoint.format.manifest import (
     root_of,
     tiles,
 )
-from outlast.checkpoint.format.storage import publish
-from outlast.checkpoint.format.version import SEAL, Version, is_published
+from outlast.checkpoint.storage import publish
+from outlast.checkpoint.version import SEAL, Version, is_published
 from outlast.errors import CheckpointError
 from outlast.state.box import Box
 
@@ -37,9 +36,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.format.codec import Bytes, PlanePlan
-    from outlast.checkpoint.format.manifest import TensorFacts
-    from outlast.checkpoint.format.storage import PendingFile, Storage
+    from outlast.checkpoint.codec import Bytes, PlanePlan
+    from outlast.checkpoint.manifest import TensorFacts
+    from outlast.checkpoint.storage import PendingFile, Storage
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,10 @@ class Written:
     Attributes:
         raw_bytes: Bytes of the staged content.
         stored_bytes: Bytes that this save wrote.
-        cpu_seconds: CPU time spent on coding and writing.
-        chunks: Tiles stored in full, as deltas, and found stored already.
     """
 
     raw_bytes: int
     stored_bytes: int
-    cpu_seconds: float
-    chunks: dict[str, int]
 
 
 class AbandonedError(Exception):
@@ -184,7 +179,7 @@ class Encoder:
         self._storage = storage
         self._reduction = reduction
         self._arenas = [np.frombuffer(arena, np.uint8) for arena in arenas]
-        self._last: _Last | None = None
+        self._last: _Coding | None = None
 
     def write(self, job: PartJob, check: Callable[[], None]) -> Written:
         """Code, write and publish one part.
@@ -198,7 +193,6 @@ class Encoder:
             AbandonedError: When `check` raised it; nothing is published then.
             CheckpointError: When the version is published already.
         """
-        begun = time.process_time()
         files = self._storage.files(job.version.folder)
         own = job.name.partition("/")[2]
         alone = job.alone and own in files and is_published(self._storage, job.version)
@@ -209,7 +203,7 @@ class Encoder:
             )
         last = self._last
         if last is not None and (
-            last.version.session != job.version.session or last.version == job.version
+            last.job.version.session != job.version.session or last.job.version == job.version
         ):
             last = None
         # What an earlier try of this step has left may be referred to by its manifest.
@@ -227,7 +221,13 @@ class Encoder:
                 made.append(pack_name)
             catalogue = job.catalogue.to_bytes()
             coding.part.catalogue = root_of(catalogue)
-            made += self._write_catalogue(job, catalogue)
+            name = job.version.catalogue_name(coding.part.catalogue)
+            folder, _, file_name = name.partition("/")
+            # Another rank may have written it.
+            if self._storage.files(folder).get(file_name) != len(catalogue):
+                with self._storage.create(name) as file:
+                    file.write(catalogue)
+                made += [name] if job.world_size == 1 else []
             content = coding.part.to_bytes()
             check()
             if again:
@@ -241,45 +241,9 @@ class Encoder:
                 with suppress(OSError):
                     self._storage.remove(name)
             raise
-        self._last = coding.as_last(pack)
-        return Written(
-            coding.raw_bytes, pack.length + len(content), time.process_time() - begun, coding.counts
-        )
-
-    def _write_catalogue(self, job: PartJob, content: bytes) -> list[str]:
-        """Write the catalogue unless another rank has done so; returns what nobody else needs."""
-        name = job.version.catalogue_name(root_of(content))
-        folder, _, file_name = name.partition("/")
-        if self._storage.files(folder).get(file_name) == len(content):
-            return []
-        with self._storage.create(name) as file:
-            file.write(content)
-        return [name] if job.world_size == 1 else []
-
-
-@dataclass
-class _Last:
-    """The part published before: what may be referred to, and the bytes deltas are taken from."""
-
-    version: Version
-    part: Part
-    arena: int
-    facts: dict[str, TensorFacts]
-    pieces: dict[tuple[str, Box], tuple[int, list[int]]]
-    contents: dict[_Address, int]
-    pack_bytes: dict[str, int]
-    deltas: dict[str, str | None]
-
-    def reusable(self) -> set[int]:
-        """Numbers of the packs of which enough is still in use to go on referring to them."""
-        used = dict.fromkeys(range(len(self.part.packs)), 0)
-        for chunk in self.part.chunks:
-            used[chunk.pack] += chunk.length
-        return {
-            number
-            for number, name in enumerate(self.part.packs)
-            if used[number] >= _USED_FRACTION * self.pack_bytes.get(name, 0)
-        }
+        coding.end()
+        self._last = coding
+        return Written(coding.raw_bytes, pack.length + len(content))
 
 
 class _Pack:
@@ -310,16 +274,27 @@ class _Pack:
 
 
 class _Coding:
-    """The part that is being built."""
+    """A part that is being built, and afterwards what the next one may refer to.
+
+    Attributes:
+        job: What is saved.
+        part: Its manifest.
+        raw_bytes: Bytes of the content.
+        pieces: Where each piece lies in the arena, and its chunks.
+        contents: Content to its chunk.
+        deltas: Delta that was found best for a tensor; None: none.
+        pack_bytes: Sizes of the packs that the part refers to.
+    """
 
     def __init__(
         self,
         job: PartJob,
         reduction: Reduction,
         arenas: list[Bytes],
-        last: _Last | None,
+        last: _Coding | None,
         pack: _Pack,
     ) -> None:
+        self.job = job
         self.part = Part(
             step=job.version.step,
             session=job.version.session,
@@ -332,49 +307,42 @@ class _Coding:
             notes=job.notes,
         )
         self.raw_bytes = 0
-        self.counts = {"full": 0, "delta": 0, "known": 0}
-        self._job = job
+        self.pieces: dict[tuple[str, Box], tuple[int, list[int]]] = {}
+        self.contents: dict[_Address, int] = {}
+        self.deltas: dict[str, str | None] = {}
+        self.pack_bytes: dict[str, int] = {}
         self._coder = Coder(reduction.compression)
         self._chain = reduction.chain if job.kind == STATE else 0
-        self._arena = arenas[job.arena]
         self._arenas = arenas
         self._last = last
         self._pack = pack
-        self._reusable = last.reusable() if last is not None else set()
-        self._contents: dict[_Address, int] = {}
         self._adopted: dict[int, int] = {}
-        self._deltas: dict[str, str | None] = {}
+        # Packs of which enough is still in use to go on referring to them.
+        self._reusable: set[int] = set()
+        if last is not None:
+            used = dict.fromkeys(range(len(last.part.packs)), 0)
+            for chunk in last.part.chunks:
+                used[chunk.pack] += chunk.length
+            self._reusable = {
+                number
+                for number, name in enumerate(last.part.packs)
+                if used[number] >= _USED_FRACTION * last.pack_bytes.get(name, 0)
+            }
 
-    def as_last(self, pack: _Pack) -> _Last:
-        """Return the part and tiles that the next save may refer to."""
-        sizes = dict(self._last.pack_bytes) if self._last is not None else {}
-        sizes[pack.name] = pack.length
-        chunks = {
-            (name, piece.box): piece.chunks
-            for name, pieces in self.part.pieces.items()
-            for piece in pieces
-        }
-        return _Last(
-            self._job.version,
-            self.part,
-            self._job.arena,
-            self._job.catalogue.tensors,
-            {(p.name, p.box): (p.start, chunks[p.name, p.box]) for p in self._job.pieces},
-            self._contents,
-            {name: size for name, size in sizes.items() if name in self.part.packs},
-            self._deltas,
-        )
+    def end(self) -> None:
+        """Note the sizes of the packs, and let go of the part before."""
+        sizes = {} if self._last is None else self._last.pack_bytes
+        sizes = {**sizes, self._pack.name: self._pack.length}
+        self.pack_bytes = {name: size for name, size in sizes.items() if name in self.part.packs}
+        self._last = None
 
     def add(self, staged: StagedPiece, check: Callable[[], None]) -> None:
         """Code all tiles of one piece."""
-        facts = self._job.catalogue.tensors[staged.name]
-        array = _view(self._arena, staged.start, staged.box, facts.itemsize)
+        facts = self.job.catalogue.tensors[staged.name]
+        array = _view(self._arenas[self.job.arena], staged.start, staged.box, facts.itemsize)
         self.raw_bytes += array.nbytes
-        bound = self._job.bounds.get(staged.name)
-        errors = [] if bound is None else self._round(array, staged, facts, bound)
-        base = self._base(staged, facts)
-        delta = None if base is None else self._delta(staged.name, array, base, facts)
-        source = _Source(facts, base, delta)
+        errors = self._round(array, staged, facts)
+        source = self._source(array, staged, facts)
         numbers = []
         for number, tile in enumerate(tiles(staged.box, facts.steps)):
             check()
@@ -386,20 +354,23 @@ class _Coding:
             if known is None:
                 chunk = self._code(raw, content, source, tile, number)
                 known = self._append(chunk._replace(max_error=address[2]))
-                self._contents[address] = known
-            else:
-                self.counts["known"] += 1
+                self.contents[address] = known
             numbers.append(known)
         self.part.pieces.setdefault(staged.name, []).append(Piece(staged.box, numbers))
+        self.pieces[staged.name, staged.box] = staged.start, numbers
 
-    def _round(
-        self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts, bound: Bound
-    ) -> list[float]:
-        """Round a lossy piece in the arena, so that later deltas start from what was stored."""
-        errors = []
+    def _round(self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts) -> list[float]:
+        """Round a lossy piece in the arena, so that later deltas start from what was stored.
+
+        Returns:
+            The largest error of each tile; nothing for an exact piece.
+        """
+        bound, errors = self.job.bounds.get(staged.name), []
+        if bound is None:
+            return []
         for tile in tiles(staged.box, facts.steps):
             # Another seed for every tile and step keeps stochastic rounding unbiased over time.
-            place = f"{staged.name} {self._job.version.step} {tile.offset}"
+            place = f"{staged.name} {self.job.version.step} {tile.offset}"
             seed = xxhash.xxh3_64_intdigest(place.encode())
             rounded, error = round_to_bound(
                 _tile(array, tile, staged.box), facts.dtype, bound, seed=seed
@@ -410,42 +381,35 @@ class _Coding:
 
     def _known(self, address: _Address) -> int | None:
         """The number of a chunk with this content, from this part or the one before."""
-        if address in self._contents:
-            return self._contents[address]
-        last = self._last
-        number = None if last is None else last.contents.get(address)
-        if last is None or number is None:
-            return None
-        if not self._may_refer_to(number):
-            return None
-        self._contents[address] = self._adopt(number)
-        return self._contents[address]
+        if address not in self.contents:
+            number = None if self._last is None else self._last.contents.get(address)
+            if number is None or not self._may_refer_to(number):
+                return None
+            self.contents[address] = self._adopt(number)
+        return self.contents[address]
 
-    def _base(self, staged: StagedPiece, facts: TensorFacts) -> _Base | None:
-        """The same piece in the version before, if its bytes are still in memory."""
-        last = self._last
-        if self._chain == 0 or last is None or last.arena == self._job.arena:
-            return None
-        if last.facts.get(staged.name) != facts or (staged.name, staged.box) not in last.pieces:
-            return None
-        if not staged.box.elements:
-            return None
-        start, numbers = last.pieces[staged.name, staged.box]
-        array = _view(self._arenas[last.arena], start, staged.box, facts.itemsize)
-        return _Base(array, staged.box, numbers)
+    def _source(self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts) -> _Source:
+        """Choose the delta to the version before, if its bytes are still in memory.
 
-    def _delta(self, name: str, array: NDArray[Any], base: _Base, facts: TensorFacts) -> str | None:
-        """Choose the smallest delta of `name`, by a sample in its middle; None: the full tile."""
-        assert self._last is not None
-        if name in self._last.deltas and self._last.part.chunks[base.chunks[0]].base >= 0:
+        The smallest one is found by a sample in the middle of the piece.
+        """
+        last, name, source = self._last, staged.name, _Source(facts, staged.box)
+        if self._chain == 0 or last is None or last.job.arena == self.job.arena:
+            return source
+        same = last.job.catalogue.tensors.get(name) == facts
+        if not same or (name, staged.box) not in last.pieces or not staged.box.elements:
+            return source
+        start, source.chunks = last.pieces[name, staged.box]
+        source.base = _view(self._arenas[last.job.arena], start, staged.box, facts.itemsize)
+        if name in last.deltas and last.part.chunks[source.chunks[0]].base >= 0:
             # Within a chain, what was found at its first delta holds on.
-            self._deltas[name] = self._last.deltas[name]
-            return self._deltas[name]
+            source.delta = self.deltas[name] = last.deltas[name]
+            return source
         count = _SAMPLE_BYTES // facts.itemsize
         first = max((array.size - count) // 2, 0)
         now, before = (
             np.ascontiguousarray(item.reshape(-1)[first : first + count]).view(np.uint8)
-            for item in (array, base.array)
+            for item in (array, source.base)
         )
         sizes = {
             delta: self._size(codec.subtract(delta, now, before, facts.itemsize), facts, delta=True)
@@ -453,8 +417,8 @@ class _Coding:
         }
         best = min(sizes, key=lambda delta: sizes[delta])
         pays = sizes[best] < _DELTA_GAIN * self._size(now, facts, delta=False)
-        self._deltas[name] = best if pays else None
-        return self._deltas[name]
+        source.delta = self.deltas[name] = best if pays else None
+        return source
 
     def _size(self, sample: Bytes, facts: TensorFacts, *, delta: bool) -> int:
         """Bytes of `sample` when it is coded."""
@@ -463,16 +427,20 @@ class _Coding:
 
     def _code(self, raw: Bytes, content: str, source: _Source, tile: Box, number: int) -> Chunk:
         """Store one tile, as a delta where that was chosen and the chain allows it."""
-        itemsize, base = source.facts.itemsize, source.base
-        base_number, prefix, coded = -1, "", raw
-        if base is not None and source.delta is not None and self._may_extend(base, number):
-            base_number = self._adopt(base.chunks[number])
-            before = _tile(base.array, tile, base.box)
-            coded = codec.subtract(source.delta, raw, before, itemsize)
-            prefix = f"{source.delta}+"
-        plan = source.plan_for(self._coder, coded, number, delta=bool(prefix))
-        name, stored = self._coder.encode(coded, itemsize, plan, delta=bool(prefix))
-        self.counts["delta" if prefix else "full"] += 1
+        itemsize, base, prefix, coded = source.facts.itemsize, -1, "", raw
+        if self._last is not None and source.base is not None and source.delta is not None:
+            before = source.chunks[number]
+            depth = len(self._last.part.chain(before))
+            if depth <= self._chain and self._may_refer_to(before):
+                base, prefix = self._adopt(before), f"{source.delta}+"
+                base_tile = _tile(source.base, tile, source.box)
+                coded = codec.subtract(source.delta, raw, base_tile, itemsize)
+        is_delta = bool(prefix)
+        made_for, plan = source.plans.get(is_delta, (-_TILES_PER_PLAN, None))
+        if number - made_for >= _TILES_PER_PLAN:
+            plan = self._coder.plan(coded, source.facts.dtype, delta=is_delta)
+            source.plans[is_delta] = number, plan
+        name, stored = self._coder.encode(coded, itemsize, plan, delta=is_delta)
         return Chunk(
             self._number(self.part.packs, self._pack.name),
             self._pack.append(stored),
@@ -481,14 +449,8 @@ class _Coding:
             raw.size,
             xxhash.xxh3_128_hexdigest(stored),
             content,
-            base_number,
+            base,
         )
-
-    def _may_extend(self, base: _Base, number: int) -> bool:
-        """Return whether the chain of a tile of the base is short enough for one more delta."""
-        assert self._last is not None
-        chunk = base.chunks[number]
-        return len(self._last.part.chain(chunk)) <= self._chain and self._may_refer_to(chunk)
 
     def _may_refer_to(self, number: int) -> bool:
         """Return whether the last part's chunk `number` and its bases lie in files that stay."""
@@ -524,29 +486,24 @@ class _Coding:
 
 @dataclass
 class _Source:
-    """Way in which the tiles of one piece are coded."""
+    """Way in which the tiles of one piece are coded.
+
+    Attributes:
+        facts: Of the tensor.
+        box: Of the piece.
+        delta: Kind of the difference to the version before; None: every tile in full.
+        base: The piece in the version before, if its bytes are in memory.
+        chunks: The chunks of the part before that hold it.
+        plans: By whether tiles are deltas: the plan for them, and the tile for which it was made;
+            it is made anew every few tiles.
+    """
 
     facts: TensorFacts
-    base: _Base | None
-    delta: str | None
-    plans: dict[bool, tuple[int, PlanePlan | None]] = field(default_factory=dict)
-
-    def plan_for(self, coder: Coder, coded: Bytes, number: int, *, delta: bool) -> PlanePlan | None:
-        """The plan for tile `number`; made anew every few tiles."""
-        made_for, plan = self.plans.get(delta, (-_TILES_PER_PLAN, None))
-        if number - made_for >= _TILES_PER_PLAN:
-            plan = coder.plan(coded, self.facts.dtype, delta=delta)
-            self.plans[delta] = number, plan
-        return plan
-
-
-@dataclass(frozen=True)
-class _Base:
-    """The bytes of a piece in the version before, and the chunks that hold them."""
-
-    array: NDArray[Any]
     box: Box
-    chunks: list[int]
+    delta: str | None = None
+    base: NDArray[Any] | None = None
+    chunks: list[int] = field(default_factory=list)
+    plans: dict[bool, tuple[int, PlanePlan | None]] = field(default_factory=dict)
 
 
 def _view(arena: Bytes, start: int, box: Box, itemsize: int) -> NDArray[Any]:

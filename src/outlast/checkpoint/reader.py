@@ -7,6 +7,7 @@ memory needed beside that is a few batches.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from outlast.checkpoint.format import codec
-from outlast.checkpoint.format.manifest import ManifestError, collection_paused, tiles, tiles_within
-from outlast.checkpoint.format.storage import sentence_of
+from outlast.checkpoint import codec
+from outlast.checkpoint.manifest import ManifestError, collection_paused, tiles, tiles_within
+from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.format.codec import Bytes
-    from outlast.checkpoint.format.manifest import Chunk, Part
-    from outlast.checkpoint.format.storage import RangeReader, Storage
-    from outlast.checkpoint.format.version import Contents
+    from outlast.checkpoint.codec import Bytes
+    from outlast.checkpoint.manifest import Chunk, Part
+    from outlast.checkpoint.storage import RangeReader, Storage
+    from outlast.checkpoint.version import Contents
     from outlast.state.box import Box
 
 _BATCH_BYTES = 4 << 20
@@ -82,11 +83,6 @@ class _Target(NamedTuple):
     out: NDArray[Any]
     there: tuple[slice, ...]
     here: tuple[slice, ...]
-
-    @classmethod
-    def of(cls, want: Wanted, tile: Box, common: Box) -> _Target:
-        """Intersect `want` with `tile`."""
-        return cls(want.out, common.within(want.box), () if common == tile else common.within(tile))
 
 
 class _Fetch(NamedTuple):
@@ -164,21 +160,17 @@ class VersionReader:
         Raises:
             CheckpointError: Naming the first tile that is not as written.
         """
-        seen: set[tuple[str, int, int]] = set()
-        fetches = []
+        fetches: dict[tuple[str, int, int], _Fetch] = {}
         for part in self.contents.parts:
             for name in part.pieces:
                 facts = self.contents.catalogue.tensors[name]
                 for tile, number in part.tiles(name, facts):
                     chunk = part.chunks[number]
                     key = (part.packs[chunk.pack], chunk.offset, facts.itemsize)
-                    if key not in seen:
-                        seen.add(key)
-                        self._check_size(part, number, tile, facts.itemsize)
-                        chain = part.chain(number)
-                        fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, []))
-        self._run(list(_batches(fetches)), done)
-        return len(seen)
+                    if key not in fetches:
+                        fetches[key] = self._fetch(part, name, number, tile, [])
+        self._run(list(_batches([*fetches.values()])), done)
+        return len(fetches)
 
     def _run(self, batches: list[list[_Fetch]], done: Callable[[int], None] | None) -> None:
         """Decode batch after batch, while a few more are read ahead.
@@ -218,20 +210,26 @@ class VersionReader:
                     for number, (tile, targets) in found.items():
                         if tile not in taken:
                             taken.add(tile)
-                            self._check_size(part, piece.chunks[number], tile, facts.itemsize)
-                            chain = part.chain(piece.chunks[number])
-                            fetches.append(_Fetch(part, name, chain, tile, facts.itemsize, targets))
+                            fetch = self._fetch(part, name, piece.chunks[number], tile, targets)
+                            fetches.append(fetch)
         return fetches
 
-    def _check_size(self, part: Part, number: int, tile: Box, itemsize: int) -> None:
+    def _fetch(
+        self, part: Part, name: str, number: int, tile: Box, targets: list[_Target]
+    ) -> _Fetch:
         """See that a chunk has the content of its tile, before room is made for it."""
+        itemsize = self.contents.catalogue.tensors[name].itemsize
         if part.chunks[number].size != tile.elements * itemsize:
-            name = self.contents.version.part_name(part.rank, part.world_size)
             raise ManifestError(
-                f"{self._storage.location}/{name} is malformed: chunks[{number}] is of "
+                f"{self._manifest(part)} is malformed: chunks[{number}] is of "
                 f"{part.chunks[number].size} bytes and stands for a tile of "
                 f"{tile.elements * itemsize}"
             )
+        return _Fetch(part, name, part.chain(number), tile, itemsize, targets)
+
+    def _manifest(self, part: Part) -> str:
+        name = self.contents.version.part_name(part.rank, part.world_size)
+        return f"{self._storage.location}/{name}"
 
     def _place(self, batch: list[_Fetch], blocks: dict[int, memoryview]) -> int:
         """Check, decode and place a batch of tiles; returns the bytes decoded."""
@@ -265,9 +263,23 @@ class VersionReader:
                     break
                 stop = max(stop, chunk.offset + chunk.length)
                 end += 1
-            if stop > self._file(part.packs[pack]).size:
-                raise self._outside(batch, ordered[begin:end])
-            data = memoryview(self._read(part.packs[pack], start, stop - start))
+            name = part.packs[pack]
+            file = self._file(name)
+            if stop > file.size:
+                behind = (
+                    number for number in ordered[begin:end] if sum(chunks[number][1:3]) > file.size
+                )
+                number = next(behind)
+                tensor = next(fetch.name for fetch in batch if number in fetch.chain)
+                _, offset, length = chunks[number][:3]
+                raise ManifestError(
+                    f"{self._storage.location}/{name} is cut short at byte {file.size}, or "
+                    f"{self._manifest(part)} is malformed: chunks[{number}] (in `{tensor}`) has "
+                    f"{length} bytes from byte {offset}"
+                )
+            with self._readable(name):
+                data = memoryview(file.read(start, stop - start))
+            self.counters.add(read=len(data))
             for number in ordered[begin:end]:
                 chunk = chunks[number]
                 blocks[number] = data[chunk.offset - start : chunk.offset - start + chunk.length]
@@ -278,23 +290,18 @@ class VersionReader:
         """The open file; of very many, only those that are read are opened."""
         with self._opening:
             if pack not in self._files:
-                try:
+                with self._readable(pack):
                     self._files[pack] = self._storage.open(pack)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{self._storage.location}/{pack} cannot be read: {sentence_of(error)}"
-                    ) from None
             return self._files[pack]
 
-    def _read(self, pack: str, offset: int, length: int) -> bytes:
+    @contextlib.contextmanager
+    def _readable(self, pack: str) -> Iterator[None]:
         try:
-            data = self._file(pack).read(offset, length)
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"{self._storage.location}/{pack} cannot be read: {sentence_of(error)}"
             ) from None
-        self.counters.add(read=len(data))
-        return data
 
     def _decode(self, alike: list[_Fetch], blocks: dict[int, memoryview]) -> Bytes:
         """The contents of tiles that are coded alike, each from its first base on, checked.
@@ -312,9 +319,14 @@ class VersionReader:
             stored = []
             for fetch in alike:
                 number = fetch.chain[level]
-                block = blocks[number]
-                if xxhash.xxh3_128_hexdigest(block) != part.chunks[number].stored_hash:
-                    raise self._damaged(part, number, block, fetch.name)
+                block, chunk = blocks[number], part.chunks[number]
+                if xxhash.xxh3_128_hexdigest(block) != chunk.stored_hash:
+                    cut = "is cut short" if len(block) < chunk.length else "is damaged"
+                    raise CheckpointError(
+                        f"{self._storage.location}/{part.packs[chunk.pack]} {cut} at byte "
+                        f"{chunk.offset} (in `{fetch.name}`): its content does not have the "
+                        "checksum that was written"
+                    )
                 stored.append(block)
             chunk = part.chunks[alike[0].chain[level]]
             delta, plus, coded = part.codecs[chunk.codec].rpartition("+")
@@ -336,29 +348,6 @@ class VersionReader:
                 )
         return raw
 
-    def _outside(self, batch: list[_Fetch], numbers: list[int]) -> ManifestError:
-        """Return the error for chunks `numbers` of which one lies behind the end of its pack."""
-        part = batch[0].part
-        pack = part.packs[part.chunks[numbers[0]].pack]
-        size = self._file(pack).size
-        number = next(number for number in numbers if sum(part.chunks[number][1:3]) > size)
-        name = next(fetch.name for fetch in batch if number in fetch.chain)
-        manifest = self.contents.version.part_name(part.rank, part.world_size)
-        _, offset, length = part.chunks[number][:3]
-        return ManifestError(
-            f"{self._storage.location}/{pack} is cut short at byte {size}, or "
-            f"{self._storage.location}/{manifest} is malformed: chunks[{number}] (in `{name}`) has "
-            f"{length} bytes from byte {offset}"
-        )
-
-    def _damaged(self, part: Part, number: int, stored: memoryview, name: str) -> CheckpointError:
-        chunk = part.chunks[number]
-        cut = "is cut short" if len(stored) < chunk.length else "is damaged"
-        return CheckpointError(
-            f"{self._storage.location}/{part.packs[chunk.pack]} {cut} at byte {chunk.offset} (in "
-            f"`{name}`): its content does not have the checksum that was written"
-        )
-
 
 def _targets(
     piece: Box, steps: tuple[int, ...], wants: list[Wanted]
@@ -377,11 +366,9 @@ def _targets(
         for number, tile in touched:
             inside = tile if everything else common.overlap(tile)
             assert inside is not None
-            target = _Target.of(want, tile, inside)
-            if number in found:
-                found[number][1].append(target)
-            else:
-                found[number] = tile, [target]
+            here = () if inside == tile else inside.within(tile)
+            target = _Target(want.out, inside.within(want.box), here)
+            found.setdefault(number, (tile, []))[1].append(target)
     return found
 
 

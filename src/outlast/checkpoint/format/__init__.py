@@ -1,1 +1,0 @@
-"""The store on disk, without torch: names, manifests, tiles, codecs, reading, writing, deleting."""

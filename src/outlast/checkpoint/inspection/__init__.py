@@ -1,1 +1,0 @@
-"""Looking into stores, without torch and without the training: what ``outlast ckpt`` shows."""
