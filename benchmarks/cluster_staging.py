@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from harness import Bar, arguments, at_least, at_most, median, publish
 
+from outlast.cluster.copying import BlockWriter, LocalReader, blocks_of, drop_from_memory
 from outlast.cluster.staging import ReadAhead, Stage
-from outlast.cluster.staging.copying import BlockWriter, LocalReader, blocks_of, drop_from_memory
 from outlast.data import SampleOrder, SampleWindow, TokenFile
 
 MIB = 1 << 20

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from slurm_programs import partition, put_queue, slurm_commands
 
-from outlast.cluster.chain.choosing import choose_first
-from outlast.cluster.chain.files import (
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     chain_files,
@@ -14,7 +13,7 @@ from outlast.cluster.chain.files import (
     write_plan,
     write_progress,
 )
-from outlast.cluster.chain.filler import StepTimes, step_times, work_seconds
+from outlast.cluster.choosing import StepTimes, choose_first, speed_of, step_times, work_seconds
 from outlast.records import AttemptStarted, StepsDone, TrainingStarted
 from outlast.records.log import RecordWriter
 
@@ -62,7 +61,7 @@ def test_counts_that_were_measured_count_as_measured(files: ChainFiles) -> None:
     trained(files, 2, 32, [1.0] * 10)
     times = step_times(files, PLAN)
     assert times is not None
-    speed = times.speed(2)
+    speed = speed_of(times, 2)
     assert [speed(nodes) for nodes in (2, 4, 8)] == pytest.approx([1.0, 2**0.5, 2.0])
     assert speed(16) == pytest.approx(2.0 * 2**0.9), "beyond what was measured"
     assert speed(1) == pytest.approx(0.5**0.9)

@@ -9,22 +9,24 @@ from cluster_policy_queues import HOUR, job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.automatic import Automatic, Planned
+from outlast.cluster.policies.automatic import AnchorFiller, Automatic, Planned
 from outlast.cluster.policies.decision import Decision, FixedLinks, Limits, OneLongJob
+from outlast.cluster.policies.forecast import Outlook
 from outlast.cluster.policies.replay import moments, play, replay, submission_times
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.state import Settings
+from outlast.cluster.scheduler import Settings
+from outlast.cluster.simulate import Simulation
 from outlast.cluster.workload import lublin
 
 POLICIES = {
     "long": lambda kind: OneLongJob(),
     "links": lambda kind: FixedLinks(4 * HOUR),
     "filler": lambda kind: AnchorFiller(backfill=kind),
-    "selfish": lambda kind: AnchorFiller(polite=False, rest_seconds=0.0, backfill=kind),
-    "mistaken": lambda kind: AnchorFiller(rest_seconds=0.0, backfill="easy"),
-    "planned": lambda kind: Planned(samples=2, backfill=kind),
-    "automatic": lambda kind: Automatic(samples=2, fillers=AnchorFiller(backfill=kind)),
+    "selfish": lambda kind: AnchorFiller(polite=False, backfill=kind),
+    "mistaken": lambda kind: AnchorFiller(backfill="easy"),
+    "planned": lambda kind: Planned(outlook=Outlook(samples=2, backfill=kind)),
+    "automatic": lambda kind: Automatic(
+        outlook=Outlook(samples=2), fillers=AnchorFiller(backfill=kind)
+    ),
 }
 
 

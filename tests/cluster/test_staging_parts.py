@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.staging.copying import BlockWriter, LocalReader, ReadAhead, blocks_of
-from outlast.cluster.staging.stage import FileLock, Kept, Room, victims
+from outlast.cluster.copying import BlockWriter, LocalReader, ReadAhead, blocks_of
+from outlast.cluster.stage import FileLock, Kept, Room, victims
 from outlast.errors import ClusterError
 
 MIB = 1 << 20

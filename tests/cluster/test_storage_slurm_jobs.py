@@ -12,14 +12,14 @@ import time
 import pytest
 from slurm_programs import put_command, shown, slurm_commands
 
-from outlast.cluster.storage import io_lock as storage_job
-from outlast.cluster.storage.identity import this_process
-from outlast.cluster.storage.io_lock import SlurmJobs, job_state, turns_for
+from outlast.cluster import storage as storage_job
+from outlast.cluster.storage import SlurmJobs, job_state, turns_for
 from outlast.job import load_job
+from outlast.records.claims import Owner
 
 
 def owner(job="7", cluster=""):
-    return dataclasses.replace(this_process(), job=job, cluster=cluster)
+    return dataclasses.replace(Owner.here(), job=job, cluster=cluster)
 
 
 def answered(ask, about):

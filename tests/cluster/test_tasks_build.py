@@ -12,17 +12,20 @@ import typer
 from typer.testing import CliRunner
 
 from outlast.cli.cluster import tasks as command
-from outlast.cluster.tasks.build import (
+from outlast.cluster.tasks.gantt import Bar, duration, gantt_svg, merged, node_rows, page, uses
+from outlast.cluster.tasks.graph import (
     DISKS,
     SHARED,
+    Edge,
     Evaluation,
+    Graph,
+    Machine,
     RunFigures,
+    Task,
     TierFigures,
     graph_from_toml,
     run_graph,
 )
-from outlast.cluster.tasks.gantt import Bar, duration, gantt_svg, merged, node_rows, page, uses
-from outlast.cluster.tasks.graph import Edge, Graph, Machine, Task
 from outlast.cluster.tasks.planner import plan, run_greedily
 from outlast.errors import ClusterError
 

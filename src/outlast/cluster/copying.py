@@ -30,7 +30,6 @@ import posixpath
 import struct
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,8 +39,7 @@ import xxhash
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
 
 ALIGNMENT_BYTES = 4096
@@ -67,11 +65,6 @@ class BlockWriter:
         except BaseException:
             os.close(self._descriptor)
             raise
-
-    @property
-    def direct(self) -> bool:
-        """True if the next block is written past the kernel's memory."""
-        return self._direct
 
     def write(self, block: memoryview) -> None:
         """Append a block; raises OSError."""
@@ -160,9 +153,8 @@ def blocks_of(
         return
     # Memory that is written again and again: fresh memory would cost a page fault for each page.
     memories = [mmap.mmap(-1, min(size, stop - start)) for _ in range(slots)]
-    executor = concurrent.futures.ThreadPoolExecutor(
-        min(ahead.blocks, slots), thread_name_prefix="outlast-stage"
-    )
+    workers = min(ahead.blocks, slots)
+    executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="outlast-stage")
 
     def read(number: int) -> memoryview:
         offset = offsets[number]
@@ -342,22 +334,21 @@ def _find(location: str, beside: Sequence[str]) -> Source:
         inside = sorted(item for item in path.rglob("*") if item.is_file())
         listed = [_local_file(file, file.relative_to(path).as_posix()) for file in inside]
         return Source(location, tuple(listed), is_folder=True)
-    companions = [path.with_name(name) for name in beside]
-    found = [_companion(companion) for companion in companions if companion.is_file()]
-    return Source(location, (_local_file(path, path.name), *found), is_folder=False)
+    found = [_local_file(path, path.name)]
+    for companion in (path.with_name(name) for name in beside):
+        if companion.is_file():
+            file = _local_file(companion, companion.name)
+            if file.size_bytes <= _SMALL_BYTES:
+                # Known by its content: copies of it are as good.
+                digest = xxhash.xxh3_128_hexdigest(companion.read_bytes())
+                file = replace(file, version=f"xxh3-128 {digest}")
+            found.append(file)
+    return Source(location, tuple(found), is_folder=False)
 
 
 def _local_file(path: Path, name: str) -> SourceFile:
     facts = path.stat()
     return SourceFile(name, str(path), facts.st_size, f"mtime {facts.st_mtime_ns}")
-
-
-def _companion(path: Path) -> SourceFile:
-    """A small file that belongs to another, known by its content: copies of it are as good."""
-    file = _local_file(path, path.name)
-    if file.size_bytes > _SMALL_BYTES:
-        return file
-    return replace(file, version=f"xxh3-128 {xxhash.xxh3_128_hexdigest(path.read_bytes())}")
 
 
 def _find_remote(location: str, beside: Sequence[str]) -> Source:
@@ -367,10 +358,12 @@ def _find_remote(location: str, beside: Sequence[str]) -> Source:
     if facts["type"] == "directory":
         inside: dict[str, Any] = filesystem.find(path, detail=True)
         root = path.rstrip("/") + "/"
-        listed = [
-            _remote_file(filesystem, item, _safe(name.removeprefix(root), location))
-            for name, item in sorted(inside.items())
-        ]
+        listed = []
+        for full, item in sorted(inside.items()):
+            name = full.removeprefix(root)
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ClusterError(f"{location} lists the file {name!r}, which lies outside it")
+            listed.append(_remote_file(filesystem, item, name))
         return Source(location, tuple(listed), is_folder=True)
     files = [_remote_file(filesystem, facts, posixpath.basename(path))]
     for name in beside:
@@ -380,12 +373,6 @@ def _find_remote(location: str, beside: Sequence[str]) -> Source:
             continue
         files.append(_remote_file(filesystem, companion, name))
     return Source(location, tuple(files), is_folder=False)
-
-
-def _safe(name: str, location: str) -> str:
-    if name.startswith("/") or ".." in name.split("/"):
-        raise ClusterError(f"{location} lists the file {name!r}, which lies outside it")
-    return name
 
 
 def _remote_file(filesystem: Any, facts: dict[str, Any], name: str) -> SourceFile:
@@ -421,7 +408,7 @@ _NOTE = struct.Struct("<Q")
 
 
 class Pace(Protocol):
-    """Rate limit of a copy; `outlast.cluster.storage` has such."""
+    """Rate limit of a copy; `outlast.cluster.pace` has such."""
 
     @property
     def block_bytes(self) -> int:
@@ -429,25 +416,6 @@ class Pace(Protocol):
 
     def take(self, size_bytes: int, deadline_seconds: float, /) -> None:
         """Wait until so many bytes may be copied; raises ClusterError at the deadline."""
-
-
-Pacing = Callable[[str], "AbstractContextManager[Pace | None]"]
-"""Gives the pace of the copy of a source; entered when it begins, left at its end."""
-
-
-@dataclass(frozen=True)
-class Copied:
-    """Result of copying one file.
-
-    Attributes:
-        digest: xxh3-128 of its content, hexadecimal.
-        copied_bytes: Read from the source now.
-        resumed_bytes: Found in the part that another process had left.
-    """
-
-    digest: str
-    copied_bytes: int
-    resumed_bytes: int
 
 
 def copy_file(
@@ -460,7 +428,7 @@ def copy_file(
     direct: bool = True,
     pace: Pace | None = None,
     told: Callable[[int], None] = lambda done_bytes: None,
-) -> Copied:
+) -> tuple[str, int, int]:
     """Copy a file to `target`, going on with a part that is there.
 
     Args:
@@ -472,6 +440,10 @@ def copy_file(
         direct: Whether it is written past the kernel's memory, where that can be done.
         pace: How fast; None: as fast as can be.
         told: Called with the bytes of this file that are there, after every block.
+
+    Returns:
+        xxh3-128 of its content, hexadecimal; bytes read from the source now; bytes found in the
+        part that another process had left.
 
     Raises:
         OSError: A read or a write failed.
@@ -515,7 +487,7 @@ def copy_file(
             "disk is failing; name another staging.directory"
         )
     part.replace(target)
-    return Copied(whole.hexdigest(), done - kept, kept)
+    return whole.hexdigest(), done - kept, kept
 
 
 def forget_journal(target: Path) -> None:
@@ -581,12 +553,8 @@ def digest_of(path: Path, ahead: ReadAhead, deadline: float, *, from_disk: bool 
 
 def drop_from_memory(path: Path) -> None:
     """Ask the kernel to forget its pages of a file that is synced; no more than a hint."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _append(descriptor: int, content: bytes) -> None:

@@ -5,8 +5,8 @@ wait; who asks later finds it there.
 
 Copies in a stage's folder: content, checks, locks, and eviction.
 
-`manifest.json` is published when all files are there and is never changed. None of this is synced:
-a copy can be made again, and after a crash of the node its files are compared with their digests.
+`manifest.json` is published when all files are there and is never changed. A copy can be made
+again, and after a crash of the node its files are compared with their digests.
 
 `checked.json` says in which state the files were when they were last read and had their digests. A
 write changes a file's times, which no program can set back (``st_ctime``), so files in that same
@@ -24,31 +24,26 @@ its own and nobody loses the one that he is reading. Copies that no live process
 is needed, the one that was used longest ago first; nothing is deleted where even that would not
 make enough room.
 
-Locks are advisory locks of the kernel (``flock(2)``): taken at once or not at all, and gone with
-the last process that holds the file open, however it ended, so nobody has to judge from a process
-number (which containers hide and the kernel gives out again) who is alive. They hold between
-processes of one node only, which is why a stage must lie on the node's own disk.
+Locks are those of `outlast.records.claims.FileLock`. They hold between processes of one node only,
+which is why a stage must lie on the node's own disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
-import threading
 import time
-import weakref
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from outlast.cluster.staging.copying import (
+from outlast.cluster.copying import (
     PART,
     ReadAhead,
     copy_file,
@@ -59,113 +54,33 @@ from outlast.cluster.staging.copying import (
 )
 from outlast.errors import ClusterError
 from outlast.hardware.filesystem import NETWORK_TYPES, mount_of
+from outlast.records.claims import FileLock
+from outlast.records.directory import replace_file
+from outlast.records.lease import json_object
+from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
 
-    from outlast.cluster.staging.copying import Pace, Pacing, Source
+    from outlast.cluster.copying import Pace, Source
 
-
-_forgotten_by_children: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
-class FileLock:
-    """One lock on one file; the file is made when needed.
-
-    Args:
-        path: The file; its folder exists.
-        inherited: Whether forked children hold it too. A child that goes on reading a copy must
-            keep its lease; a child of a process that copies must not keep the claim.
-    """
-
-    def __init__(self, path: Path, *, inherited: bool = False) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        if not inherited:
-            _forgotten_by_children.add(self)
-
-    @property
-    def held(self) -> bool:
-        """True while this object holds its lock."""
-        return self._descriptor is not None
-
-    def take(self, *, shared: bool = False) -> bool:
-        """Take the lock if it is free now, or free of exclusive holders where `shared`.
-
-        Raises:
-            OSError: The file cannot be made, or its file system knows no locks.
-        """
-        if self.held:
-            return True
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            # Whoever had it before may have deleted the file: then this lock keeps nobody out.
-            current = os.path.samestat(os.fstat(descriptor), self._path.stat())
-        except (BlockingIOError, FileNotFoundError):
-            current = False
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if not current:
-            os.close(descriptor)
-            return False
-        self._descriptor = descriptor
-        return True
-
-    def release(self) -> None:
-        """Give the lock back, if it is held."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def delete(self) -> None:
-        """Delete the file of a lock that is held, and give it back; others make a new one."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-        self.release()
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
-def _forget_in_child() -> None:
-    # Closing a copy of the descriptor leaves the parent's lock as it is.
-    for lock in list(_forgotten_by_children):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
+CLAIMS = "claims"
+LEASES = "leases"
+ROOM = "room"
+PLAN = "plan.json"
+USED = "used"
 MANIFEST = "manifest.json"
-
-
 CHECKED = "checked.json"
-
-
 FILES = "files"
-
-
 FORMAT = "outlast-stage"
-
-
 VERSION = 1
-
-
 CHECK_AGAIN_SECONDS = 6 * 3600.0
-
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LONGEST_NAME = 60
+_POLL_SECONDS = 0.02
+_TELL_SECONDS = 0.1
+_MOUNTS = Path("/proc/mounts")
+# Leases end with the process: what has been mapped must stay, whatever becomes of the Stage.
+_leases: dict[Path, FileLock] = {}
 
 
 @dataclass(frozen=True)
@@ -183,101 +98,55 @@ class StagedFile:
     digest: str
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """A whole copy.
-
-    Attributes:
-        source: Path or URL that it was copied from.
-        files: All files, the first one being what was asked for.
-    """
-
-    source: str
-    files: tuple[StagedFile, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of all files."""
-        return sum(file.size_bytes for file in self.files)
-
-    def publish(self, folder: Path) -> None:
-        """Write it into the folder of the copy; raises OSError."""
-        publish(folder / MANIFEST, {"format": FORMAT, "version": VERSION, **asdict(self)})
-
-
 def publish(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file that is seen whole or not at all; raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    temporary.write_text(json.dumps(content) + "\n")
-    temporary.replace(path)
+    replace_file(path, (json.dumps(content) + "\n").encode())
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in the folder of a copy; None where there is no whole copy."""
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none."""
+    try:
+        return json_object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def read_manifest(folder: Path) -> tuple[StagedFile, ...] | None:
+    """The files of a copy, the first being what was asked for; None where it is not whole."""
     content = _read(folder / MANIFEST)
     try:
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             return None
-        files = tuple(
+        return tuple(
             StagedFile(str(file["name"]), int(file["size_bytes"]), str(file["digest"]))
             for file in content["files"]
         )
-        return Manifest(str(content["source"]), files)
     except (KeyError, TypeError, ValueError):
         return None
 
 
-def has_its_sizes(folder: Path, manifest: Manifest) -> bool:
-    """True if every file is there with its size."""
-    try:
-        return all(
-            (folder / FILES / file.name).stat().st_size == file.size_bytes
-            for file in manifest.files
-        )
-    except OSError:
-        return False
-
-
-def note_checked(folder: Path, manifest: Manifest) -> None:
+def note_checked(folder: Path, files: Sequence[StagedFile]) -> None:
     """Note that all files have just been found to have their digests; raises OSError."""
-    publish(folder / CHECKED, {"time": time.time(), **_state_of(folder, manifest)})
+    publish(folder / CHECKED, {"time": time.time(), **_state_of(folder, files)})
 
 
-def was_checked(
-    folder: Path, manifest: Manifest, again_seconds: float = CHECK_AGAIN_SECONDS
-) -> bool:
+def was_checked(folder: Path, files: Sequence[StagedFile]) -> bool:
     """True if the files are as they were when they were last read, which is not long ago."""
     content = _read(folder / CHECKED)
     at = content.pop("time", None)
-    if not isinstance(at, float) or not 0.0 <= time.time() - at < again_seconds:
+    if not isinstance(at, float) or not 0.0 <= time.time() - at < CHECK_AGAIN_SECONDS:
         return False
-    try:
-        return content == _state_of(folder, manifest)
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        return content == _state_of(folder, files)
+    return False
 
 
-def _state_of(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    files = {}
-    for file in manifest.files:
+def _state_of(folder: Path, files: Sequence[StagedFile]) -> dict[str, Any]:
+    found = {}
+    for file in files:
         facts = (folder / FILES / file.name).stat()
-        files[file.name] = [facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns]
-    return {"boot": _boot(), "files": files}
-
-
-def _boot() -> str:
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        found[file.name] = [facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns]
+    return {"boot": boot_identity(), "files": found}
 
 
 @dataclass(frozen=True)
@@ -338,20 +207,13 @@ def victims(kept: Sequence[Kept], lacking_bytes: int) -> list[Kept] | None:
         As few as that order allows; None where all that are not busy would not be enough.
     """
     chosen: list[Kept] = []
-    freed = 0
-    for kept_item in sorted(kept, key=lambda kept: (kept.last_used, kept.key)):
-        if freed >= lacking_bytes:
+    for item in sorted(kept, key=lambda kept: (kept.last_used, kept.key)):
+        if lacking_bytes <= 0:
             break
-        if not kept_item.busy and kept_item.bytes > 0:
-            chosen.append(kept_item)
-            freed += kept_item.bytes
-    return chosen if freed >= lacking_bytes else None
-
-
-def free_bytes_at(directory: Path) -> int:
-    """Bytes that this user may still write to the file system of a directory."""
-    facts = os.statvfs(directory)
-    return facts.f_bavail * facts.f_frsize
+        if not item.busy and item.bytes > 0:
+            chosen.append(item)
+            lacking_bytes -= item.bytes
+    return chosen if lacking_bytes <= 0 else None
 
 
 def no_room(
@@ -375,24 +237,6 @@ def _size(count: int) -> str:
     if count < 1e7:
         return f"{count / 1e6:.3g} MB"
     return f"{count / 1e9:.3g} GB"
-
-
-CLAIMS = "claims"
-
-
-LEASES = "leases"
-
-
-ROOM = "room"
-
-
-PLAN = "plan.json"
-
-
-USED = "used"
-
-
-_LONGEST_NAME = 60
 
 
 def key_of(source: Source, digest: str | None) -> str:
@@ -428,17 +272,10 @@ def folders_of(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.is_dir() and path.name not in (CLAIMS, LEASES)]
 
 
-def note_plan(folder: Path, source: Source) -> None:
-    """Note what the copy in `folder` will be; raises OSError."""
-    publish(folder / PLAN, {"source": source.location, "bytes": source.bytes})
-
-
 def source_of(folder: Path) -> str:
     """Origin of a copy; the folder's name where that is not known."""
-    for name in (MANIFEST, PLAN):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads((folder / name).read_bytes())["source"])
-    return folder.name
+    known = {**_read(folder / PLAN), **_read(folder / MANIFEST)}
+    return str(known.get("source", folder.name))
 
 
 def kept_in(root: Path, folder: Path) -> Kept:
@@ -450,8 +287,8 @@ def kept_in(root: Path, folder: Path) -> Kept:
             size += path.stat().st_size if path.is_file() else 0
     planned = size
     if not (folder / MANIFEST).exists():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            planned = max(size, int(json.loads((folder / PLAN).read_bytes())["bytes"]))
+        with contextlib.suppress(ValueError, TypeError):
+            planned = max(size, int(_read(folder / PLAN).get("bytes", 0)))
     last_used = 0.0
     for name in (USED, PLAN):
         with contextlib.suppress(OSError):
@@ -475,22 +312,6 @@ def evict(root: Path, key: str) -> bool:
         lease.delete()
         claim.delete()
     return True
-
-
-_POLL_SECONDS = 0.02
-
-
-_TELL_SECONDS = 0.1
-
-
-# Leases end with the process: what has been mapped must stay, whatever becomes of the Stage.
-_leases: dict[Path, FileLock] = {}
-
-
-def let_go(root: Path) -> None:
-    """Give back all leases of this process on copies below `root`."""
-    for path in [lease for lease in _leases if lease.is_relative_to(root)]:
-        _leases.pop(path).release()
 
 
 @dataclass(frozen=True)
@@ -526,126 +347,101 @@ class StagedCopy:
         return {**asdict(self), "path": str(self.path), "evicted": list(self.evicted)}
 
 
+@dataclass
 class Fetching:
     """One request.
 
-    Args:
+    Attributes:
         stage: Its settings.
-        root: The user's folder of the stage.
-        key: Name of the copy.
+        folder: Of the copy, in the user's folder of the stage.
         source: What is to be copied.
         staged: What is returned, with what was done for it.
         digest: xxh3-128 of its first file where it is known.
         deadline: Time of the monotonic clock by which it must be there.
-        progress: Called with (bytes there, bytes in all).
+        progress: Called with (bytes there, bytes in all); None: nobody is told.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        root: Path,
-        key: str,
-        source: Source,
-        staged: StagedCopy,
-        *,
-        digest: str | None,
-        deadline: float,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._stage = stage
-        self._root = root
-        self._key = key
-        self._folder = root / key
-        self._source = source
-        self._staged = staged
-        self._digest = digest
-        self._deadline = deadline
-        self._progress = progress or (lambda done_bytes, all_bytes: None)
-        self._claim = claim_of(root, key)
+    stage: Stage
+    folder: Path
+    source: Source
+    staged: StagedCopy
+    digest: str | None
+    deadline: float
+    progress: Callable[[int, int], None] | None
 
-    def run(self) -> StagedCopy:
-        """Take the copy that is there, make it, or wait for who makes it.
+    def __post_init__(self) -> None:
+        self._root, self._key = self.folder.parent, self.folder.name
+        self._claim = claim_of(self._root, self._key)
+
+    def get(self, *, make: bool) -> StagedCopy | None:
+        """Take the copy that is there, wait for who makes or checks it, or make it.
+
+        Args:
+            make: Whether to make it; if not, None is returned where none is whole, or it is
+                damaged.
 
         Raises:
             ClusterError: There is no room, the source is damaged, or it took too long.
             OSError: A disk failed.
         """
         begun = told = time.monotonic()
-        while True:
+        while make or read_manifest(self.folder) is not None:
             if self._claim.take():
                 with self._claim:
-                    waited_seconds = time.monotonic() - begun
-                    return replace(self._make_or_check(), waited_seconds=waited_seconds)
+                    waited = time.monotonic() - begun
+                    found = self._make_or_check(make=make)
+                    return None if found is None else replace(found, waited_seconds=waited)
             if self._found_checked():
-                return replace(self._staged, waited_seconds=time.monotonic() - begun)
-            self._wait(self._whom)
+                return replace(self.staged, waited_seconds=time.monotonic() - begun)
+            self._wait(
+                lambda: (
+                    f"another process of this node to stage {self.source.location}; "
+                    f"{self._present_bytes()} of {self.source.bytes} bytes are there"
+                )
+            )
             if time.monotonic() - told >= _TELL_SECONDS:
                 told = time.monotonic()
-                self._progress(self._present_bytes(), self._source.bytes)
-
-    def find(self) -> StagedCopy | None:
-        """Take the copy that is there; None where none is whole, or it is damaged.
-
-        A copy that somebody else reads to check it is waited for; nothing is copied.
-
-        Raises:
-            ClusterError: The check took too long.
-            OSError: A disk failed.
-        """
-        begun = time.monotonic()
-        while read_manifest(self._folder) is not None:
-            if self._claim.take():
-                with self._claim:
-                    manifest = read_manifest(self._folder)
-                    if manifest is None:
-                        return None
-                    if not (was_checked(self._folder, manifest) or self._check(manifest)):
-                        return None
-                    self._use()
-                    return replace(self._staged, waited_seconds=time.monotonic() - begun)
-            if self._found_checked():
-                return replace(self._staged, waited_seconds=time.monotonic() - begun)
-            self._wait(self._whom)
+                self._tell(self._present_bytes())
         return None
+
+    def _tell(self, done_bytes: int) -> None:
+        if self.progress is not None:
+            self.progress(done_bytes, self.source.bytes)
 
     def _found_checked(self) -> bool:
         """True if a copy is there that needs no reading; it is in use then."""
         # Nobody works on it: all who have waited may look at once.
         if self._claim.take(shared=True):
             with self._claim:
-                manifest = read_manifest(self._folder)
-                if manifest is not None and was_checked(self._folder, manifest):
+                manifest = read_manifest(self.folder)
+                if manifest is not None and was_checked(self.folder, manifest):
                     self._use()
                     return True
         return False
 
-    def _whom(self) -> str:
-        return (
-            f"another process of this node to stage {self._source.location}; "
-            f"{self._present_bytes()} of {self._source.bytes} bytes are there"
-        )
-
     def _wait(self, whom: Callable[[], str]) -> None:
-        if time.monotonic() >= self._deadline:
+        if time.monotonic() >= self.deadline:
             raise ClusterError(
-                f"waited {self._stage.timeout_seconds:g} s (staging.timeout_seconds) for {whom()}"
+                f"waited {self.stage.timeout_seconds:g} s (staging.timeout_seconds) for {whom()}"
             )
         time.sleep(_POLL_SECONDS)
 
-    def _make_or_check(self) -> StagedCopy:
-        manifest = read_manifest(self._folder)
+    def _make_or_check(self, *, make: bool) -> StagedCopy | None:
+        manifest = read_manifest(self.folder)
+        if manifest is not None and (was_checked(self.folder, manifest) or self._check(manifest)):
+            self._use()
+            return self.staged
+        if not make:
+            return None
         if manifest is not None:
-            if was_checked(self._folder, manifest) or self._check(manifest):
-                self._use()
-                return self._staged
-            shutil.rmtree(self._folder)
-        self._folder.mkdir(exist_ok=True)
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(exist_ok=True)
         try:
             evicted = self._make_room()
         except BaseException:
             # An empty folder goes again; a part stays, since there may be room later.
             with contextlib.suppress(OSError):
-                self._folder.rmdir()
+                self.folder.rmdir()
             raise
         self._use()
         try:
@@ -653,105 +449,100 @@ class Fetching:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 # A part that fills the disk would only be in everybody's way.
-                shutil.rmtree(self._folder, ignore_errors=True)
+                shutil.rmtree(self.folder, ignore_errors=True)
             raise
         return replace(made, evicted=evicted, damaged=manifest is not None)
 
-    def _check(self, manifest: Manifest) -> bool:
-        """Read all files of a copy; whether they have their digests."""
-        if not has_its_sizes(self._folder, manifest):
-            return False
-        for file in manifest.files:
-            path = self._folder / FILES / file.name
-            if digest_of(path, self._stage.ahead, self._deadline) != file.digest:
+    def _check(self, files: Sequence[StagedFile]) -> bool:
+        """Read all files of a copy; whether they have their sizes and digests."""
+        paths = [self.folder / FILES / file.name for file in files]
+        sized = zip(paths, files, strict=True)
+        try:
+            if any(path.stat().st_size != file.size_bytes for path, file in sized):
                 return False
-        note_checked(self._folder, manifest)
+        except OSError:
+            return False
+        for path, file in zip(paths, files, strict=True):
+            if digest_of(path, self.stage.ahead, self.deadline) != file.digest:
+                return False
+        note_checked(self.folder, files)
         return True
 
     def _copy(self) -> StagedCopy:
-        pacing = self._stage.pacing
-        with contextlib.nullcontext() if pacing is None else pacing(self._source.location) as pace:
-            return self._copy_files(pace)
-
-    def _copy_files(self, pace: Pace | None) -> StagedCopy:
         copied = resumed = before = 0
-        staged = []
-        for number, file in enumerate(self._source.files):
+        staged: list[StagedFile] = []
 
-            def told(done_bytes: int, before: int = before) -> None:
-                self._progress(before + done_bytes, self._source.bytes)
+        def told(done_bytes: int) -> None:
+            self._tell(before + done_bytes)
 
-            target = self._folder / FILES / file.name
-            done = copy_file(
+        for file in self.source.files:
+            digest, read, found = copy_file(
                 file,
-                target,
-                self._stage.ahead,
-                self._deadline,
-                read_back=self._stage.read_back,
-                direct=self._stage.direct,
-                pace=pace,
+                self.folder / FILES / file.name,
+                self.stage.ahead,
+                self.deadline,
+                read_back=self.stage.read_back,
+                direct=self.stage.direct,
+                pace=self.stage.pace,
                 told=told,
             )
-            if number == 0 and self._digest is not None and done.digest != self._digest:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if not staged and self.digest is not None and digest != self.digest:
+                shutil.rmtree(self.folder, ignore_errors=True)
                 raise ClusterError(
-                    f"{file.location} is damaged: it has the xxh3-128 {done.digest}, but "
-                    f"{self._digest} is stated for it"
+                    f"{file.location} is damaged: it has the xxh3-128 {digest}, but {self.digest} "
+                    "is stated for it"
                 )
-            copied, resumed = copied + done.copied_bytes, resumed + done.resumed_bytes
-            before += file.size_bytes
-            staged.append(StagedFile(file.name, file.size_bytes, done.digest))
-        was = self._source.files
-        now = find(self._source.location, [file.name for file in was[1:]]).files
+            copied, resumed, before = copied + read, resumed + found, before + file.size_bytes
+            staged.append(StagedFile(file.name, file.size_bytes, digest))
+        was = self.source.files
+        now = find(self.source.location, [file.name for file in was[1:]]).files
         if changed := sorted({file.location for file in set(was) ^ set(now)}):
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise ClusterError(f"{', '.join(changed)} changed while it was being staged; try again")
-        manifest = Manifest(self._source.location, tuple(staged))
-        manifest.publish(self._folder)
-        for file in self._source.files:
-            forget_journal(self._folder / FILES / file.name)
-        note_checked(self._folder, manifest)
-        return replace(self._staged, copied_bytes=copied, resumed_bytes=resumed)
+        manifest = {"source": self.source.location, "files": [asdict(file) for file in staged]}
+        publish(self.folder / MANIFEST, {"format": FORMAT, "version": VERSION, **manifest})
+        for file in self.source.files:
+            forget_journal(self.folder / FILES / file.name)
+        note_checked(self.folder, staged)
+        return replace(self.staged, copied_bytes=copied, resumed_bytes=resumed)
 
     def _make_room(self) -> tuple[str, ...]:
         """Reserve the room for the copy; returns the sources of copies that had to go for it."""
         with FileLock(self._root / ROOM) as lock:
             while not lock.take():
-                self._wait(lambda: f"another process to make room in {self._stage.directory}")
+                self._wait(lambda: f"another process to make room in {self.stage.directory}")
             others = [
                 kept_in(self._root, path)
                 for path in folders_of(self._root)
                 if path.name != self._key
             ]
-            room = Room(
-                free_bytes_at(self._root), self._stage.keep_free_bytes, self._stage.limit_bytes
-            )
+            free = shutil.disk_usage(self._root).free
+            room = Room(free, self.stage.keep_free_bytes, self.stage.limit_bytes)
             present = self._present_bytes()
-            lacking = room.lacking_bytes(self._source.bytes, present, others)
+            lacking = room.lacking_bytes(self.source.bytes, present, others)
             evicted = []
             while lacking > 0:
                 chosen = victims(others, lacking)
                 if chosen is None:
-                    raise no_room(self._source, present, self._stage.directory, room, others)
+                    raise no_room(self.source, present, self.stage.directory, room, others)
                 for kept in chosen:
                     others.remove(kept)
                     source = source_of(self._root / kept.key)
                     if evict(self._root, kept.key):
                         evicted.append(source)
                         lacking -= kept.bytes
-            note_plan(self._folder, self._source)
+            planned = {"source": self.source.location, "bytes": self.source.bytes}
+            publish(self.folder / PLAN, planned)
         return tuple(evicted)
 
     def _present_bytes(self) -> int:
         """Bytes of the copy that are on the disk, in whole files and parts."""
         count = 0
-        for file in self._source.files:
-            target = self._folder / FILES / file.name
+        for file in self.source.files:
+            target = self.folder / FILES / file.name
             for path in (target, target.with_name(target.name + PART)):
-                try:
+                with contextlib.suppress(OSError):
                     count += path.stat().st_size
-                except OSError:
-                    continue
         return count
 
     def _use(self) -> None:
@@ -763,10 +554,7 @@ class Fetching:
                 # Somebody looks whether it may go; he will not get the claim, which is held here.
                 self._wait(lambda: f"the lease {path}")
             _leases[path] = lease
-        (self._folder / USED).touch()
-
-
-_MOUNTS = Path("/proc/mounts")
+        (self.folder / USED).touch()
 
 
 @dataclass(frozen=True)
@@ -781,7 +569,7 @@ class Stage:
         read_back: Whether a copy is read from the disk, past the kernel's memory, when it is made.
         direct: Whether copies are written past the kernel's memory, where that can be done.
         ahead: How sources are read.
-        pacing: How fast they are copied; None: as fast as can be.
+        pace: How fast they are copied, all together; None: as fast as can be.
     """
 
     directory: Path
@@ -791,7 +579,7 @@ class Stage:
     read_back: bool = True
     direct: bool = True
     ahead: ReadAhead = field(default_factory=ReadAhead)
-    pacing: Pacing | None = None
+    pace: Pace | None = None
 
     def fetch(
         self,
@@ -813,7 +601,7 @@ class Stage:
         Raises:
             ClusterError: The source is missing or damaged, there is no room, or it took too long.
         """
-        found = self._fetched(location, beside, digest, progress, Fetching.run)
+        found = self._fetched(location, beside, digest, progress, make=True)
         assert found is not None
         return found
 
@@ -830,7 +618,7 @@ class Stage:
         Raises:
             ClusterError: As for `fetch`.
         """
-        return self._fetched(location, beside, digest, None, Fetching.find)
+        return self._fetched(location, beside, digest, None, make=False)
 
     def _fetched(
         self,
@@ -838,38 +626,31 @@ class Stage:
         beside: Sequence[str],
         digest: str | None,
         progress: Callable[[int, int], None] | None,
-        work: Callable[[Fetching], StagedCopy | None],
+        *,
+        make: bool,
     ) -> StagedCopy | None:
         begun = time.monotonic()
         if not is_url(location):
             location = str(Path(location).absolute())
         source = find(location, beside)
-        root = self._root()
-        key = key_of(source, digest)
-        deadline = begun + self.timeout_seconds
-        files = root / key / FILES
-        path = files if source.is_folder else files / source.files[0].name
+        folder = self._root() / key_of(source, digest)
+        path = folder / FILES if source.is_folder else folder / FILES / source.files[0].name
         staged = StagedCopy(path, location, source.bytes)
-        fetching = Fetching(
-            self, root, key, source, staged, digest=digest, deadline=deadline, progress=progress
-        )
+        deadline = begun + self.timeout_seconds
+        fetching = Fetching(self, folder, source, staged, digest, deadline, progress)
         try:
-            done = work(fetching)
+            done = fetching.get(make=make)
         except OSError as error:
             raise ClusterError(
                 f"{location} cannot be staged in {self.directory} ({error.strerror or error})"
             ) from error
         return None if done is None else replace(done, seconds=time.monotonic() - begun)
 
-    def copies(self) -> list[tuple[str, Kept]]:
-        """The sources and sizes of all copies of this user, whole or not, by last use."""
-        root = self._root()
-        found = [(source_of(path), kept_in(root, path)) for path in folders_of(root)]
-        return sorted(found, key=lambda pair: pair[1].last_used)
-
     def release(self) -> None:
         """Let go of all that this process uses here, so that it may be evicted."""
-        let_go(self._root())
+        root = self._root()
+        for path in [lease for lease in _leases if lease.is_relative_to(root)]:
+            _leases.pop(path).release()
 
     def _root(self) -> Path:
         root = self.directory / f"outlast-stage-{os.getuid()}"
