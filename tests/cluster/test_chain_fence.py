@@ -95,7 +95,10 @@ def test_an_earlier_start_of_the_same_job_is_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_slurm_is_silent_the_heartbeat_decides(tmp_path: Path) -> None:
+def test_where_slurm_is_silent_the_heartbeat_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outlast.cluster.fence.STALE_SECONDS", 1.5)
     path = tmp_path / "fence.json"
     put(path, elsewhere("1"))
     # The other host's clock is a day ahead: only changes count, by this process's own clock.
@@ -106,7 +109,7 @@ def test_where_slurm_is_silent_the_heartbeat_decides(tmp_path: Path) -> None:
         raise SlurmUnreachableError("down")
 
     begun = time.monotonic()
-    fence = Fence(path, "2", down, wait_seconds=lambda holder: 20.0, stale_seconds=1.5)
+    fence = Fence(path, "2", down, wait_seconds=lambda holder: 20.0)
     assert fence.acquire() is not None
     assert 1.5 <= time.monotonic() - begun < 6.0
 

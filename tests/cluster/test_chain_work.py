@@ -43,7 +43,7 @@ def trained(files: ChainFiles, attempt: int, processes: int, step_seconds: list[
 
 def test_nothing_is_known_before_the_first_step(files: ChainFiles) -> None:
     assert step_times(files, PLAN) is None
-    assert work_seconds(files, PLAN, 2) is None
+    assert work_seconds(files, PLAN, 2, None) is None
 
 
 def test_one_measured_count_is_carried_to_others_by_a_power(files: ChainFiles) -> None:
@@ -52,8 +52,8 @@ def test_one_measured_count_is_carried_to_others_by_a_power(files: ChainFiles) -
     assert times == StepTimes({8: 2.0}, 4)
     assert times.seconds_on(2) == pytest.approx(2.0)
     assert times.seconds_on(4) == pytest.approx(2.0 / 2**0.9)
-    assert work_seconds(files, PLAN, 2) == pytest.approx(1000 * 2.0)
-    assert work_seconds(files, PLAN, 2, step=400) == pytest.approx(600 * 2.0)
+    assert work_seconds(files, PLAN, 2, times) == pytest.approx(1000 * 2.0)
+    assert work_seconds(files, PLAN, 2, times, step=400) == pytest.approx(600 * 2.0)
 
 
 def test_counts_that_were_measured_count_as_measured(files: ChainFiles) -> None:
@@ -78,8 +78,9 @@ def test_a_program_of_ones_own_is_measured_by_its_links(files: ChainFiles) -> No
         note(files, "started", job=job, number=1, began=1e9, step=first, processes=processes)
         note(files, "ended", job=job, number=1, step=last, seconds=100.0)
     write_progress(files, 150, 1150, None)
-    assert step_times(files, PLAN) == StepTimes({8: 2.0, 16: 1.0}, 4)
-    assert work_seconds(files, PLAN, 4) == pytest.approx(1000.0)
+    times = step_times(files, PLAN)
+    assert times == StepTimes({8: 2.0, 16: 1.0}, 4)
+    assert work_seconds(files, PLAN, 4, times) == pytest.approx(1000.0)
 
 
 def test_nodes_that_were_measured_to_gain_nothing_are_not_chosen(

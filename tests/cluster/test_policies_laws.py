@@ -104,13 +104,6 @@ def test_anchor_and_filler_by_hand():
     )
 
 
-def test_a_pace_beyond_the_margin_takes_more_links():
-    assert len(play(Simulation(10), OneLongJob(), job(), pace=1.05).links) == 1
-    run = play(Simulation(10), OneLongJob(), job(), pace=1.3)
-    assert len(run.links) > 1
-    assert sum(link.progress_seconds for link in run.links) == pytest.approx(20 * HOUR)
-
-
 @pytest.mark.parametrize("name", ["long", "filler", "automatic"])
 def test_lost_nodes_cost_a_checkpoint_period_and_no_work(name):
     settings_of_site = Settings(node_failures_per_second=1 / (400 * HOUR), repair_seconds=HOUR)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from outlast.cluster.policies.forecast import (
     DAY,
-    Arrivals,
     Behaviour,
     Correction,
     Outlook,
@@ -55,11 +54,14 @@ def test_with_the_true_run_times_and_arrivals_the_prediction_is_exact(backfill):
             return World(
                 running_end_seconds=seen.running_start_seconds + runs[seen.running_jobs],
                 pending_run_seconds=runs[seen.pending_jobs],
-                arrivals=Arrivals(
-                    submit_seconds=later.submit_seconds,
-                    nodes=later.nodes,
-                    limit_seconds=later.limit_seconds,
-                    run_seconds=later.run_seconds,
+                arrivals=list(
+                    zip(
+                        later.submit_seconds.tolist(),
+                        later.nodes.tolist(),
+                        later.limit_seconds.tolist(),
+                        later.run_seconds.tolist(),
+                        strict=True,
+                    )
                 ),
             )
 
@@ -138,12 +140,13 @@ def test_arrivals_come_at_the_logs_time_of_day():
     log = Workload(noons, [2] * 10, [HOUR] * 10, [600.0] * 10, machine_nodes=4)
     now = 10 * DAY
     world = Behaviour.learnt(log).world(queue(4, now=now), 3 * DAY, np.random.default_rng(1))
-    assert world.arrivals.submit_seconds == pytest.approx(now + DAY / 2 + np.arange(3) * DAY)
-    assert world.arrivals.nodes.tolist() == [2, 2, 2]
+    times, nodes, *_ = zip(*world.arrivals, strict=True)
+    assert times == pytest.approx(now + DAY / 2 + np.arange(3) * DAY)
+    assert nodes == (2, 2, 2)
     alone = Behaviour.learnt(log, arrivals=False).world(
         queue(4, now=now), 3 * DAY, np.random.default_rng(1)
     )
-    assert len(alone.arrivals.nodes) == 0
+    assert not alone.arrivals
 
 
 def forecast(waits):

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.cluster import slurm
 from outlast.cluster.chain_files import ChainPlan
 from outlast.cluster.planning import check_request
 from outlast.cluster.slurm import (
     QueuedJob,
     SiteLimits,
-    array_size_from_text,
+    array_size_now,
     chosen_partitions,
     has_ended,
     history_from_text,
@@ -177,17 +178,18 @@ def test_a_range_of_hosts_keeps_its_zeros(first: int, more: int) -> None:
     assert found == [f"n{index:03d}" for index in range(first, first + more + 1)]
 
 
-def test_limits_are_the_smallest_of_partitions_and_qos() -> None:
+def test_limits_are_the_smallest_of_partitions_and_qos(monkeypatch: pytest.MonkeyPatch) -> None:
     found = partitions_from_text(output("sinfo.txt"), output("partition.txt"))
     default = chosen_partitions(found, "")
     assert [each.name for each in default] == ["batch"]
-    both = limits_of(chosen_partitions(found, "high,short"))
+    both = limits_of(chosen_partitions(found, "high,short"), None)
     assert (both.limit_seconds, both.nodes) == (600.0, 2)
     quality = qualities_from_text("normal|01:00:00|10|cpu=4,node=1\n")["normal"]
     assert quality == SiteLimits(3600.0, nodes=1, submitted_jobs=10)
     limited = limits_of(default, quality)
     assert (limited.limit_seconds, limited.nodes, limited.submitted_jobs) == (3600.0, 1, 10)
-    assert array_size_from_text(output("config.txt")) == 1001
+    monkeypatch.setattr(slurm, "ask", lambda *_: output("config.txt"))
+    assert array_size_now() == 1001
     with pytest.raises(ClusterError, match=r'"gone" names gone, which is not among .* batch, high'):
         chosen_partitions(found, "gone")
 

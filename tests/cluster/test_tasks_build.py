@@ -215,7 +215,7 @@ def test_use_of_bandwidth_adds_up():
     assert disks.label == DISKS
     for use in (shared, disks):
         for at in range(len(use.times)):
-            assert sum(layer[at] for layer in use.layers) <= use.bytes_per_s * (1 + 1e-9)
+            assert sum(rates[at] for rates in use.layers.values()) <= use.bytes_per_s * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_averaging_many_steps_keeps_the_bytes():
     [use] = uses(run_greedily(Graph(tasks, edges, Machine({}, {"pfs": 1.0}))))
     assert len(use.times) == 1000
     end = run_greedily(Graph(tasks, edges, Machine({}, {"pfs": 1.0}))).makespan_seconds
-    assert sum(use.layers[0]) * end / 1000 == pytest.approx(1500.0, rel=1e-6)
+    assert sum(use.layers["drain"]) * end / 1000 == pytest.approx(1500.0, rel=1e-6)
 
 
 def test_nodes_that_do_the_same_share_a_lane():

@@ -448,7 +448,7 @@ def plan(
     """
     from outlast.cluster.chain import next_number
     from outlast.cluster.chain_files import run_log
-    from outlast.cluster.choosing import choose_first, work_seconds
+    from outlast.cluster.choosing import choose_first, step_times, work_seconds
     from outlast.cluster.planning import costs_of, files_of, plan_chain, site_now
     from outlast.cluster.workload import read_sacct
     from outlast.job import load_job
@@ -459,7 +459,9 @@ def plan(
     files, chain = files_of(job), plan_chain(job, site)
     costs = costs_of(chain, run_log(files))
     given = None if hours is None else 3600.0 * hours
-    left = work_seconds(files, chain, chain.nodes[0]) if given is None else given
+    left = given
+    if left is None:
+        left = work_seconds(files, chain, chain.nodes[0], step_times(files, chain))
     for line in sentences(job, chain, site, left):
         print(line)
     print_candidates(job, chain, site, costs, left, log=past)
@@ -499,7 +501,7 @@ def sentences(
         left_seconds: Of training; None: as the steps so far say.
     """
     from outlast.cluster.chain_files import run_log
-    from outlast.cluster.choosing import work_seconds
+    from outlast.cluster.choosing import step_times, work_seconds
     from outlast.cluster.planning import costs_of, files_of, links_needed
     from outlast.durations import duration_text
 
@@ -527,7 +529,7 @@ def sentences(
     if usable is not None:
         share = (costs.restart_seconds + costs.lead_seconds) / usable
         found.append(f"start and lead take {share:.2%} of a link, {_kind(costs)}")
-    measured_seconds = work_seconds(files, chain, chain.nodes[0])
+    measured_seconds = work_seconds(files, chain, chain.nodes[0], step_times(files, chain))
     seconds = measured_seconds if left_seconds is None else left_seconds
     how = "as given" if seconds != measured_seconds else "predicted from the steps so far"
     links = links_needed(chain, costs, seconds)

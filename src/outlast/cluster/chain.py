@@ -37,14 +37,7 @@ from outlast.cluster.chain_files import (
 )
 from outlast.cluster.choosing import choose_first, submit_chosen, submit_filler
 from outlast.cluster.fence import read_holder
-from outlast.cluster.slurm import (
-    history_of,
-    is_live,
-    is_waiting,
-    queued,
-    state_now,
-    waiting_words,
-)
+from outlast.cluster.slurm import history_of, is_live, is_waiting, queued, state_now, waiting_words
 from outlast.cluster.submission import cancel, jobs_now, submit_chain
 from outlast.errors import EXIT_BAD_INPUT, ClusterError, OutlastError
 from outlast.records.directory import RunDirectory, replace_file
@@ -164,11 +157,8 @@ def resume(files: ChainFiles, plan: ChainPlan | None = None, job_text: str = "")
     refuse_second(files)
     used = before
     if plan is not None:
-        used = dataclasses.replace(
-            plan.from_link(before.first_number),
-            chain=before.chain,
-            work_seconds=before.work_seconds,
-        )
+        used = dataclasses.replace(plan.from_link(before.first_number), chain=before.chain)
+        used = dataclasses.replace(used, work_seconds=before.work_seconds)
     number = next_number(files)
     if used.links and number > used.links and used.kind != "dependent":
         # The links of an earlier submission are used up: as many again, on the nodes that follow.
@@ -374,12 +364,9 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
     if ask_slurm and lost:
         # Accounting may say it of those that had no last word; of a requeued job the newest counts.
         elapsed = {record.identity: record.elapsed_seconds for record in history_of(lost)}
-        links = [
-            dataclasses.replace(link, seconds=elapsed.get(link.job))
-            if link.seconds is None
-            else link
-            for link in links
-        ]
+        for place, link in enumerate(links):
+            if link.seconds is None:
+                links[place] = dataclasses.replace(link, seconds=elapsed.get(link.job))
     if (ending := finished(journal)) is not None:
         outcome, reason = str(ending["outcome"]), str(ending["reason"])
     elif links and links[-1].verdict == "running":
@@ -488,13 +475,8 @@ def left_seconds(
     plan: ChainPlan, links: Sequence[LinkStatus], step: int, steps: int
 ) -> float | None:
     """Predicted seconds until all steps are done, as links have gone so far; None: not known."""
-    done = [
-        link
-        for link in links
-        if link.seconds is not None
-        and link.last_step > link.first_step
-        and link.verdict != "running"
-    ]
+    ended = [link for link in links if link.seconds is not None and link.verdict != "running"]
+    done = [link for link in ended if link.last_step > link.first_step]
     if not steps or not done:
         return None
     trained = sum(link.last_step - link.first_step for link in done)

@@ -113,15 +113,10 @@ def past_starts(journal: Sequence[Entry]) -> list[PastStart]:
         if job not in started or not waits or (after and after not in ended):
             continue
         ready = max(float(entry["time"]), float(ended[after]["time"]) if after else 0.0)
-        p10, p50, p90, longest = (float(wait) for wait in waits)
-        forecast = StartForecast(
-            nodes=int(entry["nodes"]),
-            wall_seconds=float(entry["wall_seconds"]),
-            wait_seconds=np.array((p10, p50, p90, longest)),
-            p10_seconds=p10,
-            p50_seconds=p50,
-            p90_seconds=p90,
-        )
+        told = np.array([float(wait) for wait in waits])
+        p10, p50, p90, _ = told.tolist()
+        shape = int(entry["nodes"]), float(entry["wall_seconds"])
+        forecast = StartForecast(*shape, told, p10, p50, p90)
         waited = max(float(started[job]["began"]) - ready, 0.0)
         found.append(PastStart(float(entry["time"]), forecast, waited))
     return found
@@ -246,12 +241,7 @@ def speed_of(times: StepTimes | None, reference: int) -> Callable[[int], float]:
 
 
 def work_seconds(
-    files: ChainFiles,
-    plan: ChainPlan,
-    nodes: int,
-    *,
-    step: int | None = None,
-    times: StepTimes | None = None,
+    files: ChainFiles, plan: ChainPlan, nodes: int, times: StepTimes | None, step: int | None = None
 ) -> float | None:
     """Training that is left, in seconds on `nodes`; None before any step was measured.
 
@@ -259,12 +249,11 @@ def work_seconds(
         files: Of the chain.
         plan: Of the chain.
         nodes: Of the link whose seconds are meant.
+        times: Of steps; None: not known.
         step: What is done; None: the newest checkpoint.
-        times: Of steps, where they were read already.
     """
     log = run_log(files)
     steps = log.steps or plan.steps
-    times = times or step_times(files, plan)
     if times is None or not steps:
         return None
     left = max(steps - (log.step if step is None else step), 0)
@@ -272,11 +261,7 @@ def work_seconds(
 
 
 def job_of(
-    plan: ChainPlan,
-    costs: Costs,
-    seconds: float,
-    sizes: tuple[int, ...],
-    times: StepTimes | None = None,
+    plan: ChainPlan, costs: Costs, seconds: float, sizes: tuple[int, ...], times: StepTimes | None
 ) -> MalleableJob:
     """A run as the policies see it.
 
@@ -472,7 +457,7 @@ def _chosen(
     slower = speed_of(times, plan.nodes[0])(reference)
     measured = seconds and seconds / slower
     if measured is None:
-        measured = work_seconds(files, plan, reference, step=step, times=times)
+        measured = work_seconds(files, plan, reference, times, step)
     if measured is None and plan.work_seconds:
         measured = plan.work_seconds / slower
     longest = longest_seconds(site)
@@ -496,12 +481,7 @@ def _chosen(
 
 
 def submit_chosen(
-    files: ChainFiles,
-    chosen: Chosen,
-    number: int,
-    *,
-    after: str = "",
-    patience: Patience = PATIENT,
+    files: ChainFiles, chosen: Chosen, number: int, *, after: str = "", patience: Patience = PATIENT
 ) -> str:
     """Submit a link with what was chosen, and write down what was predicted; see `submit_link`."""
     plan, forecast = chosen.plan, chosen.forecast
@@ -594,7 +574,7 @@ def _decision(files: ChainFiles, plan: ChainPlan, link: QueuedJob, *fillers: Own
     log, times = run_log(files), step_times(files, plan)
     longest = min((partition.limit_seconds for partition in partitions), default=math.inf)
     # Training that is left, in seconds on the waiting link's nodes.
-    measured = work_seconds(files, plan, link.nodes, times=times)
+    measured = work_seconds(files, plan, link.nodes, times)
     usable = plan.usable_seconds() or 86400.0
     room = max(usable - plan.restart_seconds - plan.save_seconds, 60.0)
     sizes = tuple(sorted({link.nodes, *plan.filler_nodes}))

@@ -30,6 +30,7 @@ import posixpath
 import struct
 import threading
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,6 +41,8 @@ from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from outlast.cluster.stage import Stage
 
 
 ALIGNMENT_BYTES = 4096
@@ -419,26 +422,16 @@ class Pace(Protocol):
 
 
 def copy_file(
-    file: SourceFile,
-    target: Path,
-    ahead: ReadAhead,
-    deadline: float,
-    *,
-    read_back: bool = True,
-    direct: bool = True,
-    pace: Pace | None = None,
-    told: Callable[[int], None] = lambda done_bytes: None,
+    file: SourceFile, target: Path, stage: Stage, deadline: float, told: Callable[[int], None]
 ) -> tuple[str, int, int]:
     """Copy a file to `target`, going on with a part that is there.
 
     Args:
         file: What is copied.
         target: Its name; the part and the journal lie beside it.
-        ahead: How the source is read.
+        stage: Whose copy it is: how the source is read, how fast, and whether the copy is read from
+            the disk before it gets its name.
         deadline: Time of the monotonic clock by which all must be done.
-        read_back: Whether the copy is read from the disk before it gets its name.
-        direct: Whether it is written past the kernel's memory, where that can be done.
-        pace: How fast; None: as fast as can be.
         told: Called with the bytes of this file that are there, after every block.
 
     Returns:
@@ -453,33 +446,29 @@ def copy_file(
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         target.replace(part)
+    ahead, pace = stage.ahead, stage.pace
     with journal.open("a+b", buffering=0) as notes:
         present = min(file.size_bytes, part.stat().st_size) if part.exists() else 0
         kept, whole = _keep(part, notes.fileno(), present, ahead, deadline)
         done = kept
         told(done)
-        reader, writer = open_reader(file), BlockWriter(part, kept, direct=direct)
-        try:
+        with closing(open_reader(file)) as reader, closing(BlockWriter(part, kept)) as writer:
             for block in blocks_of(reader, kept, file.size_bytes, ahead, deadline):
-                if pace is not None:
-                    size_bytes = len(block)
-                    while size_bytes > 0:
-                        piece = min(size_bytes, pace.block_bytes)
-                        try:
-                            pace.take(piece, max(deadline - time.monotonic(), 0.0))
-                        except ClusterError as error:
-                            raise ClusterError(f"{error} (staging.timeout_seconds)") from None
-                        size_bytes -= piece
+                waiting_bytes = 0 if pace is None else len(block)
+                while pace is not None and waiting_bytes > 0:
+                    piece = min(waiting_bytes, pace.block_bytes)
+                    try:
+                        pace.take(piece, max(deadline - time.monotonic(), 0.0))
+                    except ClusterError as error:
+                        raise ClusterError(f"{error} (staging.timeout_seconds)") from None
+                    waiting_bytes -= piece
                 whole.update(block)
                 writer.write(block)
                 _append(notes.fileno(), _NOTE.pack(_note(whole)))
                 done += len(block)
                 told(done)
             writer.sync()
-        finally:
-            writer.close()
-            reader.close()
-    if read_back and digest_of(part, ahead, deadline, from_disk=True) != whole.hexdigest():
+    if stage.read_back and digest_of(part, ahead, deadline, from_disk=True) != whole.hexdigest():
         part.unlink()
         journal.unlink()
         raise ClusterError(
@@ -505,16 +494,13 @@ def _keep(
     stop = min(len(noted) // _NOTE.size * ahead.block_bytes, present_bytes)
     kept, whole = 0, xxhash.xxh3_128()
     if stop:
-        reader = LocalReader(part)
-        try:
+        with closing(LocalReader(part)) as reader:
             for number, block in enumerate(blocks_of(reader, 0, stop, ahead, deadline)):
                 longer = whole.copy()
                 longer.update(block)
                 if _NOTE.unpack_from(noted, number * _NOTE.size)[0] != _note(longer):
                     break
                 kept, whole = kept + len(block), longer
-        finally:
-            reader.close()
     os.ftruncate(notes, 0)
     _append(notes, header + noted[: -(-kept // ahead.block_bytes) * _NOTE.size])
     return kept, whole
@@ -539,15 +525,11 @@ def digest_of(path: Path, ahead: ReadAhead, deadline: float, *, from_disk: bool 
         ClusterError: It was not read in time.
     """
     digest = xxhash.xxh3_128()
-    reader = LocalReader(path)
-    try:
-        size = path.stat().st_size
+    with closing(LocalReader(path)) as reader:
         if from_disk:
             drop_from_memory(path)
-        for block in blocks_of(reader, 0, size, ahead, deadline):
+        for block in blocks_of(reader, 0, path.stat().st_size, ahead, deadline):
             digest.update(block)
-    finally:
-        reader.close()
     return digest.hexdigest()
 
 

@@ -103,14 +103,14 @@ class Fence:
         job_state: Callable[[str], str | None],
         *,
         wait_seconds: Callable[[Holder], float] = lambda holder: WAIT_SECONDS,
-        stale_seconds: float = STALE_SECONDS,
     ) -> None:
         self._path = path
         self._job_state = job_state
         self._wait_seconds = wait_seconds
-        self._stale_seconds = stale_seconds
         self.holder = this_process(job)
         self._beaten = 0.0
+        # When another's heartbeat was last seen to move, and its time then.
+        self._moved, self._seen = time.monotonic(), -1
 
     def acquire(self) -> Holder | None:
         """Take the fence.
@@ -122,7 +122,7 @@ class Fence:
             FenceHeldError: A live link holds it, and went on to do so for `wait_seconds`.
             ClusterError: The file cannot be written.
         """
-        begun, watched = time.monotonic(), _Watched()
+        begun = self._moved = time.monotonic()
         dead: Holder | None = None
         try:
             while True:
@@ -130,7 +130,7 @@ class Fence:
                     return dead
                 holder = read_holder(self._path)
                 passed = time.monotonic() - begun
-                if holder is None or not self._alive(holder, watched):
+                if holder is None or not self._alive(holder):
                     dead = holder or dead
                     if self._remove(holder):
                         continue
@@ -200,7 +200,7 @@ class Fence:
         """Remove the file if it still names `holder`; False where somebody else is at it."""
         return lock.remove_lock_file(self._path, lambda content, _: _parsed(content) == holder)
 
-    def _alive(self, holder: Holder, watched: _Watched) -> bool:
+    def _alive(self, holder: Holder) -> bool:
         here = (holder.host, holder.boot) == (self.holder.host, self.holder.boot)
         if here and not process_lives(holder.process, holder.started):
             return False
@@ -212,24 +212,13 @@ class Fence:
             state = self._job_state(holder.job)
         if state is not None:
             return not (has_ended(state) or is_waiting(state))
-        return here or watched.unchanged_seconds(self._path) < self._stale_seconds
-
-
-class _Watched:
-    """For how long a file has not changed, by this process's own clock."""
-
-    def __init__(self) -> None:
-        self._seen: int | None = None
-        self._since = time.monotonic()
-
-    def unchanged_seconds(self, path: Path) -> float:
         try:
-            changed = path.stat().st_mtime_ns
+            changed = self._path.stat().st_mtime_ns
         except OSError:
-            return 0.0
+            return True
         if changed != self._seen:
-            self._seen, self._since = changed, time.monotonic()
-        return time.monotonic() - self._since
+            self._seen, self._moved = changed, time.monotonic()
+        return here or time.monotonic() - self._moved < STALE_SECONDS
 
 
 def read_holder(path: Path) -> Holder | None:

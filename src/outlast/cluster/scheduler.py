@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -189,23 +189,22 @@ class SchedulerState:
         self.all_nodes = self.free_nodes = (1 << nodes) - 1 if scheduler.named_nodes else 0
         self.held: dict[int, int] = {}
 
-    def add(
-        self,
-        need: list[int],
-        limit: list[float],
-        run: list[float],
-        priority: list[float],
-        tier: list[int],
-    ) -> int:
-        """Rows for jobs that are not in the queue yet; returns the number of the last one."""
-        self.need += need
-        self.limit += limit
-        self.run += run
-        self.priority += priority
-        self.tier += tier
+    def add(self, jobs: Iterable[tuple[int, float, float, float, int]]) -> int:
+        """Rows for jobs that are not in the queue yet; returns the number of the last one.
+
+        Args:
+            jobs: Nodes, limit, run time, priority and tier of each.
+        """
+        for need, limit, run, priority, tier in jobs:
+            self.need.append(need)
+            self.limit.append(limit)
+            self.run.append(run)
+            self.priority.append(priority)
+            self.tier.append(tier)
+        count = len(self.need) - len(self.job_state)
         for column in (self.submitted, self.eligible, self.start, self.end, self.release):
-            column.extend([NEVER] * len(need))
-        self.job_state += ["future"] * len(need)
+            column.extend([NEVER] * count)
+        self.job_state += ["future"] * count
         return len(self.need) - 1
 
     def since(self, job: int) -> float:
@@ -272,18 +271,16 @@ class SchedulerState:
 
     def let_go(self, job: int) -> None:
         """Take a job's nodes back."""
-        running = self.running
-        del running[bisect_left(running, (self.release[job], job))]
+        del self.running[bisect_left(self.running, (self.release[job], job))]
         self.free += self.need[job]
         if self.all_nodes:
             self.free_nodes |= self.held.pop(job)
 
     def keep_until(self, job: int, release: float) -> None:
         """Say when a job's nodes are free at the latest."""
-        running = self.running
-        del running[bisect_left(running, (self.release[job], job))]
+        del self.running[bisect_left(self.running, (self.release[job], job))]
         self.release[job] = release
-        insort(running, (release, job))
+        insort(self.running, (release, job))
 
 
 class EasyBackfill:
@@ -699,10 +696,8 @@ class Scheduler:
         self._state = state
         if backfill not in ("easy", "conservative"):
             raise ClusterError(f"backfill = {backfill!r} must be 'easy' or 'conservative'")
-        self._planner: EasyBackfill | ConservativeBackfill = EasyBackfill()
-        if backfill == "conservative":
-            named = state.scheduler.named_nodes
-            self._planner = NamedBackfill() if named else ConservativeBackfill()
+        conservative = NamedBackfill if state.scheduler.named_nodes else ConservativeBackfill
+        self._planner = EasyBackfill() if backfill == "easy" else conservative()
         self._preempt = preempt
         self._wake = wake
         self._interval = state.scheduler.backfill_interval_seconds

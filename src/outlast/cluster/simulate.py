@@ -39,7 +39,7 @@ __all__ = ["IDEAL", "SLURM", "Driver", "Queue", "Settings", "Simulation", "forec
 Backfill: TypeAlias = Literal["easy", "conservative"]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Queue:
     """Running and pending jobs, as ``squeue`` shows them.
 
@@ -84,17 +84,10 @@ class Queue:
         """
         held, starts, ends, numbers = zip(*running, strict=True) if running else ((),) * 4
         wanted, limits, waiting = zip(*pending, strict=True) if pending else ((),) * 3
-        return cls(
-            now_seconds=now_seconds,
-            nodes=nodes,
-            running_nodes=np.array(held, np.int64),
-            running_start_seconds=np.array(starts, np.float64),
-            running_end_seconds=np.array(ends, np.float64),
-            running_jobs=np.array(numbers, np.int64),
-            pending_nodes=np.array(wanted, np.int64),
-            pending_limit_seconds=np.array(limits, np.float64),
-            pending_jobs=np.array(waiting, np.int64),
-        )
+        whole, real = np.int64, np.float64
+        runs = (np.array(held, whole), np.array(starts, real), np.array(ends, real))
+        waits = (np.array(wanted, whole), np.array(limits, real), np.array(waiting, whole))
+        return cls(now_seconds, nodes, *runs, np.array(numbers, whole), *waits)
 
     @property
     def free_nodes(self) -> int:
@@ -227,16 +220,13 @@ class Simulation:
         self._notices: deque[tuple[int, Reason | None]] = deque()
         self._ended = 0
         if workload is not None and len(workload):
-            most, count = int(workload.nodes.max()), len(workload)
+            most, none = int(workload.nodes.max()), np.zeros(len(workload))
             if most > nodes:
                 raise ClusterError(f"the workload has a job of {most} nodes, the machine {nodes}")
-            self._state.add(
-                workload.nodes.tolist(),
-                workload.limit_seconds.tolist(),
-                workload.run_seconds.tolist(),
-                [0.0] * count if workload.priority is None else workload.priority.tolist(),
-                [0] * count if workload.tier is None else workload.tier.tolist(),
-            )
+            priority = none if workload.priority is None else workload.priority
+            tier = none.astype(np.int64) if workload.tier is None else workload.tier
+            columns = (workload.nodes, workload.limit_seconds, workload.run_seconds, priority, tier)
+            self._state.add(zip(*(column.tolist() for column in columns), strict=True))
             self._arrivals = workload.submit_seconds.tolist()
             self._state.now = self._arrivals[0]
         if scheduler.node_failures_per_second:
@@ -283,8 +273,7 @@ class Simulation:
             raise ClusterError(f"limit_seconds = {limit_seconds:g} must be above 0")
         if after is not None and not 0 <= after < len(self._state.need):
             raise ClusterError(f"after = {after} is no job")
-        run_seconds = max(0.0, run_seconds)
-        job = self._state.add([nodes], [limit_seconds], [run_seconds], [priority], [tier])
+        job = self._state.add([(nodes, limit_seconds, max(0.0, run_seconds), priority, tier)])
         if after is not None and self._unfinished(after):
             self._followers.setdefault(after, []).append(job)
             self._dependent.add(job)
@@ -297,8 +286,7 @@ class Simulation:
     def place(self, nodes: int, end_by_limit_seconds: float, end_seconds: float) -> int:
         """Add a job that runs already, with what is left of its limit and of its work."""
         limit = max(end_by_limit_seconds - self.now, 0.0)
-        run = max(end_seconds - self.now, 0.0)
-        job = self._state.add([nodes], [limit], [run], [0.0], [0])
+        job = self._state.add([(nodes, limit, max(end_seconds - self.now, 0.0), 0.0, 0)])
         self._state.submitted[job] = self._state.eligible[job] = self.now
         heapq.heappush(self._agenda, (self._state.begin(job), _END, job))
         return job
@@ -376,10 +364,7 @@ class Simulation:
         """Go on until a time, or until every job has ended or none can start any more."""
         self._driver = driver
         self._settle()
-        while True:
-            coming = self._coming()
-            if coming > until or coming == NEVER:
-                break
+        while (coming := self._coming()) <= until and coming < NEVER:
             if until == NEVER and self._ended == len(self._state.need):
                 break
             self._step(coming)
@@ -423,35 +408,30 @@ class Simulation:
             if kind == _END:
                 if state.job_state[job] == "running" and state.end[job] == time:
                     self._finish(job, "done" if state.run[job] <= state.limit[job] else "limit")
+            elif kind in (_SUBMIT, _BEGIN):
+                # Neither where it was cancelled before.
+                if state.job_state[job] == "future":
+                    self._admit(job)
+                elif state.job_state[job] == "held":
+                    self._enqueue(job)
+            elif kind == _FREE:
+                state.let_go(job)
+                self._disturbed = True
+            elif kind == _REPAIR:
+                state.up += 1
+                state.free += 1
+                self._disturbed = True
+            elif kind == _FAIL:
+                self._fail_a_node()
             else:
-                self._happen(kind, job)
+                self._scheduler.wake_up()
+                self._disturbed = True
         while self._next_arrival < len(arrivals) and arrivals[self._next_arrival] <= now:
             job = self._next_arrival
             self._next_arrival += 1
             if state.job_state[job] == "future":
                 self._admit(job)
         self._settle()
-
-    def _happen(self, kind: int, job: int) -> None:
-        state = self._state
-        if kind == _SUBMIT:
-            if state.job_state[job] == "future":
-                self._admit(job)
-        elif kind == _BEGIN:
-            if state.job_state[job] == "held":
-                self._enqueue(job)
-        elif kind == _FREE:
-            state.let_go(job)
-            self._disturbed = True
-        elif kind == _REPAIR:
-            state.up += 1
-            state.free += 1
-            self._disturbed = True
-        elif kind == _FAIL:
-            self._fail_a_node()
-        else:
-            self._scheduler.wake_up()
-            self._disturbed = True
 
     def _expect_failure(self) -> None:
         """Draw the next failure among the nodes that are up, if nothing changes before."""

@@ -144,7 +144,7 @@ def ask(
 
 def _ask_once(command: Sequence[str], deadline_seconds: float, without: Collection[str]) -> str:
     name = command[0]
-    environment = {key: value for key, value in os.environ.items() if key not in without}
+    seen = {key: value for key, value in os.environ.items() if key not in without}
     try:
         done = subprocess.run(
             command,
@@ -154,7 +154,7 @@ def _ask_once(command: Sequence[str], deadline_seconds: float, without: Collecti
             errors="replace",
             timeout=deadline_seconds,
             check=False,
-            env=environment_for(name, environment),
+            env=environment_for(name, seen),
         )
     except FileNotFoundError:
         raise SlurmMissingError(
@@ -391,21 +391,10 @@ def queue_from_text(text: str) -> list[QueuedJob]:
             continue
         identity, state, nodes, limit, *times, priority, reason, comment = fields
         digits = re.match(r"\d*", nodes.strip())
+        asked = (state_of([state]), int((digits and digits[0]) or 0), shown_seconds(limit))
         submitted, starts, ends = map(moment, times)
-        found.append(
-            QueuedJob(
-                identity=identity,
-                state=state_of([state]),
-                nodes=int((digits and digits[0]) or 0),
-                limit_seconds=shown_seconds(limit),
-                submitted=submitted,
-                starts=starts,
-                ends=ends,
-                priority=number(priority),
-                reason=reason,
-                comment="" if comment == "(null)" else comment,
-            )
-        )
+        why = (reason, "" if comment == "(null)" else comment)
+        found.append(QueuedJob(identity, *asked, submitted, starts, ends, number(priority), *why))
     return found
 
 
@@ -700,16 +689,8 @@ def qualities_from_text(text: str) -> dict[str, SiteLimits]:
     return found
 
 
-def array_size_from_text(text: str) -> int | None:
-    """MaxArraySize in the output of ``scontrol show config``."""
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else None
-
-
 def limits_of(
-    partitions: Sequence[Partition],
-    quality: SiteLimits | None = None,
-    array_size: int | None = None,
+    partitions: Sequence[Partition], quality: SiteLimits | None, array_size: int | None = None
 ) -> SiteLimits:
     """The limits of a job that may start in any of `partitions`, with a given QoS.
 
@@ -717,10 +698,8 @@ def limits_of(
     """
     quality = quality or SiteLimits()
     times = [*(partition.limit_seconds for partition in partitions), quality.limit_seconds]
-    nodes = [
-        *(min(item.most_nodes or item.nodes, item.nodes) for item in partitions),
-        quality.nodes,
-    ]
+    sizes = (min(item.most_nodes or item.nodes, item.nodes) for item in partitions)
+    nodes = [*sizes, quality.nodes]
     return SiteLimits(
         min((seconds for seconds in times if seconds is not None), default=None),
         min((count for count in nodes if count is not None), default=None),
@@ -743,9 +722,11 @@ def quality_now(name: str) -> SiteLimits | None:
 def array_size_now() -> int | None:
     """The cluster's MaxArraySize; None where there is no scontrol."""
     try:
-        return array_size_from_text(ask(["scontrol", "show", "config"], IMPATIENT))
+        text = ask(["scontrol", "show", "config"], IMPATIENT)
     except NO_ANSWER:
         return None
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def site_of(partition: str, qos: str, *, array: bool = False) -> SiteLimits:

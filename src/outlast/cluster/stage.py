@@ -60,7 +60,7 @@ from outlast.records.lease import json_object
 from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from outlast.cluster.copying import Pace, Source
 
@@ -168,36 +168,25 @@ class Kept:
     busy: bool
 
 
-@dataclass(frozen=True)
-class Room:
-    """Space limits of a stage.
+def lacking_bytes(
+    stage: Stage, free_bytes: int, total_bytes: int, present_bytes: int, others: Sequence[Kept]
+) -> int:
+    """Bytes to be freed before a copy can be made; 0 or less: nothing.
 
-    Attributes:
+    Args:
+        stage: With its limits.
         free_bytes: Free on its file system.
-        keep_free_bytes: What is to stay free there.
-        limit_bytes: Most that all copies may take together; 0: no limit.
+        total_bytes: What the copy takes when it is whole.
+        present_bytes: What of it is there already.
+        others: All other copies.
     """
-
-    free_bytes: int
-    keep_free_bytes: int
-    limit_bytes: int
-
-    def lacking_bytes(self, total_bytes: int, present_bytes: int, others: Iterable[Kept]) -> int:
-        """Bytes to be freed before a copy can be made; 0 or less: nothing.
-
-        Args:
-            total_bytes: What the copy takes when it is whole.
-            present_bytes: What of it is there already.
-            others: All other copies.
-        """
-        held = list(others)
-        # What others are about to write is as good as taken.
-        coming = sum(max(kept.planned_bytes - kept.bytes, 0) for kept in held if kept.busy)
-        lacking = total_bytes - present_bytes + coming + self.keep_free_bytes - self.free_bytes
-        if self.limit_bytes:
-            used = sum(kept.bytes for kept in held) + coming
-            lacking = max(lacking, used + total_bytes - self.limit_bytes)
-        return lacking
+    # What others are about to write is as good as taken.
+    coming = sum(max(kept.planned_bytes - kept.bytes, 0) for kept in others if kept.busy)
+    lacking = total_bytes - present_bytes + coming + stage.keep_free_bytes - free_bytes
+    if stage.limit_bytes:
+        used = sum(kept.bytes for kept in others) + coming
+        lacking = max(lacking, used + total_bytes - stage.limit_bytes)
+    return lacking
 
 
 def victims(kept: Sequence[Kept], lacking_bytes: int) -> list[Kept] | None:
@@ -217,18 +206,18 @@ def victims(kept: Sequence[Kept], lacking_bytes: int) -> list[Kept] | None:
 
 
 def no_room(
-    source: Source, present_bytes: int, directory: Path, room: Room, others: Sequence[Kept]
+    source: Source, present_bytes: int, stage: Stage, free_bytes: int, others: Sequence[Kept]
 ) -> ClusterError:
     """The sentence for a copy that there is no room for."""
-    facts = [f"{_size(room.free_bytes)} are free"]
-    if room.keep_free_bytes:
-        facts.append(f"{_size(room.keep_free_bytes)} are to stay free")
-    if room.limit_bytes:
-        facts.append(f"all copies may take {_size(room.limit_bytes)} (staging.limit_gigabytes)")
+    facts = [f"{_size(free_bytes)} are free"]
+    if stage.keep_free_bytes:
+        facts.append(f"{_size(stage.keep_free_bytes)} are to stay free")
+    if stage.limit_bytes:
+        facts.append(f"all copies may take {_size(stage.limit_bytes)} (staging.limit_gigabytes)")
     if busy := sum(other.planned_bytes for other in others if other.busy):
         facts.append(f"{_size(busy)} are copies that live processes use")
     return ClusterError(
-        f"{source.location} needs {_size(source.bytes - present_bytes)} in {directory}, but "
+        f"{source.location} needs {_size(source.bytes - present_bytes)} in {stage.directory}, but "
         f"{', '.join(facts)}: free some space, raise the limit or name another staging.directory"
     )
 
@@ -476,16 +465,8 @@ class Fetching:
             self._tell(before + done_bytes)
 
         for file in self.source.files:
-            digest, read, found = copy_file(
-                file,
-                self.folder / FILES / file.name,
-                self.stage.ahead,
-                self.deadline,
-                read_back=self.stage.read_back,
-                direct=self.stage.direct,
-                pace=self.stage.pace,
-                told=told,
-            )
+            target = self.folder / FILES / file.name
+            digest, read, found = copy_file(file, target, self.stage, self.deadline, told)
             if not staged and self.digest is not None and digest != self.digest:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 raise ClusterError(
@@ -511,28 +492,23 @@ class Fetching:
         with FileLock(self._root / ROOM) as lock:
             while not lock.take():
                 self._wait(lambda: f"another process to make room in {self.stage.directory}")
-            others = [
-                kept_in(self._root, path)
-                for path in folders_of(self._root)
-                if path.name != self._key
-            ]
-            free = shutil.disk_usage(self._root).free
-            room = Room(free, self.stage.keep_free_bytes, self.stage.limit_bytes)
-            present = self._present_bytes()
-            lacking = room.lacking_bytes(self.source.bytes, present, others)
+            folders = [path for path in folders_of(self._root) if path.name != self._key]
+            others = [kept_in(self._root, path) for path in folders]
+            free, present = shutil.disk_usage(self._root).free, self._present_bytes()
+            lacking = lacking_bytes(self.stage, free, self.source.bytes, present, others)
             evicted = []
             while lacking > 0:
                 chosen = victims(others, lacking)
                 if chosen is None:
-                    raise no_room(self.source, present, self.stage.directory, room, others)
+                    raise no_room(self.source, present, self.stage, free, others)
                 for kept in chosen:
                     others.remove(kept)
                     source = source_of(self._root / kept.key)
                     if evict(self._root, kept.key):
                         evicted.append(source)
                         lacking -= kept.bytes
-            planned = {"source": self.source.location, "bytes": self.source.bytes}
-            publish(self.folder / PLAN, planned)
+            facts = {"source": self.source.location, "bytes": self.source.bytes}
+            publish(self.folder / PLAN, facts)
         return tuple(evicted)
 
     def _present_bytes(self) -> int:
@@ -567,7 +543,6 @@ class Stage:
         keep_free_bytes: What is to stay free on the disk.
         timeout_seconds: Longest time for one copy, or for waiting for the one who makes it.
         read_back: Whether a copy is read from the disk, past the kernel's memory, when it is made.
-        direct: Whether copies are written past the kernel's memory, where that can be done.
         ahead: How sources are read.
         pace: How fast they are copied, all together; None: as fast as can be.
     """
@@ -577,7 +552,6 @@ class Stage:
     keep_free_bytes: int = 1 << 30
     timeout_seconds: float = 3600.0
     read_back: bool = True
-    direct: bool = True
     ahead: ReadAhead = field(default_factory=ReadAhead)
     pace: Pace | None = None
 

@@ -399,13 +399,11 @@ class SaveTimes:
         centre: Mean of the logarithms of seconds.
         spread: Scale of the logarithm of the next save.
         freedom: Degrees of freedom.
-        saves: How many were seen.
     """
 
     centre: float
     spread: float
     freedom: float
-    saves: int
 
     def share_within(self, seconds: float) -> float:
         """Probability that the next save takes at most `seconds`."""
@@ -440,7 +438,7 @@ def save_times(seconds: Sequence[float]) -> SaveTimes:
     # One degree of freedom is spent on the centre, which the prior says nothing about.
     freedom = PRIOR_SAVES + count - 1
     variance = (PRIOR_SAVES * PRIOR_SPREAD**2 + squares) / freedom
-    return SaveTimes(centre, math.sqrt(variance * (1.0 + 1.0 / count)), freedom, count)
+    return SaveTimes(centre, math.sqrt(variance * (1.0 + 1.0 / count)), freedom)
 
 
 def best_lead_seconds(times: SaveTimes, at_risk_seconds: float) -> float:

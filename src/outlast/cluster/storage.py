@@ -53,21 +53,22 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from outlast.cluster.slurm import has_ended, is_live, is_waiting, state_now
 from outlast.errors import ClusterError
 from outlast.records.claims import WRITING_SECONDS, Claims, Owner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
+    from collections.abc import Sequence
 
     from outlast.job import CheckpointSection
 
+AskAlive: TypeAlias = Callable[[Owner], bool | None] | None
+"""Says whether an owner lives, None where that is not known; None in its place: nobody is asked."""
 HEARTBEAT_SECONDS = 10.0
 STALE_AFTER_SECONDS = 90.0
 """Longer than NFS keeps the times of files in its cache (`acregmax`, 60 s)."""
@@ -119,9 +120,7 @@ class TicketFolder:
         OSError: When the folder cannot be made or written to; so do the methods.
     """
 
-    def __init__(
-        self, folder: Path, ask_alive: Callable[[Owner], bool | None] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, ask_alive: AskAlive = None) -> None:
         self._folder = folder
         self._claims = Claims(folder, _ticket_of, STALE_AFTER_SECONDS, ask_alive)
 
@@ -280,13 +279,7 @@ class Request:
         waited_seconds: From the request to the turn, or to giving up.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        order: str,
-        ticket: Ticket,
-        ask_alive: Callable[[Owner], bool | None] | None,
-    ) -> None:
+    def __init__(self, folder: Path, order: str, ticket: Ticket, ask_alive: AskAlive) -> None:
         self.granted = False
         self.why = "waiting"
         self.waited_seconds = 0.0
@@ -351,12 +344,7 @@ class Request:
         self.ready()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.release()
 
     def _try(self, tickets: TicketFolder, ticket: Ticket) -> None:
@@ -410,7 +398,7 @@ def ask(
     period_seconds: float = math.inf,
     unsaved_seconds: float = 0.0,
     mtbf_seconds: float = 0.0,
-    ask_alive: Callable[[Owner], bool | None] | None = None,
+    ask_alive: AskAlive = None,
 ) -> Request:
     """Ask for a turn without waiting for it. One process of a job asks, not every rank.
 
@@ -445,7 +433,7 @@ def turn(
     nodes: float = 1.0,
     order: str = "least-waste",
     period_seconds: float = math.inf,
-    ask_alive: Callable[[Owner], bool | None] | None = None,
+    ask_alive: AskAlive = None,
 ) -> Iterator[Request]:
     """Wait for a turn, at most until the deadline, and give it back at the end.
 
@@ -476,6 +464,7 @@ def turn(
 
 
 ASK_AGAIN_SECONDS = 15.0
+"""From one answer about a job to the next question."""
 
 
 def job_state(job: str) -> str | None:
@@ -487,20 +476,9 @@ def job_state(job: str) -> str | None:
 
 
 class SlurmJobs:
-    """Answers whether an owner's job still runs; what `ask` may be given.
+    """Answers whether an owner's job still runs; what `ask` may be given."""
 
-    Args:
-        state_of_job: Asks for a state; may take long.
-        ask_again_seconds: From one answer about a job to the next question.
-    """
-
-    def __init__(
-        self,
-        state_of_job: Callable[[str], str | None] = job_state,
-        ask_again_seconds: float = ASK_AGAIN_SECONDS,
-    ) -> None:
-        self._state_of_job = state_of_job
-        self._ask_again_seconds = ask_again_seconds
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[str, bool | None] = {}
         # When a job may be asked about again: never while Slurm answers, and once it has ended.
@@ -522,13 +500,13 @@ class SlurmJobs:
         return known
 
     def _ask(self, job: str) -> None:
-        state = self._state_of_job(job) or ""
+        state = job_state(job) or ""
         with self._lock:
             # A job that waits again was requeued: its processes are gone, and others will come.
             gone = has_ended(state) or is_waiting(state)
             self._known[job] = False if gone else True if is_live(state) else None
             if not has_ended(state):
-                self._next[job] = time.monotonic() + self._ask_again_seconds
+                self._next[job] = time.monotonic() + ASK_AGAIN_SECONDS
 
 
 still_runs = SlurmJobs()
@@ -558,9 +536,7 @@ class SavingJob:
         """Refuse figures without a meaning."""
         for name in ("nodes", "save_seconds", "mtbf_seconds", "overhead_seconds"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ClusterError(f"{name} = {value} of a job: give a finite number above 0")
 
     @property
@@ -679,10 +655,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        load: float,
-        ask_alive: Callable[[Owner], bool | None] | None = None,
+        self, directory: str | os.PathLike[str], load: float, ask_alive: AskAlive = None
     ) -> None:
         self._file = Path(directory) / f"saver-{uuid.uuid4().hex}.json"
         self._load = load
@@ -769,7 +742,7 @@ class FolderTurns:
         return Saver(self.directory, self.load, self._ask_alive)
 
     @property
-    def _ask_alive(self) -> Callable[[Owner], bool | None] | None:
+    def _ask_alive(self) -> AskAlive:
         return still_runs if self.ask_slurm else None
 
 

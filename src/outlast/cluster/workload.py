@@ -134,9 +134,7 @@ class Workload:
     def chosen(self, jobs: npt.NDArray[np.bool_] | Integers | slice) -> Workload:
         """Some of the jobs, by a mask, by ascending indices or by a slice."""
         columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMN_TYPES}
-        taken: dict[str, Any] = {
-            name: None if column is None else column[jobs] for name, column in columns.items()
-        }
+        taken = {name: column[jobs] for name, column in columns.items() if column is not None}
         return replace(self, **taken)
 
 
@@ -239,7 +237,7 @@ def _words(skipped: Counter[str]) -> list[str]:
     return [f" {count} jobs {why} are left out" for why, count in sorted(skipped.items()) if count]
 
 
-_NEEDED = ("JobID", "Submit")
+_NEEDED = (("JobID",), ("Submit",), ("NNodes", "AllocNodes"), ("ElapsedRaw", "Elapsed"))
 _SACCT_FIELDS = "JobID,Submit,Start,End,ElapsedRaw,TimelimitRaw,NNodes,State"
 RECENT_DAYS = 2
 """Of accounting that is asked now: enough jobs of a busy partition, and little work for it."""
@@ -319,17 +317,9 @@ def _from_text(
 ) -> Iterator[Record]:
     lines = iter(text.splitlines())
     names = next(lines, "").split("|")
-    missing = [
-        name
-        for name in (_NEEDED if partition is None else (*_NEEDED, "Partition"))
-        if name not in names
-    ]
-    missing += [
-        " or ".join(group)
-        for group in (("NNodes", "AllocNodes"), ("ElapsedRaw", "Elapsed"))
-        if not any(member in names for member in group)
-    ]
-    if missing:
+    own = [] if partition is None else [("Partition",)]
+    needed = [*_NEEDED[:2], *own, *_NEEDED[2:]]
+    if missing := [" or ".join(group) for group in needed if not set(group) & set(names)]:
         raise ClusterError(
             f"{source}: its first line must name sacct's columns, parted by |; it lacks "
             f"{', '.join(missing)}"

@@ -29,7 +29,6 @@ from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
 _forgotten_by_children: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
@@ -89,12 +88,7 @@ class FileLock:
     def __enter__(self) -> FileLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.release()
 
 

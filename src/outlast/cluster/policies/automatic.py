@@ -243,11 +243,7 @@ class Candidate:
 
 
 def candidates(
-    situation: Situation,
-    outlook: Outlook,
-    walls: Sequence[float] = (),
-    *,
-    windows: bool = True,
+    situation: Situation, outlook: Outlook, walls: Sequence[float] = (), *, windows: bool = True
 ) -> list[Candidate]:
     """All shapes that make progress, with their predictions, the soonest finished first.
 

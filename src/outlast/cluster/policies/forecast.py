@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from outlast.cluster.simulate import Backfill, Queue, forward
 from outlast.cluster.slurm import Partition, QueuedJob, queued
-from outlast.cluster.workload import Array, Integers, Workload
+from outlast.cluster.workload import Array, Workload
 
 DAY = 86_400.0
 _FEWEST = 40
@@ -30,26 +31,9 @@ _CLASSES = 8
 _EMPTY = np.zeros(0)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Arrivals:
-    """Jobs that come later.
-
-    Attributes:
-        submit_seconds: (jobs,) on the queue's clock, ascending.
-        nodes: (jobs,)
-        limit_seconds: (jobs,)
-        run_seconds: (jobs,) how long each really runs.
-    """
-
-    submit_seconds: Array
-    nodes: Integers
-    limit_seconds: Array
-    run_seconds: Array
-
-
-NOTHING = Arrivals(
-    submit_seconds=_EMPTY, nodes=np.zeros(0, np.int64), limit_seconds=_EMPTY, run_seconds=_EMPTY
-)
+Arrival: TypeAlias = tuple[float, int, float, float]
+"""A job that comes later: when, on the queue's clock; its nodes, its limit, and how long it really
+runs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,12 +43,12 @@ class World:
     Attributes:
         running_end_seconds: (running,) when each running job ends.
         pending_run_seconds: (pending,) how long each pending job runs.
-        arrivals: What comes later.
+        arrivals: What comes later, by time.
     """
 
     running_end_seconds: Array
     pending_run_seconds: Array
-    arrivals: Arrivals = NOTHING
+    arrivals: Sequence[Arrival] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,15 +126,14 @@ class Behaviour:
 
     def _arrivals(
         self, now: float, nodes: int, horizon_seconds: float, source: np.random.Generator
-    ) -> Arrivals:
+    ) -> list[Arrival]:
         """Whole days of the log at the same time of day, each drawn at random."""
         past = self.past
         if past is None or len(past) < 2:
-            return NOTHING
+            return []
         submits = past.submit_seconds
-        days = int((submits[-1] - submits[0]) // DAY)
-        if days < 1:
-            return NOTHING
+        if submits[-1] - submits[0] < DAY:
+            return []
         # The last whole days of the log, such that each begins at the queue's time of day.
         latest = submits[-1] - (submits[-1] - now) % DAY - DAY
         first = max(0, int((latest - submits[0]) // DAY))
@@ -160,15 +143,11 @@ class Behaviour:
             low, high = np.searchsorted(submits, (begin, begin + DAY), side="left")
             parts.append(np.arange(low, high))
             shifts.append(np.full(high - low, now + day * DAY - begin))
-        chosen = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        if not len(chosen):
-            return NOTHING
-        return Arrivals(
-            submit_seconds=submits[chosen] + np.concatenate(shifts),
-            nodes=np.minimum(past.nodes[chosen], nodes),
-            limit_seconds=past.limit_seconds[chosen],
-            run_seconds=past.run_seconds[chosen],
-        )
+        jobs = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        times = submits[jobs] + np.concatenate([np.zeros(0), *shifts])
+        sizes = np.minimum(past.nodes[jobs], nodes)
+        columns = (times, sizes, past.limit_seconds[jobs], past.run_seconds[jobs])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 CONSERVATIVE_JOBS = 60
@@ -195,17 +174,13 @@ def window_seconds(queue: Queue, nodes: int, *, backfill: Backfill = "easy") -> 
 
 def without(queue: Queue, jobs: Collection[int]) -> Queue:
     """The queue as it would be without some jobs, waiting or running."""
-    stays = {
-        "running": ~np.isin(queue.running_jobs, list(jobs)),
-        "pending": ~np.isin(queue.pending_jobs, list(jobs)),
-    }
-    kinds = {field.name: field.name.partition("_")[0] for field in fields(Queue)}
-    return replace(
-        queue,
-        **{
-            name: getattr(queue, name)[stays[kind]] for name, kind in kinds.items() if kind in stays
-        },
-    )
+    running = ~np.isin(queue.running_jobs, list(jobs))
+    pending = ~np.isin(queue.pending_jobs, list(jobs))
+    left: dict[str, Any] = {}
+    for name, column in vars(queue).items():
+        if name.startswith(("running", "pending")):
+            left[name] = column[running if name.startswith("running") else pending]
+    return replace(queue, **left)
 
 
 def place_of(queue: Queue, job: int) -> int | None:
@@ -293,17 +268,9 @@ def queue_at(log: Workload, start_seconds: Array, moment: float, *, before: int)
     ends = starts + np.minimum(log.run_seconds[:before], limits)
     runs = np.flatnonzero((starts <= moment) & (ends > moment))
     waits = np.flatnonzero(starts > moment)
-    return Queue(
-        now_seconds=moment,
-        nodes=log.machine_nodes,
-        running_nodes=nodes[runs],
-        running_start_seconds=starts[runs],
-        running_end_seconds=starts[runs] + limits[runs],
-        running_jobs=runs,
-        pending_nodes=nodes[waits],
-        pending_limit_seconds=limits[waits],
-        pending_jobs=waits,
-    )
+    running = [(nodes[job], starts[job], starts[job] + limits[job], job) for job in runs.tolist()]
+    pending = [(nodes[job], limits[job], job) for job in waits.tolist()]
+    return Queue.of_jobs(moment, log.machine_nodes, running, pending)
 
 
 LEVELS = (0.1, 0.5, 0.9)
@@ -312,7 +279,7 @@ _SOON = 300.0
 """Waits are compared as logarithms of themselves and these seconds."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class StartForecast:
     """Predicted start of a job of one shape, submitted now.
 
@@ -424,17 +391,11 @@ def forecast_waits(
         ready = float(queue.running_end_seconds[place])
         for world in worlds:
             world.running_end_seconds[place] = ready
-    return [
-        _forecast(
-            nodes,
-            wall,
-            np.array(
-                [_wait(queue, world, (nodes, wall), outlook.backfill, ready) for world in worlds]
-            ),
-            outlook.correction,
-        )
-        for nodes, wall in shapes
-    ]
+    found = []
+    for shape in shapes:
+        waits = [_wait(queue, world, shape, outlook.backfill, ready) for world in worlds]
+        found.append(_forecast(*shape, np.array(waits), outlook.correction))
+    return found
 
 
 def corrected(forecast: StartForecast, correction: Correction) -> StartForecast:
@@ -463,9 +424,7 @@ def _wait(
         return math.inf
     simulation = forward(queue, backfill, world.running_end_seconds, world.pending_run_seconds)
     job = simulation.submit(nodes, wall, wall, priority=0.5, at=ready)
-    later = world.arrivals
-    columns = (later.submit_seconds, later.nodes, later.limit_seconds, later.run_seconds)
-    for at, wanted, limit, run in zip(*(column.tolist() for column in columns), strict=True):
+    for at, wanted, limit, run in world.arrivals:
         simulation.submit(wanted, limit, run, at=at)
     return simulation.run_until_start(job) - ready
 
@@ -481,14 +440,7 @@ def _forecast(nodes: int, wall: float, waits: Array, correction: Correction) -> 
             max(math.exp(_log(float(np.quantile(waits, level))) + move) - _SOON, 0.0)
             for level, move in zip(LEVELS, correction.moves, strict=True)
         )
-    return StartForecast(
-        nodes=nodes,
-        wall_seconds=wall,
-        wait_seconds=waits,
-        p10_seconds=min(low, middle),
-        p50_seconds=middle,
-        p90_seconds=max(high, middle),
-    )
+    return StartForecast(nodes, wall, waits, min(low, middle), middle, max(high, middle))
 
 
 def _log(wait_seconds: float) -> float:

@@ -39,7 +39,6 @@ class Link:
         nodes: That it asked for.
         limit_seconds: That it may run.
         job: What was left when it began to restart.
-        pace: Real seconds of training per expected second; 1 where the expectation is right.
         started_seconds: When it got its nodes; infinite before.
         ready_seconds: When it could begin to restart.
         told_seconds: When it was told to save and end; infinite if not.
@@ -52,7 +51,6 @@ class Link:
     nodes: int
     limit_seconds: float
     job: MalleableJob
-    pace: float = 1.0
     started_seconds: float = math.inf
     ready_seconds: float = math.inf
     told_seconds: float = math.inf
@@ -72,7 +70,7 @@ class Link:
     @property
     def rate(self) -> float:
         """Reference seconds per second of training."""
-        return self.job.speed(self.nodes) / self.pace
+        return self.job.speed(self.nodes)
 
     def training_until(self) -> float:
         """End of its training: done, told to stop, or at the latest for its limit."""
@@ -120,7 +118,6 @@ class SimulatedRun:
         policy: What decides.
         job: What is left, running links apart.
         limits: Of the site and the user.
-        pace: Real seconds of training per expected second.
         links: All jobs of the run so far, in order of submission.
         submitted_seconds: When the run began.
         finished_seconds: When it was done; infinite before.
@@ -129,7 +126,6 @@ class SimulatedRun:
     policy: Policy
     job: MalleableJob
     limits: Limits = field(default_factory=Limits)
-    pace: float = 1.0
     links: list[Link] = field(default_factory=list)
     submitted_seconds: float = math.inf
     finished_seconds: float = math.inf
@@ -234,16 +230,8 @@ class SimulatedRun:
                 simulation.shorten(number, limit)
         for wanted in decision.submit:
             submitted = simulation.submit(wanted.nodes, wanted.wall_seconds, wanted.wall_seconds)
-            self.links.append(
-                Link(
-                    number=submitted,
-                    role=wanted.role,
-                    nodes=wanted.nodes,
-                    limit_seconds=wanted.wall_seconds,
-                    job=self.job,
-                    pace=self.pace,
-                )
-            )
+            limit = wanted.wall_seconds
+            self.links.append(Link(submitted, wanted.role, wanted.nodes, limit, self.job))
 
     def situation(self, simulation: Simulation) -> Situation:
         """Present input for the policy."""
@@ -273,12 +261,7 @@ _LONGEST_SECONDS = 400 * 86_400.0
 
 
 def play(
-    simulation: Simulation,
-    policy: Policy,
-    job: MalleableJob,
-    limits: Limits | None = None,
-    *,
-    pace: float = 1.0,
+    simulation: Simulation, policy: Policy, job: MalleableJob, limits: Limits | None = None
 ) -> SimulatedRun:
     """Add one run to a copy of the simulation and go on until it is done.
 
@@ -287,13 +270,12 @@ def play(
         policy: The run's.
         job: What is to be done.
         limits: Of the site and the user.
-        pace: Real seconds of training per expected second.
 
     Raises:
         ClusterError: It is not done after more than a year.
     """
     world = copy.deepcopy(simulation)
-    run = SimulatedRun(policy=policy, job=job, limits=limits or Limits(), pace=pace)
+    run = SimulatedRun(policy=policy, job=job, limits=limits or Limits())
     run.begin(world)
     while run.finished_seconds == math.inf:
         world.run(until=world.now + _LOOK_SECONDS, driver=run)

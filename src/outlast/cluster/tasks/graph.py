@@ -639,8 +639,7 @@ def _made(kind: type[_Made], values: Mapping[str, Any], where: str) -> _Made:
         no_default = key.default is dataclasses.MISSING
         if no_default and key.default_factory is dataclasses.MISSING and name not in values:
             raise ClusterError(f"{where} has no {name}: give one")
-    where_of = {name: f"{where}: {name}" for name in values}
-    return kind(**{n: _value(fields[n].type, value, where_of[n]) for n, value in values.items()})
+    return kind(**{n: _value(fields[n].type, v, f"{where}: {n}") for n, v in values.items()})
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
@@ -652,17 +651,12 @@ def _value(kind: Any, value: Any, where: str) -> Any:
             return value
         case "str" | "Kind" if isinstance(value, str):
             return value
-        case "tuple[str, ...]" if isinstance(value, list) and all(
-            isinstance(v, str) for v in value
-        ):
+        case "tuple[str, ...]" if isinstance(value, list) and set(map(type, value)) <= {str}:
             return tuple(value)
         case "float" | "int" | "str" | "Kind" | "tuple[str, ...]":
-            words = {
-                "float": "a number",
-                "int": "a whole number",
-                "tuple[str, ...]": "a list of words",
-            }
-            raise ClusterError(f"{where} = {value!r}: give {words.get(kind, 'a word')}")
+            wanted = {"float": "a number", "int": "a whole number", "str": "a word"}
+            words = "a list of words" if kind == "tuple[str, ...]" else wanted.get(kind, "a word")
+            raise ClusterError(f"{where} = {value!r}: give {words}")
         case "tuple[Place, ...]":
             raise ClusterError(f"{where} cannot be given in a file: leave it out")
     return value

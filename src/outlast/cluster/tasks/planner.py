@@ -43,10 +43,6 @@ class Timeline:
         # For each amount that was asked for, the time before which less is left everywhere.
         self._full_until: dict[float, float] = {}
 
-    def at(self, time: float) -> int:
-        """The step that a time is in."""
-        return bisect_right(self.times, time) - 1
-
     def take(self, start: float, end: float, amount: float) -> None:
         """Use `amount` from `start` to `end`."""
         if end <= start:
@@ -307,19 +303,15 @@ def node_shares(count: int, sizes: Collection[int]) -> list[dict[int, float]]:
         count: Nodes of the group.
         sizes: Nodes that tasks take of it.
     """
-    found = [{size: size / count for size in sizes}]
-    found.extend(
-        {
-            size: 1.0 if size > count - least else size / count if size >= least else 0.0
-            for size in sizes
-        }
-        for least in sorted(size for size in sizes if 0 < 2 * size <= count)[:_MOST_SHARES]
-    )
+    plain = {size: size / count for size in sizes}
+    small = sorted(size for size in sizes if 0 < 2 * size <= count)[:_MOST_SHARES]
+    found = [plain]
+    for least in small:
+        counted = {size: share if size >= least else 0.0 for size, share in plain.items()}
+        found.append({size: 1.0 if size > count - least else counted[size] for size in sizes})
     # Of two that take more than half, one at a time runs.
-    found.append(
-        {size: 1.0 if 2 * size > count else 0.5 if 2 * size == count else 0.0 for size in sizes}
-    )
-    return found
+    halves = {size: 0.5 if 2 * size == count else 0.0 for size in sizes}
+    return [*found, {size: 1.0 if 2 * size > count else halves[size] for size in sizes}]
 
 
 def heads_and_tails(graph: Graph) -> tuple[list[float], list[float]]:
@@ -506,24 +498,17 @@ def plan(graph: Graph, *, effort: int = EFFORT, seed: int = 0) -> Schedule:
     enough = bound * (1 + _ENOUGH)
     if effort and shortest > enough:
         tries = effort // len(graph.activities)
-        best = _bettered(graph, order, best, fair, enough=enough, tries=tries, seed=seed)
+        best = _bettered(order, best, fair, enough=enough, tries=tries, seed=seed)
     if fair is not None and fair.makespan_seconds < best.makespan_seconds * (1 - _ENOUGH):
         best = fair
     return replace(best, bound_seconds=bound)
 
 
 def _bettered(
-    graph: Graph,
-    order: list[int],
-    best: Schedule,
-    fair: Schedule | None,
-    *,
-    enough: float,
-    tries: int,
-    seed: int,
+    order: list[int], best: Schedule, fair: Schedule | None, *, enough: float, tries: int, seed: int
 ) -> Schedule:
     """The best schedule that a bounded search finds; as good as `best`, of `order`, at least."""
-    chance = random.Random(seed)
+    graph, chance = best.graph, random.Random(seed)
     for starts in [*([] if fair is None else [fair.starts]), best.starts][:tries]:
         other = graph.ordered(starts)
         found = insert_all(graph, other, best.makespan_seconds)
