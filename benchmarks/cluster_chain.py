@@ -65,8 +65,8 @@ def slurm_bars(quick: bool) -> tuple[Measured | None, list[Bar]]:
 
 
 def _chain(folder: Path, links: int) -> tuple[Measured | None, list[Bar]]:
-    from outlast.cluster.chain.files import chain_files, run_log
-    from outlast.cluster.chain.status import status_of
+    from outlast.cluster.chain import status_of
+    from outlast.cluster.chain_files import chain_files, run_log
     from outlast.records import AttemptEnded, StepsDone, read_run
 
     each = 12
@@ -124,7 +124,7 @@ def _chain(folder: Path, links: int) -> tuple[Measured | None, list[Bar]]:
 
 
 def _entries(files: object, kind: str) -> list[dict[str, object]]:
-    from outlast.cluster.chain.files import entries, of_kind
+    from outlast.cluster.chain_files import entries, of_kind
 
     return of_kind(entries(files), kind)  # type: ignore[arg-type]
 
@@ -154,7 +154,7 @@ def lead_bars() -> list[Bar]:
 def _ends(
     spreads: tuple[float, float], counts: tuple[int, int], drawn: random.Random
 ) -> tuple[float, float, float]:
-    from outlast.cluster.chain.margin import best_lead_seconds, save_times
+    from outlast.cluster.stopping import best_lead_seconds, save_times
 
     missed = best_missed = 0
     idle = best_idle = 0.0
@@ -204,7 +204,7 @@ def waste_bars(costs: Measured | None) -> Iterator[Bar]:
 
 def _waste(case: Measured, drawn: random.Random, links: int = 200) -> float:
     """Share of wall time without training: start, lead (the last save in it), end and gap."""
-    from outlast.cluster.chain.margin import END_SECONDS, best_lead_seconds, save_times
+    from outlast.cluster.stopping import END_SECONDS, best_lead_seconds, save_times
 
     centre = math.log(max(case.save_seconds, 1e-3))
     seen = [drawn.lognormvariate(centre, 0.3) for _ in range(20)]

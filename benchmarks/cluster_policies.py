@@ -18,8 +18,13 @@ import numpy as np
 from harness import Bar, arguments, publish
 
 from outlast.cluster.cost import LinkOverhead
-from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.automatic import Automatic, Planned, candidates, thriftiest
+from outlast.cluster.policies.automatic import (
+    AnchorFiller,
+    Automatic,
+    Planned,
+    candidates,
+    thriftiest,
+)
 from outlast.cluster.policies.decision import (
     Decision,
     FixedLinks,
@@ -30,7 +35,7 @@ from outlast.cluster.policies.decision import (
     Submission,
 )
 from outlast.cluster.policies.forecast import (
-    Backfill,
+    QUICK,
     Behaviour,
     Correction,
     StartForecast,
@@ -38,7 +43,7 @@ from outlast.cluster.policies.forecast import (
     learn_correction,
 )
 from outlast.cluster.policies.replay import behaviour_now, moments, play, submission_times
-from outlast.cluster.simulate.engine import Simulation
+from outlast.cluster.simulate import Backfill, Simulation
 from outlast.cluster.workload import Workload, lublin
 
 LOADS = (0.6, 0.75, 0.85, 0.95)
@@ -200,7 +205,8 @@ def _malleable_bars(seeds: tuple[int, ...], count: int) -> Iterator[Bar]:
             corrections = {id(workload): _correction(workload, simulation, knows, job)}
         base = play(simulation, OneLongJob(), job)
         situation = Situation(queue=simulation.snapshot(), job=job)
-        ranking = candidates(situation, windows=False, behaviour=knows, samples=16)
+        outlook = replace(QUICK, behaviour=knows)
+        ranking = candidates(situation, outlook, windows=False)
         truth = {}
         for each in ranking:
             run = play(simulation, Pinned(each.nodes), job)
@@ -209,8 +215,8 @@ def _malleable_bars(seeds: tuple[int, ...], count: int) -> Iterator[Bar]:
             told.add(each.start, corrections[id(workload)], wait)
         best = min(truth.values())
         regrets["shape"].append(truth[thriftiest(ranking, 0.02).nodes] / best - 1.0)
-        alone = play(simulation, Planned(behaviour=knows), job)
-        filled = play(simulation, Automatic(behaviour=knows), job)
+        alone = play(simulation, Planned(outlook=outlook), job)
+        filled = play(simulation, Automatic(outlook=outlook), job)
         regrets["automatic"].append(filled.turnaround_seconds / best - 1.0)
         for ratios, each_run in ((planned, alone), (automatic, filled)):
             turnaround = each_run.turnaround_seconds / base.turnaround_seconds
@@ -232,7 +238,7 @@ def _correction(
     before = int(np.searchsorted(workload.submit_seconds, simulation.now))
     like = (job.reference_nodes, job.wall_to_finish(job.reference_nodes))
     past, starts = workload.chosen(slice(0, before)), simulation.starts()[:before]
-    return learn_correction(past, starts, knows, like=like, count=60)
+    return learn_correction(past, starts, replace(QUICK, behaviour=knows), like=like, count=60)
 
 
 def _coverage(told: Predictions) -> Iterator[Bar]:

@@ -11,7 +11,7 @@ from time import process_time
 import numpy as np
 from harness import Bar, arguments, at_most, publish
 
-from outlast.cluster.simulate.engine import Simulation
+from outlast.cluster.simulate import Simulation
 from outlast.cluster.workload import lublin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "slurm"))
@@ -60,7 +60,7 @@ def _seconds(kind: str, jobs: int, load: float) -> float:
 
 _LARGEST = """
 import resource
-from outlast.cluster.simulate.engine import Simulation
+from outlast.cluster.simulate import Simulation
 from outlast.cluster.workload import lublin
 Simulation({nodes}, workload=lublin({jobs}, {nodes}, load=0.95, seed=1)).run()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -28,9 +28,8 @@ from typing import Any
 
 from harness import Bar, arguments, publish
 
-from outlast.cluster.storage.io_lock import ask, turn
-from outlast.cluster.storage.pace import TokenBucket
-from outlast.cluster.storage.periods import SavingJob, shared_periods, young_daly
+from outlast.cluster.pace import TokenBucket
+from outlast.cluster.storage import SavingJob, ask, shared_periods, turn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
 
@@ -65,7 +64,7 @@ def _loaded(seed: int, count: int) -> list[SavingJob]:
     for _ in range(40):
         scale = math.sqrt(low * high)
         jobs = _cluster(seed, count, scale)
-        periods = [young_daly(job) for job in jobs]
+        periods = [job.best_period_seconds() for job in jobs]
         horizon = 20 * max(periods)
         if simulate_saves(jobs, periods, "uncoordinated", horizon_seconds=horizon).load > LOAD:
             high = scale
@@ -82,7 +81,7 @@ def _fluid(quick: bool) -> Iterator[Bar]:
     # None of these seeds was used to choose a rule or the budget.
     for seed in range(100, 102 if quick else 105):
         jobs = _loaded(seed, 40)
-        alone = [young_daly(job) for job in jobs]
+        alone = [job.best_period_seconds() for job in jobs]
         budget = shared_periods(jobs, BUDGET).seconds
         horizon = (20 if quick else 60) * max(alone)
 

@@ -18,14 +18,22 @@ from pathlib import Path
 
 from harness import Bar, arguments, at_most, publish
 
-from outlast.cluster.tasks.build import Evaluation, RunFigures, TierFigures, run_graph
-from outlast.cluster.tasks.graph import Edge, Graph, Machine, Place, Task
+from outlast.cluster.tasks.graph import (
+    Edge,
+    Evaluation,
+    Graph,
+    Machine,
+    Place,
+    RunFigures,
+    Task,
+    TierFigures,
+    run_graph,
+)
 from outlast.cluster.tasks.planner import plan
-from outlast.cluster.tasks.schedule import problems
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
 
-from exact_schedules import is_within, shortest
+from exact_schedules import is_within, problems, shortest
 
 PEER = "exact optimum (HiGHS), rates free"
 _VIA = {"save": ("disk",), "drain": ("disk", "pfs"), "stage-in": ("pfs",)}

@@ -64,8 +64,8 @@ def node_failure() -> Bar:
         return row
     from chains import ending, noted, program_plan
 
-    from outlast.cluster.chain.files import run_log
-    from outlast.cluster.chain.manage import begin
+    from outlast.cluster.chain import begin
+    from outlast.cluster.chain_files import run_log
     from outlast.records import AttemptStarted, CheckpointSaved, read_run
 
     with own_slurm(nodes=2, node_timeout=5) as (slurm, folder):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from outlast.cli.cluster import candidates_now, sizes_of
-from outlast.cluster.chain.planning import Costs, plan_chain, site_now
+from outlast.cluster.planning import Costs, plan_chain, site_now
 from outlast.cluster.policies.automatic import Choice
-from outlast.cluster.simulate.engine import Simulation
+from outlast.cluster.simulate import Simulation
 from outlast.cluster.workload import Workload, lublin, read_sacct
 from outlast.job import load_job
 
@@ -19,7 +19,7 @@ COSTS = Costs(restart_seconds=60.0, save_seconds=30.0, lead_seconds=40.0, measur
 
 def queue_line(number: int, state: str, nodes: int, hours: int, priority: int) -> str:
     limit = f"{hours}:00:00"
-    fields = [number, state, nodes, limit, limit, "N/A", "N/A", "N/A", priority, "batch", "", ""]
+    fields = [number, state, nodes, limit, "N/A", "N/A", "N/A", priority, "", ""]
     return "\x1f".join(map(str, fields))
 
 
@@ -86,7 +86,7 @@ def test_starts_in_a_log_correct_what_is_predicted_by_past_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # What arrives later depends on the time of day.
-    monkeypatch.setattr("outlast.cluster.slurm.snapshot.time.time", lambda: 1.8e9)
+    monkeypatch.setattr("outlast.cluster.policies.forecast.time.time", lambda: 1.8e9)
     jobs = lublin(60, 8, load=0.95, seed=3)
     simulated = Simulation(8, workload=jobs, backfill="conservative")
     simulated.run()

@@ -16,8 +16,7 @@ from typer.main import get_command
 
 from outlast.cli.cluster import cluster
 from outlast.cli.main import main
-from outlast.cluster.chain.fence import Fence
-from outlast.cluster.chain.files import (
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     chain_files,
@@ -26,6 +25,7 @@ from outlast.cluster.chain.files import (
     read_plan,
     write_plan,
 )
+from outlast.cluster.fence import Fence
 from outlast.job import LoopJob, load_job, to_toml
 from outlast.job.sections import RunSection
 
@@ -54,7 +54,7 @@ def outlast(
 
 def shown(job: str, state: str) -> str:
     """A line of squeue's answer."""
-    return "\x1f".join([job, state, "1", *["x"] * 8, ""])
+    return "\x1f".join([job, state, "1", *["x"] * 6, ""])
 
 
 def put(folder: Path, name: str, body: str) -> None:
@@ -135,9 +135,7 @@ def test_a_submission_writes_the_chain_down(outlast: Outlast, tmp_path: Path) ->
     ]
     assert [each["kind"] for each in entries(files)] == ["created", *["submitted"] * 3]
     # While it is in the queue, no second one is submitted.
-    line = "\x1f".join(
-        ["41", "PENDING", "1", "1:00", "1:00", "1", "2", "3", "1", "batch", "None", ""]
-    )
+    line = "\x1f".join(["41", "PENDING", "1", "1:00", "1", "2", "3", "1", "None", ""])
     put(tmp_path, "squeue", f"printf '%s\\n' '{line}'")
     code, _, err = outlast("submit", *settings)
     assert code == 2
@@ -374,9 +372,7 @@ def test_a_job_that_nobody_knows_is_not_adopted(outlast: Outlast, tmp_path: Path
 
 
 def test_a_running_job_becomes_the_first_link(outlast: Outlast, tmp_path: Path) -> None:
-    line = "\x1f".join(
-        ["99", "RUNNING", "4", "1:00:00", "5:00", "1", "2", "3", "1", "batch", "None", ""]
-    )
+    line = "\x1f".join(["99", "RUNNING", "4", "1:00:00", "1", "2", "3", "1", "None", ""])
     put(tmp_path, "squeue", f"printf '%s\\n' '{line}'")
     put(tmp_path, "sbatch", f'echo "$@" > {tmp_path}/asked; echo 100')
     (tmp_path / "job.toml").write_text(to_toml(load_job(None, ["slurm.wall_time=8h"])))
@@ -594,7 +590,7 @@ def test_status_says_why_a_job_waits(
     write_plan(files, ChainPlan("abc", "a", "dependent", (1,), 1, 3600.0, "/", "python"))
     note(files, "created")
     note(files, "submitted", job="7", number=1)
-    line = "\x1f".join(["7", "PENDING", "1", *["x"] * 7, reason, ""])
+    line = "\x1f".join(["7", "PENDING", "1", *["x"] * 5, reason, ""])
     put(tmp_path, "squeue", f"echo '{line}'")
     code, out, _ = outlast("cluster", "status", "runs/a")
     assert code == 0

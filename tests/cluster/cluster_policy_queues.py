@@ -3,7 +3,7 @@
 import numpy as np
 
 from outlast.cluster.policies.decision import Limits, MalleableJob, OwnJob, PowerSpeed, Situation
-from outlast.cluster.simulate.engine import Queue
+from outlast.cluster.simulate import Queue
 
 HOUR = 3600.0
 
@@ -22,8 +22,6 @@ def queue(nodes, running=(), pending=(), now=0.0):
         running_jobs=np.arange(len(running), dtype=np.int64),
         pending_nodes=np.array([each[0] for each in pending], np.int64),
         pending_limit_seconds=np.array([each[1] * HOUR for each in pending], np.float64),
-        pending_priority=np.zeros(len(pending)),
-        pending_age_seconds=np.zeros(len(pending)),
         pending_jobs=np.arange(100, 100 + len(pending), dtype=np.int64),
     )
 

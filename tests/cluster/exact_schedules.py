@@ -9,7 +9,9 @@ not be max-min fair here, so that no way to share bandwidth can be better.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +19,10 @@ from outlast.cluster.tasks.planner import heads_and_tails, lower_bounds, node_sh
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from outlast.cluster.tasks.graph import Graph
+    from collections.abc import Iterable, Sequence
+
+    from outlast.cluster.tasks.graph import Activity, Graph
+    from outlast.cluster.tasks.schedule import Schedule, Segment
 
 LARGEST = 40
 """Most activities that it takes; the time that it needs grows exponentially."""
@@ -309,3 +314,94 @@ class _Model:
             bound = max(bound, float(found.mip_dual_bound))
         best = min(self.known, float(found.fun) if found.fun is not None else math.inf)
         return Optimum(best * self.unit, min(bound, best) * self.unit)
+
+
+_SAME = 1e-9
+
+
+def problems(schedule: Schedule) -> list[str]:
+    """Violations in a schedule, one sentence each; none where it can be carried out.
+
+    Checks the order of edges, the nodes of each group, the capacity of each resource, caps, and
+    that every transfer moves all of its bytes.
+    """
+    graph = schedule.graph
+    slack = _SAME * max(schedule.makespan_seconds, 1e-9)
+    return [
+        *_order_problems(schedule, slack),
+        *_node_problems(schedule, slack),
+        *_rate_problems(graph, schedule, slack),
+    ]
+
+
+def _order_problems(schedule: Schedule, slack: float) -> Iterable[str]:
+    graph = schedule.graph
+    for number, activity in enumerate(graph.activities):
+        start, end = schedule.starts[number], schedule.ends[number]
+        if start < activity.earliest_seconds - slack:
+            yield f'"{activity.name}" starts at {start:g} s, before {activity.earliest_seconds:g} s'
+        if abs(schedule.work_ends[number] - start - schedule.option(number).seconds) > slack:
+            seconds = schedule.option(number).seconds
+            yield f'the work of "{activity.name}" does not take its {seconds} s'
+        if end < schedule.work_ends[number] - slack:
+            yield f'"{activity.name}" ends before its work does'
+        for source in graph.before[number]:
+            if start < schedule.ends[source] - slack:
+                yield f'"{activity.name}" starts before "{graph.activities[source].name}" has ended'
+
+
+def _node_problems(schedule: Schedule, slack: float) -> Iterable[str]:
+    for group, (name, count) in enumerate(schedule.graph.machine.nodes.items()):
+        changes: list[tuple[float, int]] = []
+        for number in range(len(schedule.starts)):
+            option = schedule.option(number)
+            if (
+                option.group == group
+                and schedule.ends[number] - schedule.starts[number] > 2 * slack
+            ):
+                changes.append((schedule.starts[number] + slack, option.nodes))
+                changes.append((schedule.ends[number] - slack, -option.nodes))
+        used = 0
+        for time, change in sorted(changes):
+            used += change
+            if used > count:
+                yield f'{used} nodes of "{name}" are used at {time:g} s, and it has {count}'
+                return
+
+
+def _rate_problems(graph: Graph, schedule: Schedule, slack: float) -> Iterable[str]:
+    capacities = list(graph.machine.bytes_per_s.items())
+    changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for number, activity in enumerate(graph.activities):
+        if not activity.size_bytes:
+            continue
+        segments = schedule.rate_of(number)
+        yield from _flow_problems(activity, segments, schedule, number, slack)
+        for start, end, rate in segments:
+            for resource in activity.via:
+                changes[resource] += [(start, rate), (end, -rate)]
+    for resource, found in changes.items():
+        name, capacity = capacities[resource]
+        rate = 0.0
+        found.sort()
+        for (time, change), (until, _) in itertools.pairwise(found):
+            rate += change
+            if rate > capacity * (1 + 1e-6) and until - time > slack:
+                yield f'"{name}" carries {rate:g} bytes/s at {time:g} s, and it has {capacity:g}'
+                break
+
+
+def _flow_problems(
+    activity: Activity, segments: Sequence[Segment], schedule: Schedule, number: int, slack: float
+) -> Iterable[str]:
+    moved = math.fsum((end - start) * rate for start, end, rate in segments)
+    rounding = 1e-6 * activity.size_bytes + slack * activity.cap_bytes_per_s
+    if abs(moved - activity.size_bytes) > rounding:
+        yield f'"{activity.name}" moves {moved:g} of {activity.size_bytes:g} bytes'
+    if any(rate > activity.cap_bytes_per_s * (1 + 1e-6) for _, _, rate in segments):
+        yield f'"{activity.name}" is faster than its cap of {activity.cap_bytes_per_s:g} bytes/s'
+    if segments and (
+        segments[0][0] < schedule.work_ends[number] - slack
+        or segments[-1][1] > schedule.ends[number] + slack
+    ):
+        yield f'"{activity.name}" moves bytes when it is not its time'

@@ -14,13 +14,13 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.cluster.storage.io_lock import Order, priority, set_of, waiting_cost
+from outlast.cluster.storage import Order, priority, set_of, waiting_cost
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.cluster.storage.periods import SavingJob
+    from outlast.cluster.storage import SavingJob
 
 Policy = Literal["uncoordinated"] | Order
 Waiting = Literal["still", "computing"]

@@ -25,18 +25,18 @@ def slurm_commands(folder: Path, monkeypatch: pytest.MonkeyPatch, squeue: str = 
 
 def shown(job: str, state: str) -> str:
     """A line of squeue's answer."""
-    return "\x1f".join([job, state, "1", *["x"] * 8, ""])
+    return "\x1f".join([job, state, "1", *["x"] * 6, ""])
 
 
 def accounted(job: str, state: str) -> str:
     """A line of sacct's answer."""
-    return "\x1f".join([job, state, "0:15", "1", *["x"] * 5])
+    return "\x1f".join([job, state, "x"])
 
 
 def in_queue(number: int, state: str, nodes: int, hours: float, *, priority: int = 0) -> str:
     """A line of squeue's answer with what a forecast needs; a running job has all of its limit."""
     limit = f"{round(60 * hours)}:00"
-    fields = [number, state, nodes, limit, limit, "N/A", "N/A", "N/A", priority, "batch", "", ""]
+    fields = [number, state, nodes, limit, "N/A", "N/A", "N/A", priority, "", ""]
     return "\x1f".join(map(str, fields))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from slurm_programs import in_queue, partition, put_command, put_queue, slurm_commands
 
-from outlast.cluster.chain import choosing, next_job
-from outlast.cluster.chain.choosing import choose_first, choose_next, submit_chosen
-from outlast.cluster.chain.files import (
+from outlast.cluster import choosing
+from outlast.cluster.chain import status_of
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     chain_files,
@@ -22,8 +22,8 @@ from outlast.cluster.chain.files import (
     write_plan,
     write_progress,
 )
-from outlast.cluster.chain.link import Link, run_link
-from outlast.cluster.chain.status import status_of
+from outlast.cluster.choosing import choose_first, choose_next, submit_chosen
+from outlast.cluster.link import Link, run_link
 from outlast.errors import EXIT_DONE, ClusterError
 
 HOUR = 3600.0
@@ -77,7 +77,7 @@ def test_on_an_idle_cluster_a_rigid_job_is_told_to_be_just_one_long_job(
     put_queue(tmp_path, [], partition(10, 10))
     plan = replace(PLAN, sizes=())
     found = choose_first(files, plan, 1, seconds=10 * HOUR)
-    assert found.reason.startswith("just submit one long job, 4 nodes for 11")
+    assert found.plan.reason.startswith("just submit one long job, 4 nodes for 11")
     # A tenth more than the work and the start need.
     assert found.plan.limit_seconds == pytest.approx(11.1 * HOUR, rel=0.01)
     assert found.plan.nodes == (4,)
@@ -96,8 +96,8 @@ def test_nodes_that_are_free_beat_more_nodes_much_later(files: ChainFiles, tmp_p
     put_queue(tmp_path, BUSY, partition(10, 4))
     found = choose_first(files, replace(PLAN, nodes=(8,)), 1, seconds=5 * HOUR)
     assert found.plan.nodes == (4,)
-    assert "4 nodes for" in found.reason
-    assert "one long job on 8 nodes" in found.reason
+    assert "4 nodes for" in found.plan.reason
+    assert "one long job on 8 nodes" in found.plan.reason
     assert found.forecast is not None
     assert found.forecast.certain
     more = choose_first(files, replace(PLAN, nodes=(8,)), 1, seconds=200 * HOUR)
@@ -116,7 +116,7 @@ def test_the_next_link_is_chosen_for_what_the_running_one_leaves(
     assert found.plan.nodes == (4,)
     assert found.forecast is not None
     assert found.forecast.certain
-    assert "as soon as the job before it ends" in found.reason
+    assert "as soon as the job before it ends" in found.plan.reason
     assert found.plan.limit_seconds == 24 * HOUR
     submit_chosen(files, found, 2, after="7")
     assert "--dependency=afterany:7" in (tmp_path / "submitted").read_text()
@@ -131,7 +131,9 @@ def test_a_link_that_will_do_all_that_is_left_has_a_follower_as_it_is(
     found = choose_next(files, PLAN.shaped(4, 10 * HOUR), 2, "7")
     assert (found.plan.nodes, found.plan.limit_seconds) == ((4,), 10 * HOUR)
     shape = "4 node(s) for 10:00:00"
-    assert found.reason == f"{shape}, as the link before: that is expected to do all that is left"
+    assert (
+        found.plan.reason == f"{shape}, as the link before: that is expected to do all that is left"
+    )
 
 
 def test_what_was_said_to_be_left_counts_until_a_step_is_measured(
@@ -140,13 +142,15 @@ def test_what_was_said_to_be_left_counts_until_a_step_is_measured(
     put_queue(tmp_path, [in_queue(7, "RUNNING", 4, 2.0)], partition(10, 6, "1-00:00:00"))
     link = PLAN.shaped(4, 2 * HOUR)
     unknown = choose_next(files, link, 2, "7")
-    assert "no step is measured yet, so this is for as much work as the longest" in unknown.reason
+    assert (
+        "no step is measured yet, so this is for as much work as the longest" in unknown.plan.reason
+    )
     write_plan(files, replace(PLAN, work_seconds=5 * HOUR, sizes=(4,)))
     said = choose_next(files, link, 2, "7")
     # The running link does almost two of the five hours.
     assert said.plan.limit_seconds == pytest.approx(1.1 * 3.1 * HOUR, rel=0.05)
     write_plan(files, replace(PLAN, work_seconds=HOUR, sizes=(4,)))
-    assert "expected to do all that is left" in choose_next(files, link, 2, "7").reason
+    assert "expected to do all that is left" in choose_next(files, link, 2, "7").plan.reason
     trained(files, hours=40.0)
     assert choose_next(files, link, 2, "7").plan.limit_seconds == 24 * HOUR
 
@@ -212,7 +216,7 @@ def test_a_link_with_a_shape_of_its_own_is_that_shape(
 ) -> None:
     """The plan in the file stays that of the chain, from which the next one is chosen."""
     # However slow the machine is at choosing.
-    monkeypatch.setattr(next_job, "_JOIN_SECONDS", 600.0)
+    monkeypatch.setattr("outlast.cluster.link._JOIN_SECONDS", 600.0)
     put_queue(tmp_path, [in_queue(7, "RUNNING", 2, 1.0)], partition(10, 8))
     assert run_link(files, 1, (2, HOUR)) == EXIT_DONE
     started = of_kind(entries(files), "started")
@@ -231,8 +235,8 @@ def test_no_filler_is_promised_to_a_link_that_waits_for_another(
     found = choose_next(files, PLAN.shaped(4, 2 * HOUR), 2, "7")
     assert found.forecast is not None
     assert found.forecast.p10_seconds > HOUR
-    assert "after the end of the job before it" in found.reason
-    assert "filler" not in found.reason
+    assert "after the end of the job before it" in found.plan.reason
+    assert "filler" not in found.plan.reason
 
 
 def test_status_says_what_was_chosen_and_what_was_predicted(

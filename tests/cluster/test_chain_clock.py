@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outlast.cluster.chain import stopping
-from outlast.cluster.chain.files import ChainFiles, reported_progress
-from outlast.cluster.chain.stopping import (
+from outlast.cluster import stopping
+from outlast.cluster.chain_files import ChainFiles, reported_progress
+from outlast.cluster.slurm import SlurmUnreachableError
+from outlast.cluster.stopping import (
     Countdown,
     LinkClock,
     StopWhen,
@@ -23,7 +24,6 @@ from outlast.cluster.chain.stopping import (
     stop_when_of,
     write_countdown,
 )
-from outlast.cluster.slurm.commands import SlurmUnreachableError
 from outlast.errors import ClusterError
 from outlast.records.lease import LEASE_JOB
 from outlast.records.process import boot_identity
@@ -185,7 +185,7 @@ def test_any_loop_may_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert should_stop()
     report_progress(5, steps=9, save_seconds=0.5)
     report_progress(6)
-    from outlast.cluster.chain.files import run_log
+    from outlast.cluster.chain_files import run_log
 
     log = run_log(ChainFiles(tmp_path))
     assert (log.step, log.steps, log.save_seconds) == (6, 9, [0.5])
@@ -228,7 +228,7 @@ def test_asking_loads_nothing_heavy() -> None:
     """A training loop of any framework may ask, and a link must be ready at once."""
     code = (
         "import sys; import outlast.cluster; outlast.cluster.should_stop();"
-        "import outlast.cluster.chain.link;"
+        "import outlast.cluster.link;"
         "print(sorted({'torch', 'numpy', 'scipy', 'pydantic', 'typer'} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from slurm_programs import accounted, put_command, shown, slurm_commands
 
-from outlast.cluster.chain.fence import Fence, FenceHeldError, Holder, read_holder, this_process
-from outlast.cluster.chain.files import ChainFiles, ChainPlan
-from outlast.cluster.chain.link import Link
-from outlast.cluster.chain.verdict import wait_for_lock
-from outlast.cluster.slurm.commands import SlurmUnreachableError
-from outlast.cluster.slurm.jobs import state_now
+from outlast.cluster.chain_files import ChainFiles, ChainPlan
+from outlast.cluster.fence import Fence, FenceHeldError, Holder, read_holder, this_process
+from outlast.cluster.link import Link
+from outlast.cluster.slurm import SlurmUnreachableError, state_now
+from outlast.cluster.verdict import wait_for_lock
 from outlast.errors import LeaseLostError
 from outlast.records.lease import check_lease, leave_without_lease
 from outlast.records.lock import OwnerLock
@@ -27,6 +26,10 @@ from outlast.records.lock import OwnerLock
 
 def unknown(job: str) -> None:
     return None
+
+
+def at_once(holder: Holder) -> float:
+    return 0.0
 
 
 def first_ended(job: str) -> str:
@@ -50,7 +53,7 @@ def test_a_fence_is_held_until_it_is_given_back(tmp_path: Path) -> None:
     assert first.held()
     assert read_holder(path) == first.holder
     with pytest.raises(FenceHeldError, match=r"job 1 .* is writing this run") as caught:
-        Fence(path, "2", unknown, wait_seconds=0.0).acquire()
+        Fence(path, "2", unknown, wait_seconds=at_once).acquire()
     assert caught.value.holder == first.holder
     first.release()
     assert Fence(path, "2", unknown).acquire() is None
@@ -61,11 +64,11 @@ def test_a_fence_is_held_until_it_is_given_back(tmp_path: Path) -> None:
 def test_a_dead_process_of_this_host_holds_nothing(tmp_path: Path) -> None:
     path = tmp_path / "fence.json"
     code = (
-        "import sys; from pathlib import Path; from outlast.cluster.chain.fence import Fence;"
+        "import sys; from pathlib import Path; from outlast.cluster.fence import Fence;"
         "Fence(Path(sys.argv[1]), '1', lambda job: 'RUNNING').acquire()"
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=30)
-    dead = Fence(path, "2", lambda job: "RUNNING", wait_seconds=0.0).acquire()
+    dead = Fence(path, "2", lambda job: "RUNNING", wait_seconds=at_once).acquire()
     assert dead is not None
     assert dead.job == "1"
 
@@ -74,7 +77,7 @@ def test_a_dead_process_of_this_host_holds_nothing(tmp_path: Path) -> None:
 def test_a_job_that_has_ended_holds_nothing(tmp_path: Path, state: str) -> None:
     path = tmp_path / "fence.json"
     put(path, elsewhere("1"))
-    assert Fence(path, "2", lambda job: state, wait_seconds=0.0).acquire() is not None
+    assert Fence(path, "2", lambda job: state, wait_seconds=at_once).acquire() is not None
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "SUSPENDED"])
@@ -82,17 +85,20 @@ def test_a_job_that_may_have_processes_keeps_it(tmp_path: Path, state: str) -> N
     path = tmp_path / "fence.json"
     put(path, elsewhere("1"))
     with pytest.raises(FenceHeldError):
-        Fence(path, "2", lambda job: state, wait_seconds=0.0).acquire()
+        Fence(path, "2", lambda job: state, wait_seconds=at_once).acquire()
 
 
 def test_an_earlier_start_of_the_same_job_is_dead(tmp_path: Path) -> None:
     path = tmp_path / "fence.json"
     put(path, elsewhere("7"))
-    assert Fence(path, "7", lambda job: "RUNNING", wait_seconds=0.0).acquire() is not None
+    assert Fence(path, "7", lambda job: "RUNNING", wait_seconds=at_once).acquire() is not None
 
 
 @pytest.mark.slow
-def test_where_slurm_is_silent_the_heartbeat_decides(tmp_path: Path) -> None:
+def test_where_slurm_is_silent_the_heartbeat_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outlast.cluster.fence.STALE_SECONDS", 1.5)
     path = tmp_path / "fence.json"
     put(path, elsewhere("1"))
     # The other host's clock is a day ahead: only changes count, by this process's own clock.
@@ -103,7 +109,7 @@ def test_where_slurm_is_silent_the_heartbeat_decides(tmp_path: Path) -> None:
         raise SlurmUnreachableError("down")
 
     begun = time.monotonic()
-    fence = Fence(path, "2", down, wait_seconds=20.0, stale_seconds=1.5)
+    fence = Fence(path, "2", down, wait_seconds=lambda holder: 20.0)
     assert fence.acquire() is not None
     assert 1.5 <= time.monotonic() - begun < 6.0
 
@@ -154,12 +160,12 @@ def test_the_lease_is_of_one_job_also_where_others_inherit_its_environment(
 def test_a_damaged_fence_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "fence.json"
     path.write_text("{")
-    assert Fence(path, "2", unknown, wait_seconds=0.0).acquire() is None
+    assert Fence(path, "2", unknown, wait_seconds=at_once).acquire() is None
     assert [each.name for each in tmp_path.iterdir()] == ["fence.json"], "nothing is left behind"
 
 
 def _contend(path: str, number: int, barrier: Any, results: Any) -> None:
-    fence = Fence(Path(path), str(number), first_ended, wait_seconds=0.5)
+    fence = Fence(Path(path), str(number), first_ended, wait_seconds=lambda holder: 0.5)
     barrier.wait()
     try:
         fence.acquire()
@@ -200,7 +206,7 @@ def test_a_process_whose_job_has_ended_loses_its_lease(
     for name, value in orphan.lease.items():
         monkeypatch.setenv(name, value)
     check_lease()
-    successor = Fence(path, "2", lambda job: state, wait_seconds=0.0)
+    successor = Fence(path, "2", lambda job: state, wait_seconds=at_once)
     assert successor.acquire() == orphan.holder
     with pytest.raises(LeaseLostError, match=r"job 2 on host .* has taken over this run"):
         check_lease()
@@ -236,7 +242,7 @@ def test_a_newer_fence_is_not_touched_by_who_saw_the_dead_one(tmp_path: Path) ->
         return first_ended(job)
 
     with pytest.raises(FenceHeldError, match="job 3"):
-        Fence(path, "2", slowly, wait_seconds=0.0).acquire()
+        Fence(path, "2", slowly, wait_seconds=at_once).acquire()
     assert path.stat().st_ctime_ns == changed[0], "it was renamed, linked or written"
     assert quicker.held()
 
@@ -264,7 +270,7 @@ def test_a_job_that_is_being_taken_down_keeps_its_fence(
     plan = ChainPlan("c", "n", "dependent", (1,), 1, 60.0, "/", "python")
     link = Link(ChainFiles(tmp_path), plan, 2, "8")
     with pytest.raises(FenceHeldError):
-        Fence(path, "8", link._job_state, wait_seconds=0.0).acquire()
+        Fence(path, "8", link._job_state, wait_seconds=at_once).acquire()
 
 
 def lock(path: Path, host: str) -> None:

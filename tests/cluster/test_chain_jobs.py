@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from outlast.cluster.chain.files import ChainFiles, ChainPlan
-from outlast.cluster.chain.filler import filler_plan
-from outlast.cluster.chain.link import program_of
-from outlast.cluster.chain.next_job import is_last, other_jobs
-from outlast.cluster.chain.submission import batch_of, comment_of
-from outlast.cluster.simulate.engine import forecast_start
-from outlast.cluster.slurm.jobs import queue_from_text
-from outlast.cluster.slurm.partitions import partitions_from_text
-from outlast.cluster.slurm.script import batch_text
-from outlast.cluster.slurm.snapshot import queue_of
+from outlast.cluster.chain_files import ChainFiles, ChainPlan
+from outlast.cluster.link import LinkJob, program_of
+from outlast.cluster.policies.forecast import queue_of
+from outlast.cluster.simulate import forecast_start
+from outlast.cluster.slurm import partitions_from_text, queue_from_text
+from outlast.cluster.submission import batch_script, comment_of
 
 PLAN = ChainPlan("abc", "n", "dependent", (4, 2), 2, 3600.0, "/", "python")
 FOLDER = Path(__file__).parent / "slurm_outputs"
+
+
+def link(plan: ChainPlan, number: int, job: str = "7") -> LinkJob:
+    return LinkJob(ChainFiles(Path("/runs/n/chain")), plan, number, job)
 
 
 def submitted(*jobs: str) -> list[dict[str, Any]]:
@@ -26,41 +26,40 @@ def submitted(*jobs: str) -> list[dict[str, Any]]:
 
 
 def test_a_link_that_ends_the_chain_cancels_all_others() -> None:
-    assert other_jobs(PLAN, 2, "8", submitted("7", "8", "9")) == ["7", "9"]
+    assert link(PLAN, 2, "8").other_jobs(submitted("7", "8", "9")) == ["7", "9"]
 
 
 def test_a_place_of_an_array_cancels_those_after_it() -> None:
     array = replace(PLAN, kind="array", links=6)
-    assert other_jobs(array, 3, "7_2", submitted("7")) == ["7_[3-5]"]
-    assert other_jobs(array, 6, "7_5", submitted("7")) == []
+    assert link(array, 3, "7_2").other_jobs(submitted("7")) == ["7_[3-5]"]
+    assert link(array, 6, "7_5").other_jobs(submitted("7")) == []
     # An array that a resume has submitted, from link 4 on.
-    assert other_jobs(array, 5, "9_1", submitted("7", "9")) == ["7", "9_[2-2]"]
+    assert link(array, 5, "9_1").other_jobs(submitted("7", "9")) == ["7", "9_[2-2]"]
 
 
 def test_the_last_link_is_the_one_that_was_allowed() -> None:
-    assert not is_last(PLAN, 99)
+    assert not link(PLAN, 99).is_last
     limited = replace(PLAN, links=3)
-    assert [is_last(limited, number) for number in (2, 3, 4)] == [False, True, True]
+    assert [link(limited, number).is_last for number in (2, 3, 4)] == [False, True, True]
 
 
 def test_a_link_is_a_step_of_all_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = ChainFiles(Path("/runs/n/chain"))
     monkeypatch.setenv("PATH", "/nowhere")
     train = ["python", "-m", "outlast", "train", "/runs/n/chain/job.toml"]
     # Ranks that stop to be continued end with 0 there: see tests/slurm/test_slurm_chain.py.
     step = ["srun", "--nodes=2", "--ntasks=4", "--kill-on-bad-exit=1"]
     step.append("--export=ALL,OUTLAST_LINK_RECORD=1")
-    assert program_of(files, PLAN, 5) == [*step, *train]
+    assert program_of(link(PLAN, 5)) == [*step, *train]
     alone = replace(PLAN, nodes=(1,), tasks_per_node=1)
-    assert program_of(files, alone, 1) == train, "in a container without srun"
+    assert program_of(link(alone, 1)) == train, "in a container without srun"
     own = replace(PLAN, command="srun mine")
-    assert program_of(files, own, 1) == ["bash", "-c", "srun mine"]
+    assert program_of(link(own, 1)) == ["bash", "-c", "srun mine"]
 
 
 def test_a_filler_has_its_own_script_and_is_told_its_size(tmp_path: Path) -> None:
     files = ChainFiles(tmp_path)
-    filler = filler_plan(replace(PLAN, filler_nodes=(2, 1)), 2, 1800.0)
-    text = batch_text(batch_of(files, filler, 3, 10.0))
+    filler = replace(PLAN, filler_nodes=(2, 1)).shaped(2, 1800.0, filler=True)
+    text = batch_script(files, filler, 3)
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --time=00:30:00\n" in text
     assert text.splitlines()[-1].endswith(f"-m outlast.cluster.chain {tmp_path} 3 filler 2 1800")
@@ -77,7 +76,6 @@ def test_the_live_queue_is_the_simulators() -> None:
     assert queue.running_end_seconds.tolist() == [1795353919.0]
     # The job with a dependency does not wait for nodes; the next in line is the highest priority.
     assert queue.pending_nodes.tolist() == [8, 1]
-    assert queue.pending_jobs is not None
     assert queue.pending_jobs.tolist() == [2, 4]
     # Of four free nodes one goes to the job of one node, while that of eight waits.
     assert forecast_start(queue, 3, 600.0) == now

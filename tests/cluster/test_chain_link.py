@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from slurm_programs import FORGOTTEN, put_command, shown, slurm_commands
 
-from outlast.cluster.chain import fence, link, next_job
-from outlast.cluster.chain.fence import Fence
-from outlast.cluster.chain.files import (
+from outlast.cluster import fence, link
+from outlast.cluster.chain import resume
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     chain_files,
@@ -24,11 +24,9 @@ from outlast.cluster.chain.files import (
     write_plan,
     write_progress,
 )
-from outlast.cluster.chain.filler import filler_plan
-from outlast.cluster.chain.link import Link
-from outlast.cluster.chain.manage import resume
-from outlast.cluster.chain.next_job import LinkEnd
-from outlast.cluster.chain.verdict import Verdict
+from outlast.cluster.fence import Fence
+from outlast.cluster.link import Link
+from outlast.cluster.verdict import Verdict
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, ClusterError
 
 PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python", command="exit 0")
@@ -80,7 +78,7 @@ def test_a_link_that_must_end_waits_for_no_answer(
         answer.wait(60.0)
         return "9"
 
-    monkeypatch.setattr(next_job, "submit_link", silent)
+    monkeypatch.setattr(link, "submit_link", silent)
     running = Link(files, PLAN, 1, "7")._next_job
     try:
         running.begin()
@@ -155,7 +153,7 @@ def test_the_end_of_a_chain_is_told_before_the_fence_is_free(
 ) -> None:
     note(files, "submitted", job="8", number=1, role="filler")
     put_command(tmp_path, "scancel", f"cp {files.fence} {files.journal} {tmp_path}")
-    plan = filler_plan(PLAN, 1, 600.0)
+    plan = PLAN.shaped(1, 600.0, filler=True)
     assert Link(files, plan, 1, "8").run() == EXIT_DONE
     assert '"job": "8"' in (tmp_path / files.fence.name).read_text()
     assert '"finished"' in (tmp_path / files.journal.name).read_text()
@@ -170,8 +168,8 @@ def test_a_filler_whose_link_was_cancelled_ends_the_chain(
 ) -> None:
     note(files, "submitted", job="8", number=1, role="filler")
     put_command(tmp_path, "squeue", f"echo '{shown('7', state)}'")
-    ending = LinkEnd(files, filler_plan(PLAN, 1, 600.0), 1, "8")
-    verdict = ending.conclude(Verdict("continue", "saved"), lambda: ("", ""), told_to_stop=True)
+    ending = Link(files, PLAN.shaped(1, 600.0, filler=True), 1, "8", _told_to_stop=True)
+    verdict = ending._conclude(Verdict("continue", "saved"))
     assert verdict.outcome == outcome
     assert (finished(entries(files)) is not None) == (outcome == "cancelled")
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.chain.files import ChainPlan
-from outlast.cluster.chain.margin import END_SECONDS, best_lead_seconds, lead_seconds_of, save_times
+from outlast.cluster.chain_files import ChainPlan
+from outlast.cluster.stopping import END_SECONDS, best_lead_seconds, lead_seconds_of, save_times
 from outlast.errors import ClusterError
 
 TIMES = st.lists(st.floats(0.01, 1000.0), min_size=1, max_size=30)

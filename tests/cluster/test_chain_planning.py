@@ -8,25 +8,25 @@ from typing import Any
 
 import pytest
 
-from outlast.cluster.chain.files import ChainFiles, ChainPlan, RunLog, note, read_plan, write_plan
-from outlast.cluster.chain.planning import (
-    UNKNOWN_SITE,
-    Site,
-    costs_of,
-    files_of,
-    links_needed,
-    plan_chain,
+from outlast.cluster.chain import links_of, status_of
+from outlast.cluster.chain_files import (
+    ChainFiles,
+    ChainPlan,
+    RunLog,
+    note,
+    read_plan,
+    run_log,
+    write_plan,
 )
-from outlast.cluster.chain.status import links_of, status_of
-from outlast.cluster.chain.submission import batch_of, warning_seconds
-from outlast.cluster.slurm.partitions import Limits
-from outlast.cluster.slurm.script import batch_text
+from outlast.cluster.planning import costs_of, files_of, links_needed, plan_chain
+from outlast.cluster.slurm import UNKNOWN_SITE, SiteLimits
+from outlast.cluster.submission import batch_script, warning_seconds
 from outlast.errors import ClusterError
 from outlast.job import Job, load_job
 from outlast.records import AttemptEnded, TrainingStarted
 from outlast.records.log import RecordWriter
 
-SITE = Site(Limits(limit_seconds=24 * 3600.0, nodes=8), preemptible=True)
+SITE = SiteLimits(limit_seconds=24 * 3600.0, nodes=8, preemptible=True)
 
 
 def job(folder: Path, *settings: str) -> Job:
@@ -82,7 +82,7 @@ def test_what_cannot_work_is_refused_with_the_figure(
 
 
 def test_one_job_at_a_time_is_enough_for_one_link(tmp_path: Path) -> None:
-    site = Site(Limits(limit_seconds=3600.0, submitted_jobs=1))
+    site = SiteLimits(limit_seconds=3600.0, submitted_jobs=1)
     assert plan_chain(job(tmp_path, "slurm.links=1"), site).links == 1
     with pytest.raises(ClusterError, match=r"2 jobs at once .* slurm.links = 1 and submit again"):
         plan_chain(job(tmp_path), site)
@@ -94,13 +94,13 @@ def test_measured_starts_and_saves_take_the_place_of_assumed_ones(tmp_path: Path
         plan_chain(job(tmp_path, "slurm.wall_time=1min"), SITE)
     saved(tmp_path / "quick", seconds=0.5, restart=8.0)
     plan = plan_chain(job(tmp_path / "quick", "slurm.wall_time=1min"), SITE)
-    costs = costs_of(plan, [0.5] * 5)
+    costs = costs_of(plan, run_log(files_of(job(tmp_path / "quick"))))
     assert 5.5 < costs.lead_seconds < 10.0
 
 
 def test_links_that_are_needed() -> None:
     plan = ChainPlan("c", "n", "dependent", (1,), 1, 3600.0, "/", "python", restart_seconds=60.0)
-    costs = costs_of(plan, [10.0] * 20)
+    costs = costs_of(plan, RunLog(Path(), save_seconds=[10.0] * 20))
     assert links_needed(plan, costs, 60.0) == 1
     room = 3600.0 - 60.0 - costs.lead_seconds
     assert links_needed(plan, costs, 10 * room) == 10
@@ -118,11 +118,12 @@ def test_slurms_signal_is_the_back_up_of_the_links_own_clock() -> None:
 def test_each_link_has_its_own_script(tmp_path: Path) -> None:
     files = ChainFiles(tmp_path)
     plan = ChainPlan("abc", "n", "dependent", (4, 2), 1, 3600.0, "/", "python")
-    first, third = (batch_of(files, plan, number, 60.0) for number in (1, 3))
-    assert (first.nodes, third.nodes) == (4, 2)
-    assert (first.comment, third.comment) == ("outlast:abc:1", "outlast:abc:3")
-    array = batch_of(files, replace(plan, kind="array", links=5, nodes=(2,)), 2, 60.0)
-    assert array.array_links == 4
+    for number, nodes in ((1, 4), (3, 2)):
+        script = batch_script(files, plan, number)
+        assert f"#SBATCH --nodes={nodes}\n" in script
+        assert f"#SBATCH --comment=outlast:abc:{number}\n" in script
+    array = batch_script(files, replace(plan, kind="array", links=5, nodes=(2,)), 2)
+    assert "#SBATCH --array=0-3%1\n" in array
 
 
 def test_the_log_is_read_as_it_grows(tmp_path: Path) -> None:
@@ -208,8 +209,7 @@ def test_status_without_slurm_tells_links_gaps_and_time_left(tmp_path: Path) -> 
     assert found.gaps_seconds == [pytest.approx(2.5)]
     # Nothing is saved yet in the run's own records: 400 steps at a second each, and four waits.
     assert found.left_seconds == pytest.approx(400.0 + 4 * 2.5)
-    alive = links_of(plan, [], 0, "2", {})
-    assert alive == []
+    assert links_of(plan, [], 0, "2", {}) == []
 
 
 def test_goodput_counts_running_and_lost_links_and_only_what_is_known(
@@ -221,8 +221,8 @@ def test_goodput_counts_running_and_lost_links_and_only_what_is_known(
     note(files, "started", job="1", number=1, began=now - 3000.0, step=0)
     note(files, "submitted", job="2", number=2)
     note(files, "started", job="2", number=2, began=now - 1000.0, step=0)
-    ended = ["1", "NODE_FAIL", "0:0", "1", "2:00:00", "1", "2", "3", "00:08:20"]
-    running = ["2", "RUNNING", "1", "1:00", "1:00", "1", "2", "3", "1", "batch", "None", ""]
+    ended = ["1", "NODE_FAIL", "00:08:20"]
+    running = ["2", "RUNNING", "1", "1:00", "1", "2", "3", "1", "None", ""]
     for name, fields in (("sacct", ended), ("squeue", running)):
         command = tmp_path / name
         command.write_text("#!/bin/sh\nprintf '%s\\n' '" + "\x1f".join(fields) + "'\n")
@@ -254,7 +254,7 @@ def test_burst_buffers_are_asked_for_in_the_script(tmp_path: Path) -> None:
         'slurm.directives=["--constraint=dw"]',
     )
     plan = plan_chain(staged, SITE)
-    script = batch_text(batch_of(files_of(staged), plan, 1, 60.0)).splitlines()
+    script = batch_script(files_of(staged), plan, 1).splitlines()
     assert "#SBATCH --constraint=dw" in script
     capacity = script.index("#DW jobdw type=scratch access_mode=striped capacity=3GB")
     copies = [line for line in script if line.startswith("#DW stage_in")]

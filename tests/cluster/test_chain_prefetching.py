@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from slurm_programs import put_command, slurm_commands
 
-from outlast.cluster.chain import link
-from outlast.cluster.chain.files import (
+from outlast.cluster import link
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     chain_files,
@@ -20,7 +20,7 @@ from outlast.cluster.chain.files import (
     of_kind,
     write_plan,
 )
-from outlast.cluster.chain.link import Prefetching, prefetch_words, wants_prefetch
+from outlast.cluster.link import LinkJob, Prefetching, prefetch_words, wants_prefetch
 from outlast.job import load_job, to_toml
 
 PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", sys.executable)
@@ -64,7 +64,7 @@ def without_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_node_lacks_is_copied_once_training_is_under_way(
     files: ChainFiles, tmp_path: Path
 ) -> None:
-    copying = Prefetching(files, PLAN, 1, "7")
+    copying = Prefetching(LinkJob(files, PLAN, 1, "7"))
     copying.look(under_way=False)
     assert copying._process is None
     wait_for_end(copying, files)
@@ -79,7 +79,7 @@ def test_what_a_node_lacks_is_copied_once_training_is_under_way(
 def test_a_link_that_ends_waits_for_no_copy(files: ChainFiles, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(50 << 20))
     put_job(files, tmp_path, "staging.wait=false", "staging.prefetch_megabytes_per_s=0.1")
-    copying = Prefetching(files, PLAN, 1, "7")
+    copying = Prefetching(LinkJob(files, PLAN, 1, "7"))
     copying.look(under_way=True)
     process = copying._process
     assert process is not None
@@ -105,11 +105,11 @@ def deaf_program(files: ChainFiles, tmp_path: Path) -> ChainPlan:
 def test_copying_ends_before_the_last_save_and_none_begins_after_it(
     files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_PATIENCE_SECONDS", 0.2)
-    late = Prefetching(files, PLAN, 1, "7")
+    monkeypatch.setattr(link, "_PREFETCH_END_SECONDS", 0.2)
+    late = Prefetching(LinkJob(files, PLAN, 1, "7"))
     late.look(under_way=True, ending=True)
     assert late._process is None
-    copying = Prefetching(files, deaf_program(files, tmp_path), 1, "7")
+    copying = Prefetching(LinkJob(files, deaf_program(files, tmp_path), 1, "7"))
     copying.look(under_way=True)
     deadline = time.monotonic() + 60.0
     while not (tmp_path / "deaf").exists():
@@ -126,8 +126,8 @@ def test_copying_ends_before_the_last_save_and_none_begins_after_it(
 def test_a_copy_that_does_not_end_with_its_link_is_killed(
     files: ChainFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "_PATIENCE_SECONDS", 0.2)
-    copying = Prefetching(files, deaf_program(files, tmp_path), 1, "7")
+    monkeypatch.setattr(link, "_PREFETCH_END_SECONDS", 0.2)
+    copying = Prefetching(LinkJob(files, deaf_program(files, tmp_path), 1, "7"))
     copying.look(under_way=True)
     deadline = time.monotonic() + 60.0
     while not (tmp_path / "deaf").exists():
@@ -140,7 +140,7 @@ def test_a_copy_that_does_not_end_with_its_link_is_killed(
 @pytest.mark.usefixtures("without_srun")
 def test_a_prefetch_that_fails_is_noted_and_ends_nothing(files: ChainFiles, tmp_path: Path) -> None:
     (tmp_path / "a.bin").unlink()
-    wait_for_end(Prefetching(files, PLAN, 1, "7"), files)
+    wait_for_end(Prefetching(LinkJob(files, PLAN, 1, "7")), files)
     assert noted(files) == [2]
 
 
@@ -165,7 +165,7 @@ def test_a_job_that_cannot_be_read_has_nothing_to_prefetch(tmp_path: Path) -> No
 
 def test_a_program_of_ones_own_has_data_of_its_own(files: ChainFiles) -> None:
     plan = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python", command="train")
-    copying = Prefetching(files, plan, 1, "7")
+    copying = Prefetching(LinkJob(files, plan, 1, "7"))
     copying.look(under_way=True)
     assert copying._process is None
 

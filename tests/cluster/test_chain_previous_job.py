@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from slurm_programs import accounted, put_command, shown, slurm_commands
 
-from outlast.cluster.chain import verdict as judging
-from outlast.cluster.chain import verdict as runlock
-from outlast.cluster.chain.files import ChainFiles, ChainPlan, chain_files, entries, note, of_kind
-from outlast.cluster.chain.verdict import verdict_on_previous
-from outlast.cluster.slurm.commands import Patience
+from outlast.cluster import verdict as judging
+from outlast.cluster import verdict as runlock
+from outlast.cluster.chain_files import ChainFiles, ChainPlan, chain_files, entries, note, of_kind
+from outlast.cluster.slurm import Patience
+from outlast.cluster.verdict import verdict_on_previous
 
 PLAN = ChainPlan("abc", "n", "dependent", (1,), 1, 3600.0, "/", "python")
 

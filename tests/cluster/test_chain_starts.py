@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from slurm_programs import in_queue, partition, put_queue, slurm_commands
 
-from outlast.cluster.chain.choosing import (
+from outlast.cluster.chain_files import ChainFiles, ChainPlan, chain_files, write_plan
+from outlast.cluster.choosing import (
     FEWEST,
     choose_first,
     correction_of,
@@ -16,7 +17,6 @@ from outlast.cluster.chain.choosing import (
     starts_nearby,
     starts_words,
 )
-from outlast.cluster.chain.files import ChainFiles, ChainPlan, chain_files, write_plan
 
 HOUR = 3600.0
 
@@ -54,7 +54,7 @@ def test_a_start_is_compared_with_what_was_predicted_before_any_correction() -> 
         started("2", 3040.0),
     ]
     first, second = past_starts(journal)
-    assert (first.waited_seconds, first.predicted_seconds[1]) == (500.0, 120.0)
+    assert (first.waited_seconds, first.forecast.p50_seconds) == (500.0, 120.0)
     assert second.waited_seconds == 40.0, "from the end of the link before"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.cli.main import main
-from outlast.cluster.chain.files import (
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     chain_files,
@@ -22,9 +22,9 @@ from outlast.cluster.chain.files import (
     unfinished,
     write_progress,
 )
-from outlast.cluster.chain.stopping import RECORD_TELLS
-from outlast.cluster.chain.verdict import Verdict, fruitless_links, verdict_of, verdict_of_lost
-from outlast.cluster.slurm.jobs import ENDED
+from outlast.cluster.slurm import ENDED
+from outlast.cluster.stopping import RECORD_TELLS
+from outlast.cluster.verdict import Verdict, fruitless_links, verdict_of, verdict_of_lost
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from slurm_programs import slurm_commands
 
-from outlast.cluster.chain import fence, link
-from outlast.cluster.chain.fence import Fence
-from outlast.cluster.chain.files import ChainFiles, ChainPlan, RunLog
-from outlast.cluster.chain.link import Prefetching, Watch
-from outlast.cluster.chain.stopping import LinkClock, read_countdown
+from outlast.cluster import fence, link
+from outlast.cluster.chain_files import ChainFiles, ChainPlan, RunLog
+from outlast.cluster.fence import Fence
+from outlast.cluster.link import LinkJob, Prefetching, Watch
+from outlast.cluster.stopping import LinkClock, read_countdown
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def watch(folder: Path, program: str, left_seconds: float, lead_seconds: float) 
     clock = LinkClock(lambda: left_seconds)
     clock.refresh()
     log = RunLog(folder / "events.jsonl")
-    found = Watch(files, plan, 1, "7", time.time(), held, clock, log, [])
+    found = Watch(LinkJob(files, plan, 1, "7"), time.time(), held, clock, log, [])
     found.measure_lead()
     return found
 
@@ -70,7 +70,7 @@ def test_copies_for_the_next_link_leave_the_file_system_to_the_last_save(
 def test_a_full_disk_does_not_end_a_program_that_saves(tmp_path: Path) -> None:
     found = watch(tmp_path, "sleep 0.3\nexit 3", 500.0, 10.0)
     # As a full disk does, this refuses every line.
-    found.files.journal.mkdir()
+    found.link.files.journal.mkdir()
     found.signals.append("SIGTERM")
     assert found.train() == 3
     assert found.stop == "SIGTERM"
@@ -97,7 +97,7 @@ def breaks(folder: Path, found: Watch) -> None:
     def broken() -> float:
         while not (folder / "ready").exists():
             time.sleep(0.01)
-        os.utime(found.files.fence, (7.0, 7.0))
+        os.utime(found.link.files.fence, (7.0, 7.0))
         raise RuntimeError("broken")
 
     found.clock = LinkClock(broken)
@@ -113,7 +113,7 @@ def test_ranks_that_are_waited_for_see_that_the_link_lives(
     with pytest.raises(RuntimeError, match="broken"):
         found.train()
     assert (tmp_path / "saved").exists()
-    assert found.files.fence.stat().st_mtime > 7.0, "else they would end in the middle of it"
+    assert found.link.files.fence.stat().st_mtime > 7.0, "else they would end in the middle of it"
 
 
 def test_ranks_that_are_waited_for_end_where_another_link_has_begun(
@@ -132,11 +132,11 @@ def test_ranks_that_are_waited_for_end_where_another_link_has_begun(
 def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
     found = watch(tmp_path, "", 500.0, 10.0)
     found.stop = "SIGTERM"
-    shutil.rmtree(found.files.path)
+    shutil.rmtree(found.link.files.path)
     found._publish()
-    found.files.path.mkdir()
+    found.link.files.path.mkdir()
     found._publish()
-    told = read_countdown(found.files.clock)
+    told = read_countdown(found.link.files.clock)
     assert told is not None
     assert told.stop == "SIGTERM"
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from slurm_programs import partition, put_queue, slurm_commands
 
-from outlast.cluster.chain.choosing import choose_first
-from outlast.cluster.chain.files import (
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     chain_files,
@@ -14,7 +13,7 @@ from outlast.cluster.chain.files import (
     write_plan,
     write_progress,
 )
-from outlast.cluster.chain.filler import StepTimes, step_times, work_seconds
+from outlast.cluster.choosing import StepTimes, choose_first, speed_of, step_times, work_seconds
 from outlast.records import AttemptStarted, StepsDone, TrainingStarted
 from outlast.records.log import RecordWriter
 
@@ -44,7 +43,7 @@ def trained(files: ChainFiles, attempt: int, processes: int, step_seconds: list[
 
 def test_nothing_is_known_before_the_first_step(files: ChainFiles) -> None:
     assert step_times(files, PLAN) is None
-    assert work_seconds(files, PLAN, 2) is None
+    assert work_seconds(files, PLAN, 2, None) is None
 
 
 def test_one_measured_count_is_carried_to_others_by_a_power(files: ChainFiles) -> None:
@@ -53,8 +52,8 @@ def test_one_measured_count_is_carried_to_others_by_a_power(files: ChainFiles) -
     assert times == StepTimes({8: 2.0}, 4)
     assert times.seconds_on(2) == pytest.approx(2.0)
     assert times.seconds_on(4) == pytest.approx(2.0 / 2**0.9)
-    assert work_seconds(files, PLAN, 2) == pytest.approx(1000 * 2.0)
-    assert work_seconds(files, PLAN, 2, step=400) == pytest.approx(600 * 2.0)
+    assert work_seconds(files, PLAN, 2, times) == pytest.approx(1000 * 2.0)
+    assert work_seconds(files, PLAN, 2, times, step=400) == pytest.approx(600 * 2.0)
 
 
 def test_counts_that_were_measured_count_as_measured(files: ChainFiles) -> None:
@@ -62,7 +61,7 @@ def test_counts_that_were_measured_count_as_measured(files: ChainFiles) -> None:
     trained(files, 2, 32, [1.0] * 10)
     times = step_times(files, PLAN)
     assert times is not None
-    speed = times.speed(2)
+    speed = speed_of(times, 2)
     assert [speed(nodes) for nodes in (2, 4, 8)] == pytest.approx([1.0, 2**0.5, 2.0])
     assert speed(16) == pytest.approx(2.0 * 2**0.9), "beyond what was measured"
     assert speed(1) == pytest.approx(0.5**0.9)
@@ -79,8 +78,9 @@ def test_a_program_of_ones_own_is_measured_by_its_links(files: ChainFiles) -> No
         note(files, "started", job=job, number=1, began=1e9, step=first, processes=processes)
         note(files, "ended", job=job, number=1, step=last, seconds=100.0)
     write_progress(files, 150, 1150, None)
-    assert step_times(files, PLAN) == StepTimes({8: 2.0, 16: 1.0}, 4)
-    assert work_seconds(files, PLAN, 4) == pytest.approx(1000.0)
+    times = step_times(files, PLAN)
+    assert times == StepTimes({8: 2.0, 16: 1.0}, 4)
+    assert work_seconds(files, PLAN, 4, times) == pytest.approx(1000.0)
 
 
 def test_nodes_that_were_measured_to_gain_nothing_are_not_chosen(

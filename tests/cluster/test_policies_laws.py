@@ -9,22 +9,24 @@ from cluster_policy_queues import HOUR, job
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.cluster.policies.anchor_filler import AnchorFiller
-from outlast.cluster.policies.automatic import Automatic, Planned
+from outlast.cluster.policies.automatic import AnchorFiller, Automatic, Planned
 from outlast.cluster.policies.decision import Decision, FixedLinks, Limits, OneLongJob
+from outlast.cluster.policies.forecast import Outlook
 from outlast.cluster.policies.replay import moments, play, replay, submission_times
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.state import Settings
+from outlast.cluster.scheduler import Settings
+from outlast.cluster.simulate import Simulation
 from outlast.cluster.workload import lublin
 
 POLICIES = {
     "long": lambda kind: OneLongJob(),
     "links": lambda kind: FixedLinks(4 * HOUR),
     "filler": lambda kind: AnchorFiller(backfill=kind),
-    "selfish": lambda kind: AnchorFiller(polite=False, rest_seconds=0.0, backfill=kind),
-    "mistaken": lambda kind: AnchorFiller(rest_seconds=0.0, backfill="easy"),
-    "planned": lambda kind: Planned(samples=2, backfill=kind),
-    "automatic": lambda kind: Automatic(samples=2, fillers=AnchorFiller(backfill=kind)),
+    "selfish": lambda kind: AnchorFiller(polite=False, backfill=kind),
+    "mistaken": lambda kind: AnchorFiller(backfill="easy"),
+    "planned": lambda kind: Planned(outlook=Outlook(samples=2, backfill=kind)),
+    "automatic": lambda kind: Automatic(
+        outlook=Outlook(samples=2), fillers=AnchorFiller(backfill=kind)
+    ),
 }
 
 
@@ -100,13 +102,6 @@ def test_anchor_and_filler_by_hand():
     assert run.node_seconds == pytest.approx(
         2 * (6 * HOUR + 60) + 4 * (run.turnaround_seconds - 6 * HOUR)
     )
-
-
-def test_a_pace_beyond_the_margin_takes_more_links():
-    assert len(play(Simulation(10), OneLongJob(), job(), pace=1.05).links) == 1
-    run = play(Simulation(10), OneLongJob(), job(), pace=1.3)
-    assert len(run.links) > 1
-    assert sum(link.progress_seconds for link in run.links) == pytest.approx(20 * HOUR)
 
 
 @pytest.mark.parametrize("name", ["long", "filler", "automatic"])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from outlast.cluster.policies.forecast import (
     DAY,
-    Arrivals,
     Behaviour,
     Correction,
+    Outlook,
     StartForecast,
     World,
     corrected,
@@ -21,15 +21,16 @@ from outlast.cluster.policies.forecast import (
     learn_correction,
     queue_at,
 )
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.workload import lublin, workload
+from outlast.cluster.simulate import Simulation
+from outlast.cluster.workload import Workload, lublin
 
 BUSY = queue(10, running=[(6, 4.0)], pending=[(8, 10.0)])
 
 
-def literal():
+def literal(**settings):
     """Users who use all that they ask for."""
-    return Behaviour(edges=np.zeros(0), used=(np.ones(10),))
+    behaviour = Behaviour(edges=np.zeros(0), used=(np.ones(10),))
+    return Outlook(behaviour=behaviour, **settings)
 
 
 def test_where_all_use_their_limits_the_start_is_the_schedulers():
@@ -53,15 +54,22 @@ def test_with_the_true_run_times_and_arrivals_the_prediction_is_exact(backfill):
             return World(
                 running_end_seconds=seen.running_start_seconds + runs[seen.running_jobs],
                 pending_run_seconds=runs[seen.pending_jobs],
-                arrivals=Arrivals(
-                    submit_seconds=later.submit_seconds,
-                    nodes=later.nodes,
-                    limit_seconds=later.limit_seconds,
-                    run_seconds=later.run_seconds,
+                arrivals=list(
+                    zip(
+                        later.submit_seconds.tolist(),
+                        later.nodes.tolist(),
+                        later.limit_seconds.tolist(),
+                        later.run_seconds.tolist(),
+                        strict=True,
+                    )
                 ),
             )
 
-    [found] = forecast_waits(seen, [(16, 20 * HOUR)], Clairvoyant(), samples=1, backfill=backfill)
+    [found] = forecast_waits(
+        seen,
+        [(16, 20 * HOUR)],
+        Outlook(behaviour=Clairvoyant(), samples=1, backfill=backfill),
+    )
     job = simulation.submit(16, 20 * HOUR, HOUR)
     assert found.p50_seconds > 0.0
     assert seen.now_seconds + found.p50_seconds == pytest.approx(simulation.run_until_start(job))
@@ -70,16 +78,16 @@ def test_with_the_true_run_times_and_arrivals_the_prediction_is_exact(backfill):
 def test_jobs_that_end_early_make_the_start_sooner():
     half = Behaviour(edges=np.zeros(0), used=(np.full(10, 0.5),))
     # The running job asked for 5 h, an hour ago: it ends in 1.5 h, and the head runs 5 h.
-    [found] = forecast_waits(BUSY, [(4, 5 * HOUR)], half)
+    [found] = forecast_waits(BUSY, [(4, 5 * HOUR)], Outlook(behaviour=half))
     assert found.p50_seconds == pytest.approx(6.5 * HOUR)
 
 
 @given(st.floats(1.7e9, 1.9e9), st.floats(0.1, 99.0))
 def test_a_job_on_the_nodes_of_the_one_before_it_starts_as_that_ends(now, hours):
     seen = queue(10, running=[(6, 200.0), (4, hours)], now=now)
-    [found] = forecast_waits(seen, [(4, 5 * HOUR)], samples=2, after=1)
+    [found] = forecast_waits(seen, [(4, 5 * HOUR)], Outlook(samples=2, after=1))
     assert found.certain
-    [found] = forecast_waits(seen, [(5, 5 * HOUR)], literal(), samples=2, after=1)
+    [found] = forecast_waits(seen, [(5, 5 * HOUR)], literal(samples=2, after=1))
     assert found.p50_seconds == pytest.approx((200.0 - hours) * HOUR, abs=0.01)
 
 
@@ -90,8 +98,8 @@ def test_more_nodes_than_there_are_never_start():
 
 def test_the_same_seed_predicts_the_same_and_quantiles_are_in_order():
     shapes = [(4, 5 * HOUR), (8, HOUR)]
-    first = forecast_waits(BUSY, shapes, seed=3)
-    again = forecast_waits(BUSY, shapes, seed=3)
+    first = forecast_waits(BUSY, shapes, Outlook(seed=3))
+    again = forecast_waits(BUSY, shapes, Outlook(seed=3))
     for one, two in zip(first, again, strict=True):
         assert np.array_equal(one.wait_seconds, two.wait_seconds)
         assert one.p10_seconds <= one.p50_seconds <= one.p90_seconds
@@ -108,7 +116,7 @@ def test_a_running_job_uses_at_least_what_it_has_used(begun, seed):
 
 def test_shares_are_learnt_for_short_and_long_limits_apart():
     count = 200
-    log = workload(
+    log = Workload(
         np.arange(count) * 60.0,
         np.ones(count, np.int64),
         np.where(np.arange(count) % 2, HOUR, DAY),
@@ -122,22 +130,23 @@ def test_shares_are_learnt_for_short_and_long_limits_apart():
 
 
 def test_a_short_log_teaches_nothing_of_shares():
-    log = workload([0.0, 60.0], [1, 1], [HOUR, HOUR], [60.0, 60.0], machine_nodes=4)
+    log = Workload([0.0, 60.0], [1, 1], [HOUR, HOUR], [60.0, 60.0], machine_nodes=4)
     assert len(Behaviour.learnt(log).used[0]) == len(Behaviour.assumed().used[0])
 
 
 def test_arrivals_come_at_the_logs_time_of_day():
     # Ten days with one job at noon each.
     noons = np.arange(10) * DAY + DAY / 2
-    log = workload(noons, [2] * 10, [HOUR] * 10, [600.0] * 10, machine_nodes=4)
+    log = Workload(noons, [2] * 10, [HOUR] * 10, [600.0] * 10, machine_nodes=4)
     now = 10 * DAY
     world = Behaviour.learnt(log).world(queue(4, now=now), 3 * DAY, np.random.default_rng(1))
-    assert world.arrivals.submit_seconds == pytest.approx(now + DAY / 2 + np.arange(3) * DAY)
-    assert world.arrivals.nodes.tolist() == [2, 2, 2]
+    times, nodes, *_ = zip(*world.arrivals, strict=True)
+    assert times == pytest.approx(now + DAY / 2 + np.arange(3) * DAY)
+    assert nodes == (2, 2, 2)
     alone = Behaviour.learnt(log, arrivals=False).world(
         queue(4, now=now), 3 * DAY, np.random.default_rng(1)
     )
-    assert len(alone.arrivals.nodes) == 0
+    assert not alone.arrivals
 
 
 def forecast(waits):
@@ -206,6 +215,6 @@ def test_a_correction_is_learnt_from_a_log():
     whole = Simulation(32, workload=log)
     whole.run()
     # Whoever believes that all limits are used expects too late a start.
-    found = learn_correction(log, whole.starts(), literal(), count=30, samples=1)
+    found = learn_correction(log, whole.starts(), literal(samples=1), count=30)
     assert found.count >= 5
     assert found.p50 < 0.0

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.cluster.simulate.engine import Simulation, forecast_start
-from outlast.cluster.simulate.state import SLURM, SchedulerState, Settings
-from outlast.cluster.workload import Workload, workload
+from outlast.cluster.scheduler import SLURM, SchedulerState, Settings
+from outlast.cluster.simulate import Simulation, forecast_start
+from outlast.cluster.workload import Workload
 from outlast.errors import ClusterError
 
 NODES = 8
@@ -36,7 +36,7 @@ def workloads(draw: st.DrawFn, *, full_limits: bool = False) -> Workload:
     whole = st.integers(1, 60)
     limits = draw(st.lists(whole, min_size=count, max_size=count))
     runs = draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
-    return workload(
+    return Workload(
         draw(st.lists(st.integers(0, 60), min_size=count, max_size=count)),
         draw(st.lists(st.integers(1, NODES), min_size=count, max_size=count)),
         limits,
@@ -69,17 +69,17 @@ class Watcher:
         self.shadows: list[tuple[float, int, float]] = []
 
     def started(self, simulation: Simulation, job: int) -> None:
-        self.held += simulation.nodes_of(job)
+        self.held += simulation._state.need[job]
         self.most = max(self.most, self.held)
         self.told.append((simulation.now, "started", job))
 
     def ended(self, simulation: Simulation, job: int, reason: str) -> None:
-        self.held -= simulation.nodes_of(job)
+        self.held -= simulation._state.need[job]
         self.told.append((simulation.now, reason, job))
 
     def tick(self, simulation: Simulation) -> None:
         queue = simulation.snapshot()
-        if queue.pending_jobs is not None and len(queue.pending_jobs):
+        if len(queue.pending_jobs):
             self.shadows.append(
                 (simulation.now, int(queue.pending_jobs[0]), simulation.shadow()[0])
             )
@@ -167,18 +167,16 @@ class Promises(Watcher):
 
     def tick(self, simulation: Simulation) -> None:
         queue = simulation.snapshot()
-        assert queue.pending_jobs is not None
         for place, job in enumerate(queue.pending_jobs.tolist()):
             if job not in self.promised:
                 before = replace(
                     queue,
                     pending_nodes=queue.pending_nodes[:place],
                     pending_limit_seconds=queue.pending_limit_seconds[:place],
-                    pending_priority=queue.pending_priority[:place],
-                    pending_age_seconds=queue.pending_age_seconds[:place],
                 )
+                nodes, limit = queue.pending_nodes[place], queue.pending_limit_seconds[place]
                 self.promised[job] = forecast_start(
-                    before, simulation.nodes_of(job), simulation.limit_of(job), backfill=self.kind
+                    before, int(nodes), float(limit), backfill=self.kind
                 )
 
 
@@ -214,7 +212,7 @@ def test_forecast_is_what_happens_without_arrivals(
     assert simulation.start_of(job) == found[1]
 
 
-def test_forecast_with_real_ends_and_a_priority() -> None:
+def test_forecast_of_a_full_machine() -> None:
     simulation = Simulation(4)
     simulation.submit(4, 100, 100)
     simulation.submit(4, 50, 50, priority=1, at=5)
@@ -222,10 +220,6 @@ def test_forecast_with_real_ends_and_a_priority() -> None:
     queue = simulation.snapshot()
     assert (queue.free_nodes, queue.now_seconds) == (0, 10)
     assert forecast_start(queue, 4, 30) == 150
-    assert forecast_start(queue, 4, 30, priority=2) == 100
-    assert forecast_start(queue, 4, 30, priority=1) == 150
-    ends, runs = np.array([40.0]), np.array([5.0])
-    assert forecast_start(queue, 4, 30, running_end_seconds=ends, pending_run_seconds=runs) == 45
     with pytest.raises(ClusterError, match="nodes = 5 is more than the 4"):
         forecast_start(queue, 5, 30)
 
@@ -280,7 +274,7 @@ class Chain:
     def ended(self, simulation: Simulation, job: int, reason: str) -> None:
         self.reasons.append(reason)
         if simulation.now < 30:
-            simulation.submit(2, 10, math.inf, owner="chain")
+            simulation.submit(2, 10, math.inf)
             return
         for each in range(job + 1):
             simulation.cancel(each)
@@ -288,11 +282,10 @@ class Chain:
 
 def test_a_driver_chains_links() -> None:
     simulation, chain = Simulation(4), Chain()
-    simulation.submit(2, 10, math.inf, owner="chain")
+    simulation.submit(2, 10, math.inf)
     simulation.run(driver=chain)
     assert [simulation.start_of(job) for job in chain.links] == [0, 10, 20]
     assert chain.reasons == ["limit"] * 3
-    assert simulation.owner_of(chain.links[-1]) == "chain"
     assert simulation.now == 30
 
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.simulate.backfill import Table
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.state import Settings, best_fit
+from outlast.cluster.scheduler import Settings, Table, best_fit
+from outlast.cluster.simulate import Simulation
 from outlast.errors import ClusterError
 
 
@@ -35,13 +34,13 @@ def test_best_fit_takes_as_many_as_asked_out_of_the_free(free: int, data: st.Dat
 def test_table_of_reservations() -> None:
     table = Table(0.0, 0b1111)
     assert table.open(0, 50) == (0b1111, None)
-    assert table.reserve(10, 20, 0b0011)
+    assert table.reserve_all(10, 20, 0b0011)
     assert table.open(0, 5) == (0b1111, 10)
     assert table.open(0, 10) == (0b1100, 10)  # Slurm counts the very end as part of a span
     assert table.open(20, 30) == (0b1111, None)
-    assert not table.reserve(0, 10, 0b0001)
-    assert not table.reserve(15, 25, 0b0110)
-    assert table.reserve(15, 25, 0b0100)
+    assert not table.reserve_all(0, 10, 0b0001)
+    assert not table.reserve_all(15, 25, 0b0110)
+    assert table.reserve_all(15, 25, 0b0100)
     assert table.open(12, 14) == (0b1100, 15)
 
 

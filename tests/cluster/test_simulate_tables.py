@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.state import Settings
-from outlast.cluster.workload import workload
+from outlast.cluster.scheduler import Settings
+from outlast.cluster.simulate import Simulation
+from outlast.cluster.workload import Workload
 from outlast.errors import ClusterError
 
 # (submitted, nodes, limit, run) of each job, and its start by EASY and by conservative backfill.
@@ -244,7 +244,7 @@ def test_cancelled_jobs_give_up_their_nodes_and_their_place() -> None:
 
 
 def test_a_job_of_the_workload_can_be_cancelled_before_it_comes() -> None:
-    jobs = workload([0, 50], [4, 4], [10, 10], [10, 10], machine_nodes=4)
+    jobs = Workload([0, 50], [4, 4], [10, 10], [10, 10], machine_nodes=4)
     simulation = Simulation(4, workload=jobs)
     simulation.run(20)
     simulation.cancel(1)

@@ -5,20 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from outlast.cluster.chain.files import ChainFiles, ChainPlan, note, write_plan
-from outlast.cluster.chain.submission import submit_link
-from outlast.cluster.slurm.commands import (
+from outlast.cluster.chain_files import ChainFiles, ChainPlan, note, write_plan
+from outlast.cluster.slurm import (
     Patience,
     SlurmMissingError,
     SlurmRefusedError,
     SlurmUnreachableError,
+    array_size_now,
     ask,
     environment_for,
+    history_of,
+    partitions_now,
     passes,
+    quality_now,
     said,
+    state_now,
 )
-from outlast.cluster.slurm.jobs import history_of, state_now
-from outlast.cluster.slurm.partitions import array_size_now, partitions_now, quality_now
+from outlast.cluster.submission import submit_link
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 QUICK = Patience(answer_seconds=5.0, total_seconds=3.0, first_pause_seconds=0.01)
@@ -99,7 +102,7 @@ def test_a_filler_does_not_take_itself_for_its_follower(commands: Path, tmp_path
     write_plan(files, plan)
     note(files, "submitted", job="7", number=2, role="filler")
     put(commands, "sbatch", f'echo "{DOWN}" >&2\nexit 1')
-    fields = ["7", "RUNNING", "1", "5:00", "4:00", "1", "2", "3", "1", "batch", "None"]
+    fields = ["7", "RUNNING", "1", "5:00", "1", "2", "3", "1", "None"]
     line = "\x1f".join([*fields, "outlast:abc:filler-2"])
     put(commands, "squeue", f"printf '%s\\n' '{line}'")
     once = Patience(total_seconds=0.0)
@@ -154,7 +157,7 @@ def test_a_job_that_squeue_has_forgotten_is_found_in_accounting(commands: Path) 
 
 
 def test_a_job_that_is_taken_down_is_what_it_will_end_as(commands: Path) -> None:
-    fields = ["7", "COMPLETING", "1", "5:00", "4:00", "1", "2", "3", "1", "batch", "None", "(null)"]
+    fields = ["7", "COMPLETING", "1", "5:00", "1", "2", "3", "1", "None", "(null)"]
     line = "\x1f".join(fields)
     put(commands, "squeue", f"printf '%s\\n' '{line}'")
     put(commands, "sacct", "true")

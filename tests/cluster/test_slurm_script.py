@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from outlast.cluster.slurm.script import Batch, batch_text, log_pattern
+from outlast.cluster.chain_files import ChainFiles, ChainPlan
+from outlast.cluster.submission import batch_script, log_pattern
 from outlast.errors import ClusterError
 
 GOLDEN = Path(__file__).parent / "slurm_outputs" / "link.sbatch"
 
-FULL = Batch(
+FILES = ChainFiles(Path("/scratch/my runs/notes/chain"))
+FULL = ChainPlan(
+    chain="3fa9b1c2",
     name="notes",
-    comment="outlast:3fa9b1c2:2",
-    nodes=4,
+    kind="dependent",
+    nodes=(4,),
     tasks_per_node=8,
     limit_seconds=8 * 3600.0,
-    warn_seconds=90,
-    output="/scratch/runs/notes/chain/link-%j.log",
     directory="/scratch/my project",
-    program=("/opt/venv/bin/python", "-m", "outlast.cluster.chain", "/scratch/a b", "2"),
+    python="/opt/venv/bin/python",
     cpus_per_task=6,
     gpus_per_node=8,
     partition="gpu,gpu-long",
@@ -29,40 +30,34 @@ FULL = Batch(
     qos="normal",
     directives=("--constraint=a100", "mail-type=END", "#BB create_persistent name=x", "\n#DW y\n"),
     setup=("module load cuda", "export NCCL_DEBUG=WARN"),
-    notes=("Link 2 of chain 3fa9b1c2.",),
 )
 
 
+def script(plan: ChainPlan, files: ChainFiles = FILES) -> str:
+    return batch_script(files, plan, 2, 90.0)
+
+
 def test_the_script_is_exactly_this() -> None:
-    assert batch_text(FULL) == GOLDEN.read_text()
+    assert script(FULL) == GOLDEN.read_text()
 
 
 def test_what_is_not_asked_for_is_not_there() -> None:
-    small = Batch(
-        name="a",
-        comment="c",
-        nodes=1,
-        tasks_per_node=1,
-        limit_seconds=None,
-        warn_seconds=10,
-        output="o",
-        directory="/d",
-        program=("true",),
-    )
-    text = batch_text(small)
+    text = script(ChainPlan("c", "a", "dependent", (1,), 1, None, "/d", "true"))
     for option in ("--time", "--partition", "--account", "--qos", "--gpus", "--cpus", "--array"):
         assert option not in text
     assert "#SBATCH --no-requeue\n" in text
     assert text.startswith("#!/bin/bash\n#SBATCH ")
-    assert text.endswith("\nexec true\n")
+    assert text.splitlines()[-1].startswith("exec true ")
 
 
 def test_links_of_an_array_run_one_after_the_other() -> None:
-    assert "#SBATCH --array=0-5%1\n" in batch_text(replace(FULL, array_links=6))
+    text = script(replace(FULL, kind="array", links=7))
+    assert "#SBATCH --array=0-5%1\n" in text
+    assert "# Links 2 to 7 of chain 3fa9b1c2, run notes;" in text
 
 
 def test_directives_end_before_the_first_command() -> None:
-    lines = batch_text(FULL).splitlines()
+    lines = script(FULL).splitlines()
     last = max(index for index, line in enumerate(lines) if line.startswith("#"))
     first = min(index for index, line in enumerate(lines) if line and not line.startswith("#"))
     assert last < first, "sbatch reads no directive after the first command"
@@ -70,7 +65,7 @@ def test_directives_end_before_the_first_command() -> None:
 
 def test_a_value_with_a_line_end_is_refused() -> None:
     with pytest.raises(ClusterError, match="line end"):
-        batch_text(replace(FULL, name="two\nlines"))
+        script(replace(FULL, name="two\nlines"))
 
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="sbatch is not installed")
@@ -84,8 +79,8 @@ def test_sbatch_reads_what_was_meant(tmp_path: Path, folder: str) -> None:
     )
     (tmp_path / "slurm.conf").write_text(config)
     name = r'a\b "c" # d'
-    batch = replace(FULL, name=name, output=log_pattern(folder, "link-%j.log"), directives=())
-    (tmp_path / "link.sbatch").write_text(batch_text(batch))
+    text = script(replace(FULL, name=name, directives=()), ChainFiles(Path(folder)))
+    (tmp_path / "link.sbatch").write_text(text)
     sbatch = subprocess.Popen(
         ["sbatch", "--verbose", str(tmp_path / "link.sbatch")],
         env={"PATH": "/usr/bin:/bin", "SLURM_CONF": str(tmp_path / "slurm.conf")},
@@ -114,9 +109,10 @@ def test_a_folder_in_which_slurm_names_no_log_is_refused() -> None:
 
 
 def test_without_its_folder_a_link_does_not_begin(tmp_path: Path) -> None:
-    gone = replace(
-        FULL, directory=str(tmp_path / "gone"), setup=(), program=("touch", str(tmp_path / "ran"))
-    )
-    done = subprocess.run(["bash", "-c", batch_text(gone)], capture_output=True, check=False)
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/bash\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    gone = replace(FULL, directory=str(tmp_path / "gone"), setup=(), python=str(program))
+    done = subprocess.run(["bash", "-c", script(gone)], capture_output=True, check=False)
     assert done.returncode == 1
     assert not (tmp_path / "ran").exists()

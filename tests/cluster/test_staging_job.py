@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from outlast.cluster import staging as staging_job
+from outlast.cluster.pace import GentlePace
 from outlast.cluster.staging import (
     directives,
+    directory_of,
     job_directives,
+    main,
     prefetch,
     prefetch_command,
     stager_for,
     token_files_of,
 )
-from outlast.cluster.staging import job as staging_job
-from outlast.cluster.staging.__main__ import main
-from outlast.cluster.staging.job import directory_of
-from outlast.cluster.storage import GentlePace
 from outlast.errors import ClusterError, OutlastError
 from outlast.job import Job, StagingSection, load_job, to_toml
 

@@ -8,14 +8,15 @@ import mmap
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.staging.copying import BlockWriter, LocalReader, ReadAhead, blocks_of
-from outlast.cluster.staging.stage import FileLock, Kept, Room, victims
+from outlast.cluster.copying import BlockWriter, LocalReader, ReadAhead, blocks_of
+from outlast.cluster.stage import FileLock, Kept, Stage, lacking_bytes, victims
 from outlast.errors import ClusterError
 
 MIB = 1 << 20
@@ -158,9 +159,10 @@ def test_victims_are_the_oldest_that_are_enough_and_never_in_use(
 
 def test_what_others_are_about_to_write_is_taken_already() -> None:
     others = [Kept("a", 10, 40, 0.0, busy=True), Kept("b", 10, 40, 0.0, busy=False)]
-    assert Room(100, 0, 0).lacking_bytes(80, 5, others) == 5
-    assert Room(100, 20, 0).lacking_bytes(80, 5, others) == 25
-    assert Room(1000, 0, 100).lacking_bytes(80, 5, others) == 30
+    stage = Stage(Path("/disk"), keep_free_bytes=0)
+    assert lacking_bytes(stage, 100, 80, 5, others) == 5
+    assert lacking_bytes(replace(stage, keep_free_bytes=20), 100, 80, 5, others) == 25
+    assert lacking_bytes(replace(stage, limit_bytes=100), 1000, 80, 5, others) == 30
 
 
 def deadline() -> float:

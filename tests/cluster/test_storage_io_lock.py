@@ -10,20 +10,25 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import pytest
 
-from outlast.cluster.storage import identity
-from outlast.cluster.storage.io_lock import Held, TicketDirectory, ask, turn
+from outlast.cluster.storage import Ticket, TicketFolder, ask, turn
 from outlast.errors import ClusterError
+from outlast.records.claims import Owner, started_ticks
 
 HOLDER = """
 import sys, time
-from outlast.cluster.storage.io_lock import turn
+from outlast.cluster.storage import turn
 with turn(sys.argv[1], 1e6, deadline_seconds=5.0) as mine:
     print(mine.granted, flush=True)
     time.sleep(600)
 """
+
+
+def ticket():
+    return Ticket(uuid.uuid4().hex, 0, 1.0, 1.0)
 
 
 def holder(directory):
@@ -125,7 +130,7 @@ def test_the_request_of_a_killed_process_is_removed(tmp_path):
     first = holder(tmp_path)
     script = HOLDER.replace("deadline_seconds=5.0", "deadline_seconds=600.0").replace("1e6", "1.0")
     waiter = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
-    board = TicketDirectory(tmp_path, 60.0)
+    board = TicketFolder(tmp_path)
     end = time.monotonic() + 20.0
     while not board.waiting(time.time()):
         assert time.monotonic() < end
@@ -215,21 +220,21 @@ def test_a_suspended_owner_does_not_block(tmp_path):
 
 def test_who_looked_too_long_ago_gets_no_turn(tmp_path):
     """A generation that is over and swept away cannot be taken again."""
-    board = TicketDirectory(tmp_path, 60.0)
-    slow = board.ask(set_number=0, size_bytes=1.0, nodes=1.0)
+    board = TicketFolder(tmp_path)
+    slow = board.ask(ticket())
     for generation in range(3):
-        quick = board.ask(set_number=0, size_bytes=1.0, nodes=1.0)
+        quick = board.ask(ticket())
         assert board.take(quick, generation)
         board.give_back(quick, generation + 1)
     assert not board.take(slow, 0)
     assert not board.take(slow, 1)
-    assert board.held(time.time()) == {0: Held(3, None)}
+    assert board.held(0, time.time()) == (3, None)
     assert board.take(slow, 3)
 
 
 def test_of_two_that_take_one_generation_one_gets_it(tmp_path):
-    board = TicketDirectory(tmp_path, 60.0)
-    tickets = [board.ask(set_number=0, size_bytes=1.0, nodes=1.0) for _ in range(8)]
+    board = TicketFolder(tmp_path)
+    tickets = [board.ask(ticket()) for _ in range(8)]
     barrier = threading.Barrier(8)
     won = []
 
@@ -312,7 +317,6 @@ def test_a_job_computes_until_it_is_its_turn(tmp_path):
         ({"size_bytes": 1, "nodes": -1}, "nodes = -1"),
         ({"size_bytes": 1, "order": "lifo"}, "lifo"),
         ({"size_bytes": 1, "order": "set-10"}, "period_seconds"),
-        ({"size_bytes": 1, "heartbeat_seconds": 99.0}, "heartbeat_seconds"),
         ({"size_bytes": 1, "deadline_seconds": -1}, "deadline_seconds = -1"),
     ],
 )
@@ -322,22 +326,22 @@ def test_settings_without_a_meaning_are_refused(tmp_path, settings, said):
 
 
 def test_processes_are_told_apart():
-    mine = identity.this_process()
-    assert identity.is_alive(mine) is True
-    assert identity.is_alive(dataclasses.replace(mine, started=mine.started + 1)) is False
-    assert identity.is_alive(dataclasses.replace(mine, host="elsewhere")) is None
-    assert identity.is_alive(dataclasses.replace(mine, namespace="pid:[1]")) is None
-    assert identity.owner_of(json.loads(json.dumps(dataclasses.asdict(mine)))) == mine
-    assert identity.owner_of({"host": "a"}) is None
+    mine = Owner.here()
+    assert mine.is_alive() is True
+    assert dataclasses.replace(mine, started=mine.started + 1).is_alive() is False
+    assert dataclasses.replace(mine, host="elsewhere").is_alive() is None
+    assert dataclasses.replace(mine, namespace="pid:[1]").is_alive() is None
+    assert Owner.of(json.loads(json.dumps(dataclasses.asdict(mine)))) == mine
+    assert Owner.of({"host": "a"}) is None
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    owner = dataclasses.replace(mine, pid=child.pid, started=identity._started(child.pid))
-    assert identity.is_alive(owner) is True
+    owner = dataclasses.replace(mine, pid=child.pid, started=started_ticks(child.pid))
+    assert owner.is_alive() is True
     child.kill()
     end = time.monotonic() + 10.0
     # A zombie that nobody has waited for is dead too.
-    while identity.is_alive(owner) and time.monotonic() < end:
+    while owner.is_alive() and time.monotonic() < end:
         time.sleep(0.01)
-    assert identity.is_alive(owner) is False
+    assert owner.is_alive() is False
     child.wait()
 
 

@@ -10,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_saves import simulate_saves
 
-from outlast.cluster.storage.io_lock import checked, priority, set_of, waiting_cost
-from outlast.cluster.storage.periods import SavingJob, shared_periods, waste_of, young_daly
+from outlast.cluster.storage import (
+    SavingJob,
+    priority,
+    set_of,
+    shared_periods,
+    waiting_cost,
+    waste_of,
+)
 from outlast.errors import ClusterError
 
 jobs = st.lists(
@@ -36,7 +42,7 @@ def test_periods_keep_the_budget_and_spend_it_when_it_binds(found, budget):
     if periods.multiplier:
         assert load == pytest.approx(budget, rel=1e-6)
     else:
-        assert periods.seconds == pytest.approx([young_daly(job) for job in found])
+        assert periods.seconds == pytest.approx([job.best_period_seconds() for job in found])
 
 
 @given(jobs, st.floats(0.05, 0.9), st.lists(st.floats(0.3, 3.0), min_size=8, max_size=8))
@@ -89,9 +95,8 @@ def test_budgets_without_a_meaning_are_refused():
 
 
 def test_orders():
-    assert checked("set-10") == "set-10"
     with pytest.raises(ClusterError, match='order = "lifo" is not known: give one of fcfs'):
-        checked("lifo")
+        set_of("lifo", 10.0)
     early, late = 1.0, 2.0
     big = {"asked_seconds": early, "size_bytes": 80.0, "cost_per_second": waiting_cost(4.0)}
     small = {"asked_seconds": late, "size_bytes": 10.0, "cost_per_second": waiting_cost(2.0)}

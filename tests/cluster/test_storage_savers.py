@@ -13,13 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster.storage.periods import Saver, Saving, least_period_seconds
+from outlast.cluster import storage
+from outlast.cluster.storage import Saver, SavingJob, least_period_seconds
 
 FIGURES = {"nodes": 4, "save_seconds": 30.0, "overhead_seconds": 30.0, "mtbf_seconds": 1e4}
 ALONE_SECONDS = math.sqrt(2 * 1e4 * 30.0)
 
+
+def saving(**figures):
+    return SavingJob.from_statement(figures)
+
+
 savings = st.builds(
-    Saving,
+    saving,
     nodes=st.floats(1.0, 500.0),
     save_seconds=st.floats(1.0, 2000.0),
     overhead_seconds=st.floats(0.0, 100.0),
@@ -29,7 +35,7 @@ savings = st.builds(
 
 
 def saver(folder, load=0.05, **settings):
-    return Saver(folder, load, **{"stale_after_seconds": 90.0, "heartbeat_seconds": 5.0} | settings)
+    return Saver(folder, load, **settings)
 
 
 @given(st.lists(savings, min_size=1, max_size=6), st.floats(0.05, 1.0))
@@ -83,8 +89,8 @@ def test_those_who_can_choose_take_what_fixed_intervals_leave(tmp_path):
 
 OTHER = """
 import sys, time
-from outlast.cluster.storage.periods import Saver
-saver = Saver(sys.argv[1], 0.05, stale_after_seconds=90.0, heartbeat_seconds=5.0)
+from outlast.cluster.storage import Saver
+saver = Saver(sys.argv[1], 0.05)
 saver.least_seconds(nodes=4, save_seconds=30.0, overhead_seconds=30.0, mtbf_seconds=1e4)
 print("told", flush=True)
 time.sleep(600)
@@ -109,7 +115,7 @@ def test_nobody_makes_way_for_a_killed_job(tmp_path):
 
 
 def test_a_job_on_another_node_lives_by_its_heartbeat(tmp_path):
-    other, own = saver(tmp_path, heartbeat_seconds=60.0), saver(tmp_path)
+    other, own = saver(tmp_path), saver(tmp_path)
     other.least_seconds(**FIGURES)
     [file] = tmp_path.iterdir()
     content = json.loads(file.read_text())
@@ -126,8 +132,9 @@ def test_a_job_on_another_node_lives_by_its_heartbeat(tmp_path):
         each.close()
 
 
-def test_a_heartbeat_keeps_the_file_young(tmp_path):
-    own = saver(tmp_path, heartbeat_seconds=0.05)
+def test_a_heartbeat_keeps_the_file_young(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "HEARTBEAT_SECONDS", 0.05)
+    own = saver(tmp_path)
     own.least_seconds(**FIGURES)
     [file] = tmp_path.iterdir()
     old = time.time() - 1000.0

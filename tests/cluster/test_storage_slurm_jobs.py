@@ -12,14 +12,14 @@ import time
 import pytest
 from slurm_programs import put_command, shown, slurm_commands
 
-from outlast.cluster.storage import io_lock as storage_job
-from outlast.cluster.storage.identity import this_process
-from outlast.cluster.storage.io_lock import SlurmJobs, job_state, turns_for
+from outlast.cluster import storage as storage_job
+from outlast.cluster.storage import SlurmJobs, job_state, turns_for
 from outlast.job import load_job
+from outlast.records.claims import Owner
 
 
 def owner(job="7", cluster=""):
-    return dataclasses.replace(this_process(), job=job, cluster=cluster)
+    return dataclasses.replace(Owner.here(), job=job, cluster=cluster)
 
 
 def answered(ask, about):
@@ -41,7 +41,7 @@ def test_a_job_that_has_ended_or_waits_again_has_no_processes(
     assert answered(SlurmJobs(), owner()) is expected
 
 
-def test_nobody_waits_for_an_answer_that_does_not_come():
+def test_nobody_waits_for_an_answer_that_does_not_come(monkeypatch):
     answer = threading.Event()
     asked = []
 
@@ -50,7 +50,8 @@ def test_nobody_waits_for_an_answer_that_does_not_come():
         answer.wait(30.0)
         return "FAILED"
 
-    jobs = SlurmJobs(state)
+    monkeypatch.setattr(storage_job, "job_state", state)
+    jobs = SlurmJobs()
     assert [jobs(owner()) for _ in range(5)] == [None] * 5
     answer.set()
     assert answered(jobs, owner()) is False
@@ -58,9 +59,11 @@ def test_nobody_waits_for_an_answer_that_does_not_come():
     assert asked == ["7"]
 
 
-def test_an_unknown_job_is_asked_for_again():
+def test_an_unknown_job_is_asked_for_again(monkeypatch):
     states = iter([None, "RUNNING", "TIMEOUT"])
-    jobs = SlurmJobs(lambda job: next(states), ask_again_seconds=0.0)
+    monkeypatch.setattr(storage_job, "job_state", lambda job: next(states))
+    monkeypatch.setattr(storage_job, "ASK_AGAIN_SECONDS", 0.0)
+    jobs = SlurmJobs()
     assert answered(jobs, owner()) is True
     deadline = time.monotonic() + 30.0
     while jobs(owner()) is not False:
@@ -68,7 +71,7 @@ def test_an_unknown_job_is_asked_for_again():
         time.sleep(0.01)
 
 
-def test_a_requeued_job_lives_again_when_it_runs(tmp_path):
+def test_a_requeued_job_lives_again_when_it_runs(monkeypatch):
     states = iter(["PENDING", "RUNNING", "COMPLETED"])
     asked = []
 
@@ -76,7 +79,9 @@ def test_a_requeued_job_lives_again_when_it_runs(tmp_path):
         asked.append(job)
         return next(states)
 
-    jobs = SlurmJobs(state, ask_again_seconds=0.0)
+    monkeypatch.setattr(storage_job, "job_state", state)
+    monkeypatch.setattr(storage_job, "ASK_AGAIN_SECONDS", 0.0)
+    jobs = SlurmJobs()
     deadline = time.monotonic() + 30.0
     for expected in (False, True, False):
         while jobs(owner()) is not expected:
@@ -87,8 +92,9 @@ def test_a_requeued_job_lives_again_when_it_runs(tmp_path):
     assert len(asked) == 3
 
 
-def test_jobs_of_other_clusters_and_processes_outside_of_slurm_are_not_asked_about():
-    jobs = SlurmJobs(lambda job: pytest.fail("asked"))
+def test_jobs_of_other_clusters_and_processes_outside_of_slurm_are_not_asked_about(monkeypatch):
+    monkeypatch.setattr(storage_job, "job_state", lambda job: pytest.fail("asked"))
+    jobs = SlurmJobs()
     assert jobs(owner(job="")) is None
     assert jobs(owner(cluster="elsewhere")) is None
 
@@ -105,7 +111,9 @@ def test_a_controller_that_is_down_says_nothing(tmp_path, monkeypatch):
         answered_once.set()
         return answers[-1]
 
-    jobs = SlurmJobs(state, ask_again_seconds=600.0)
+    monkeypatch.setattr(storage_job, "job_state", state)
+    monkeypatch.setattr(storage_job, "ASK_AGAIN_SECONDS", 600.0)
+    jobs = SlurmJobs()
     assert jobs(owner()) is None
     # The thread is waited for, so that it asks these commands and no others.
     assert answered_once.wait(60.0)

@@ -12,17 +12,20 @@ import typer
 from typer.testing import CliRunner
 
 from outlast.cli.cluster import tasks as command
-from outlast.cluster.tasks.build import (
+from outlast.cluster.tasks.gantt import Bar, duration, gantt_svg, merged, node_rows, page, uses
+from outlast.cluster.tasks.graph import (
     DISKS,
     SHARED,
+    Edge,
     Evaluation,
+    Graph,
+    Machine,
     RunFigures,
+    Task,
     TierFigures,
     graph_from_toml,
     run_graph,
 )
-from outlast.cluster.tasks.gantt import Bar, duration, gantt_svg, merged, node_rows, page, uses
-from outlast.cluster.tasks.graph import Edge, Graph, Machine, Task
 from outlast.cluster.tasks.planner import plan, run_greedily
 from outlast.errors import ClusterError
 
@@ -212,7 +215,7 @@ def test_use_of_bandwidth_adds_up():
     assert disks.label == DISKS
     for use in (shared, disks):
         for at in range(len(use.times)):
-            assert sum(layer[at] for layer in use.layers) <= use.bytes_per_s * (1 + 1e-9)
+            assert sum(rates[at] for rates in use.layers.values()) <= use.bytes_per_s * (1 + 1e-9)
 
 
 @pytest.mark.slow
@@ -223,7 +226,7 @@ def test_averaging_many_steps_keeps_the_bytes():
     [use] = uses(run_greedily(Graph(tasks, edges, Machine({}, {"pfs": 1.0}))))
     assert len(use.times) == 1000
     end = run_greedily(Graph(tasks, edges, Machine({}, {"pfs": 1.0}))).makespan_seconds
-    assert sum(use.layers[0]) * end / 1000 == pytest.approx(1500.0, rel=1e-6)
+    assert sum(use.layers["drain"]) * end / 1000 == pytest.approx(1500.0, rel=1e-6)
 
 
 def test_nodes_that_do_the_same_share_a_lane():

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from outlast.cluster.tasks.execute import Executor, copy_file
+from outlast.cluster.tasks.execute import Executor
 from outlast.cluster.tasks.graph import Edge, Graph, Machine, Task
 from outlast.cluster.tasks.planner import plan
 from outlast.errors import ClusterError
@@ -43,20 +43,17 @@ def test_what_happened_is_near_what_was_planned():
         ],
         MACHINE,
     )
-    told = []
     report = Executor(
         plan(graph),
         {"train": rest(0.2), "drain": move, "move": move, "evaluate": rest(0.1)},
         deadline_seconds=20.0,
-        told=told.append,
     ).run()
     assert report.problems == []
     assert report.planned_seconds == pytest.approx(0.7)
     assert 0.65 <= report.seconds < 1.2
-    assert len(told) == 5
     assert report.task("drain 1").moved_bytes == 300_000
     for each in report.tasks:
-        assert -0.1 < each.late_seconds < 0.5
+        assert -0.1 < each.end_seconds - each.planned_end_seconds < 0.5
     assert report.task("train 2").start_seconds < report.task("drain 1").end_seconds
 
 
@@ -163,48 +160,3 @@ def test_a_task_that_nobody_does_is_refused_before_the_run():
     graph = Graph([Task("drain 7", "drain", size_bytes=1.0, via=("pfs",))], [], MACHINE)
     with pytest.raises(ClusterError, match=r'"drain 7".*"drain"'):
         Executor(plan(graph), {"save": move}, deadline_seconds=1.0)
-
-
-def test_files_are_copied_within_the_cap_and_appear_whole(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "far" / "target"
-    content = bytes(range(256)) * 1200
-    source.write_bytes(content)
-    seen = []
-
-    def drain(transfer):
-        def watch():
-            while transfer.moved_bytes < len(content):
-                seen.append(target.exists())
-                time.sleep(0.01)
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        assert copy_file(source, target, transfer) == len(content)
-        watcher.join()
-
-    graph = Graph([Task("d", "drain", size_bytes=len(content), via=("pfs",))], [], MACHINE)
-    report = Executor(plan(graph), {"drain": drain}, deadline_seconds=20.0).run()
-    assert report.problems == []
-    assert report.seconds >= 0.15
-    assert target.read_bytes() == content
-    assert seen
-    assert not any(seen)
-    assert [each.name for each in target.parent.iterdir()] == ["target"]
-
-
-def test_a_copy_that_is_given_up_leaves_nothing(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.write_bytes(bytes(5_000_000))
-    graph = Graph([Task("d", "drain", size_bytes=5e6, via=("pfs",))], [], MACHINE)
-    ended = threading.Event()
-
-    def drain(transfer):
-        try:
-            copy_file(source, target, transfer)
-        finally:
-            ended.set()
-
-    report = Executor(plan(graph), {"drain": drain}, deadline_seconds=0.3).run()
-    assert report.problems
-    assert ended.wait(5.0)
-    assert [each.name for each in tmp_path.iterdir()] == ["source"]

@@ -7,12 +7,11 @@ import math
 
 import pytest
 from cluster_task_graphs import graphs
-from exact_schedules import is_within, shortest
+from exact_schedules import is_within, problems, shortest
 from hypothesis import given, settings
 
 from outlast.cluster.tasks.graph import Edge, Graph, Machine, Place, Task
 from outlast.cluster.tasks.planner import lower_bounds, plan, run_greedily, upward_ranks
-from outlast.cluster.tasks.schedule import problems
 from outlast.errors import ClusterError
 
 

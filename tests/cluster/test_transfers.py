@@ -190,14 +190,12 @@ def planned(folder, name, *overrides, plan=RUN):
 def test_copies_of_a_plan_share_its_bandwidth_in_its_order(tmp_path):
     copies = pickle.loads(pickle.dumps(of(planned(tmp_path, "shared"), processes=4, nodes=2)))
     pacings = copies.tiers()
-    first, later = sorted(
-        [("run", 4), ("mirror", 2)], key=lambda each: copies.plan.copy(*each).level
-    )
+    first, later = sorted([("run", 4), ("mirror", 2)], key=lambda each: copies.copy(*each).level)
     with pacings[later[0]](later[1]) as alone:
-        most = copies.plan.copy(*later).cap_bytes_per_s
+        most = copies.copy(*later).cap_bytes_per_s
         assert alone.bytes_per_s == most / 4
         with pacings[first[0]](first[1]) as other:
-            own = copies.plan.copy(*first).cap_bytes_per_s
+            own = copies.copy(*first).cap_bytes_per_s
             # Who comes first in the plan takes what it can, and the other what is left.
             assert other.bytes_per_s == own / 4
             assert alone.bytes_per_s == max(2e6 - own, 0.01 * most) / 4
@@ -205,7 +203,7 @@ def test_copies_of_a_plan_share_its_bandwidth_in_its_order(tmp_path):
 
 
 def test_a_save_that_was_not_planned_has_the_place_of_the_nearest(tmp_path):
-    plan = of(planned(tmp_path, "nearest")).plan
+    plan = of(planned(tmp_path, "nearest"))
     assert sorted(plan.copies["run"]) == [2, 4, 6]
     assert plan.copy("run", 5) == plan.copy("run", 4)
     assert plan.copy("run", 99) == plan.copy("run", 6)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outlast.cluster.workload import read_sacct, read_swf, workload
+from outlast.cluster.workload import Workload, read_sacct, read_swf
 from outlast.errors import ClusterError
 
 SWF = """\
@@ -147,7 +147,7 @@ def test_a_file_that_is_not_of_sacct_is_refused(tmp_path: Path, text: str, words
 
 
 def test_a_workload_is_sorted_scaled_and_cut() -> None:
-    jobs = workload([30, 0, 10], [1, 2, 4], [9, 9, 9], [5, 50, 5], machine_nodes=4)
+    jobs = Workload([30, 0, 10], [1, 2, 4], [9, 9, 9], [5, 50, 5], machine_nodes=4)
     assert jobs.submit_seconds.tolist() == [0, 10, 30]
     assert jobs.nodes.tolist() == [2, 4, 1]
     assert jobs.node_seconds == 2 * 9 + 4 * 5 + 5
@@ -172,13 +172,13 @@ def test_a_workload_is_sorted_scaled_and_cut() -> None:
 def test_wrong_workloads_are_refused(change: dict[str, object], words: str) -> None:
     from dataclasses import replace
 
-    jobs = workload([0], [1], [1], [1], machine_nodes=4)
+    jobs = Workload([0], [1], [1], [1], machine_nodes=4)
     with pytest.raises(ClusterError, match=words):
         replace(jobs, **change)  # type: ignore[arg-type]
 
 
 def test_a_workload_without_a_span_has_no_load_to_scale() -> None:
-    jobs = workload([0], [1], [1], [1], machine_nodes=4)
+    jobs = Workload([0], [1], [1], [1], machine_nodes=4)
     assert jobs.load == 0
     with pytest.raises(ClusterError, match="no load to scale"):
         jobs.at_load(0.5)
@@ -200,3 +200,16 @@ def test_recorded_accounting_is_the_same_log_as_text_and_as_json() -> None:
     assert few.run_seconds.tolist() == [3, 73, 1, 5, 87]
     assert few.limit_seconds.tolist() == [600, 60, 120, 1200, 1200]
     assert "root" not in (folder / "sacct-22.05.json").read_text()
+
+
+def test_accounting_as_json_of_a_newer_version() -> None:
+    jobs = read_sacct(Path(__file__).parent / "slurm_outputs" / "sacct-23.11.json")
+    assert jobs.run_seconds.tolist()[0] == 61.0
+    assert jobs.limit_seconds.tolist()[0] == 1800.0
+
+
+@pytest.mark.parametrize("text", ["{", '{"jobs": null}', '{"jobs": [3]}'])
+def test_damaged_json_is_an_empty_log(tmp_path: Path, text: str) -> None:
+    (tmp_path / "jobs.json").write_text(text)
+    with pytest.raises(ClusterError, match="no job in it ran"):
+        read_sacct(tmp_path / "jobs.json")

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from outlast.cli.app import app
-from outlast.cluster.tasks.build import graph_from_toml
+from outlast.cluster.tasks.graph import graph_from_toml
 from outlast.guard.findings import SITES
 from outlast.guard.policy import OPERATIONS
 from outlast.job import Job, job_from_text

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outlast.cluster.chain.files import (
+from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
     Entry,

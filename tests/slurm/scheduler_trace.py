@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from local_slurm import LocalSlurm
 
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.state import Settings
+from outlast.cluster.scheduler import Settings
+from outlast.cluster.simulate import Simulation
 
 INTERVAL_SECONDS = 5.0
 NODES = 6

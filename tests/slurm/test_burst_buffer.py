@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from local_slurm import LocalSlurm, missing
 
-from outlast.cluster.slurm.script import Batch, batch_text
+from outlast.cluster.chain_files import ChainFiles, ChainPlan
 from outlast.cluster.staging import job_directives
+from outlast.cluster.submission import batch_script
 from outlast.job import load_job
 
 pytestmark = pytest.mark.slurm
@@ -118,20 +122,12 @@ def folder(slurm: LocalSlurm) -> Path:
 
 
 def script_of(folder: Path, directives: list[str], *program: str) -> Path:
-    batch = Batch(
-        name="buffered",
-        comment="",
-        nodes=1,
-        tasks_per_node=1,
-        limit_seconds=120.0,
-        warn_seconds=30,
-        output=str(folder / "log"),
-        directory=str(folder),
-        program=program,
-        directives=tuple(directives),
-    )
+    """A batch script with directives, of which the last line is replaced by a program."""
+    plan = ChainPlan("c", "buffered", "dependent", (1,), 1, 120.0, str(folder), "python")
+    lines = batch_script(ChainFiles(folder), replace(plan, directives=tuple(directives)), 1)
+    text = re.sub("^exec .*", lambda _: f"exec {shlex.join(program)}", lines, flags=re.MULTILINE)
     script = folder / "job.sh"
-    script.write_text(batch_text(batch))
+    script.write_text(re.sub("(?<=--output=).*", str(folder / "log"), text))
     return script
 
 

@@ -9,7 +9,7 @@ import pytest
 from chains import files_of, job_file, noted, outlast, wait
 from local_slurm import LocalSlurm
 
-from outlast.cluster.slurm.jobs import state_now
+from outlast.cluster.slurm import state_now
 
 pytestmark = [
     pytest.mark.slurm,

@@ -10,9 +10,9 @@ import pytest
 from chains import ending, files_of, job_file, noted, outlast, wait
 from local_slurm import LocalSlurm
 
-from outlast.cluster.chain.files import ChainFiles, run_log
-from outlast.cluster.chain.status import status_of
-from outlast.cluster.slurm.jobs import state_now
+from outlast.cluster.chain import status_of
+from outlast.cluster.chain_files import ChainFiles, run_log
+from outlast.cluster.slurm import state_now
 from outlast.records import AttemptStarted, StepsDone, StopRequested, read_run
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]

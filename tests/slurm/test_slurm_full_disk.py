@@ -12,8 +12,8 @@ import pytest
 from chains import ending, files_of, job_file, noted, outlast, wait
 from local_slurm import LocalSlurm
 
-from outlast.cluster.chain.files import run_log
-from outlast.cluster.chain.status import ChainStatus, status_of
+from outlast.cluster.chain import ChainStatus, status_of
+from outlast.cluster.chain_files import run_log
 
 pytestmark = [
     pytest.mark.slurm,

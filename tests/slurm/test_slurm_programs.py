@@ -10,10 +10,9 @@ import pytest
 from chains import ending, noted, outlast, program_plan, wait
 from local_slurm import LocalSlurm
 
-from outlast.cluster.chain.files import ChainFiles
-from outlast.cluster.chain.manage import begin, resume, stop
-from outlast.cluster.chain.status import status_of
-from outlast.cluster.slurm.jobs import state_now
+from outlast.cluster.chain import begin, resume, status_of, stop
+from outlast.cluster.chain_files import ChainFiles
+from outlast.cluster.slurm import state_now
 from outlast.errors import EXIT_DONE, EXIT_GIVE_UP, EXIT_TO_BE_CONTINUED
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("empty_queue")]
@@ -299,7 +298,7 @@ def test_cancelling_the_link_that_a_filler_trains_for_cancels_the_chain(
 
 
 def test_a_refusal_is_sbatchs_own_words(tmp_path: Path, slurm: LocalSlurm) -> None:
-    from outlast.cluster.slurm.commands import SlurmRefusedError
+    from outlast.cluster.slurm import SlurmRefusedError
 
     files, plan = program_plan(tmp_path, "exit 0", partition="nowhere")
     with pytest.raises(SlurmRefusedError, match="invalid partition specified: nowhere"):

@@ -11,8 +11,7 @@ import pytest
 from chains import ending, noted, program_plan, wait
 from loop_runs import QUIET, SCRIPT, assert_same, records, undisturbed
 
-from outlast.cluster.chain.manage import begin
-from outlast.cluster.chain.status import status_of
+from outlast.cluster.chain import begin, status_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm", "empty_queue")]
 

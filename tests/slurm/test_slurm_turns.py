@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from local_slurm import LocalSlurm
 
-from outlast.cluster.storage.io_lock import FolderTurns, Request
+from outlast.cluster.storage import FolderTurns, Request
 
 pytestmark = [
     pytest.mark.slurm,

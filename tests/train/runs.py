@@ -29,7 +29,7 @@ DEADLINE_SECONDS = 240.0
 LOADED = (
     "outlast.cli.forecast",
     "outlast.cli.train",
-    "outlast.cluster.chain.stopping",
+    "outlast.cluster.stopping",
     "outlast.cluster.staging",
     "outlast.cluster.storage",
     "outlast.cluster.transfers",

@@ -18,14 +18,13 @@ from outlast.cli.train import JobFile, Overrides, job_arguments
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from outlast.cluster.chain.files import ChainFiles, ChainPlan
-    from outlast.cluster.chain.planning import Costs, Site
-    from outlast.cluster.chain.status import ChainStatus, LinkStatus
-    from outlast.cluster.policies.automatic import Choice
-    from outlast.cluster.policies.decision import Limits, MalleableJob, Policy
-    from outlast.cluster.policies.forecast import Backfill
-    from outlast.cluster.policies.replay import PolicyResult
-    from outlast.cluster.tasks.schedule import Schedule
+    from outlast.cluster.chain import ChainStatus, LinkStatus
+    from outlast.cluster.chain_files import ChainFiles, ChainPlan
+    from outlast.cluster.planning import Costs
+    from outlast.cluster.policies import Choice, Limits, MalleableJob, Policy, PolicyResult
+    from outlast.cluster.simulate import Backfill
+    from outlast.cluster.slurm import SiteLimits
+    from outlast.cluster.tasks import Schedule
     from outlast.cluster.workload import Workload
     from outlast.job import Job
 
@@ -138,7 +137,7 @@ def _rows(
     log: Workload, job: MalleableJob, limits: Limits, asked: AskedComparison, seed: int
 ) -> list[PolicyResult]:
     """One row for each load and policy."""
-    from outlast.cluster.policies.replay import replay
+    from outlast.cluster.policies import replay
 
     kind = _backfill(asked.backfill)
     chosen = _policies(asked.policy, asked.links * HOUR, kind)
@@ -165,7 +164,7 @@ def _log(asked: AskedLog) -> Workload:
 
 def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
     """The run that is submitted, and what it may ask for."""
-    from outlast.cluster.policies.decision import Limits, MalleableJob, PowerSpeed
+    from outlast.cluster.policies import Limits, MalleableJob, PowerSpeed
     from outlast.durations import limit_seconds
 
     reference = asked.nodes or max(log.machine_nodes // 8, 1)
@@ -200,14 +199,21 @@ def _backfill(name: str) -> Backfill:
 
 def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) -> list[Policy]:
     """One long job, which the others are compared with, and those that were asked for."""
-    from outlast.cluster.policies.anchor_filler import AnchorFiller
-    from outlast.cluster.policies.automatic import Automatic, Planned
-    from outlast.cluster.policies.decision import FixedLinks, OneLongJob
+    from dataclasses import replace
+
+    from outlast.cluster.policies import (
+        QUICK,
+        AnchorFiller,
+        Automatic,
+        FixedLinks,
+        OneLongJob,
+        Planned,
+    )
 
     known: dict[str, Policy] = {
         "links": FixedLinks(link_seconds),
         "filler": AnchorFiller(backfill=backfill),
-        "planned": Planned(backfill=backfill),
+        "planned": Planned(outlook=replace(QUICK, backfill=backfill)),
         "automatic": Automatic(fillers=AnchorFiller(backfill=backfill)),
     }
     for name in names or []:
@@ -218,7 +224,7 @@ def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) 
 
 
 def _print(log: Workload, job: MalleableJob, rows: list[PolicyResult]) -> None:
-    from outlast.cluster.policies.decision import hours
+    from outlast.cluster.policies import hours
 
     console = output()
     heads = ("load", "policy", "runs", "turnaround h", "vs one long job", "worst", "node hours")
@@ -281,7 +287,7 @@ _SHOWN = 12
 def print_candidates(
     job: Job,
     chain: ChainPlan,
-    site: Site,
+    site: SiteLimits,
     costs: Costs,
     train_seconds: float | None,
     *,
@@ -312,8 +318,8 @@ def print_candidates(
         return
     _print_candidates(choice)
     if log is None:
-        from outlast.cluster.chain.choosing import starts_nearby, starts_words
-        from outlast.cluster.chain.planning import files_of
+        from outlast.cluster.choosing import starts_nearby, starts_words
+        from outlast.cluster.planning import files_of
 
         print(starts_words(starts_nearby(files_of(job))))
 
@@ -321,7 +327,7 @@ def print_candidates(
 def candidates_now(
     job: Job,
     chain: ChainPlan,
-    site: Site,
+    site: SiteLimits,
     costs: Costs,
     train_seconds: float,
     *,
@@ -335,10 +341,15 @@ def candidates_now(
     Raises:
         ClusterError: The queue cannot be asked, or no candidate makes progress.
     """
-    from outlast.cluster.chain.choosing import choose_now, correction_of, job_of, starts_nearby
-    from outlast.cluster.chain.filler import step_times
-    from outlast.cluster.chain.planning import files_of
-    from outlast.cluster.policies.forecast import Behaviour, learn_correction
+    from outlast.cluster.choosing import (
+        choose_now,
+        correction_of,
+        job_of,
+        starts_nearby,
+        step_times,
+    )
+    from outlast.cluster.planning import files_of
+    from outlast.cluster.policies import QUICK, Behaviour, learn_correction
 
     files = files_of(job)
     sizes = chain.sizes or sizes_of(job)
@@ -349,13 +360,9 @@ def candidates_now(
     behaviour = Behaviour.learnt(log)
     if log.start_seconds is None:
         return choose_now(chain, site, left, behaviour=behaviour)
-    correction = learn_correction(
-        log,
-        log.start_seconds,
-        behaviour,
-        like=(left.reference_nodes, left.wall_to_finish(left.reference_nodes)),
-        backfill=None,
-    )
+    like = (left.reference_nodes, left.wall_to_finish(left.reference_nodes))
+    outlook = dataclasses.replace(QUICK, behaviour=behaviour)
+    correction = learn_correction(log, log.start_seconds, outlook, like=like, slurm=True)
     return choose_now(chain, site, left, behaviour=behaviour, correction=correction)
 
 
@@ -439,10 +446,10 @@ def plan(
     Nothing is submitted. Where the queue can be asked, candidates for time limit and nodes are
     listed with predicted starts.
     """
-    from outlast.cluster.chain.files import run_log
-    from outlast.cluster.chain.filler import work_seconds
-    from outlast.cluster.chain.manage import choice_of, next_number
-    from outlast.cluster.chain.planning import costs_of, files_of, plan_chain, site_now
+    from outlast.cluster.chain import next_number
+    from outlast.cluster.chain_files import run_log
+    from outlast.cluster.choosing import choose_first, step_times, work_seconds
+    from outlast.cluster.planning import costs_of, files_of, plan_chain, site_now
     from outlast.cluster.workload import read_sacct
     from outlast.job import load_job
 
@@ -450,26 +457,27 @@ def plan(
     past = None if sacct is None else read_sacct(sacct)
     site = site_now(job)
     files, chain = files_of(job), plan_chain(job, site)
-    log = run_log(files)
-    costs = costs_of(chain, log.save_seconds, measured_restart=bool(log.restart_seconds))
+    costs = costs_of(chain, run_log(files))
     given = None if hours is None else 3600.0 * hours
-    left = work_seconds(files, chain, chain.nodes[0]) if given is None else given
+    left = given
+    if left is None:
+        left = work_seconds(files, chain, chain.nodes[0], step_times(files, chain))
     for line in sentences(job, chain, site, left):
         print(line)
     print_candidates(job, chain, site, costs, left, log=past)
     number = next_number(files)
-    chosen = choice_of(files, chain.from_link(number), number, seconds=given)
+    chosen = choose_first(files, chain.from_link(number), number, seconds=given)
     if chosen is not None:
-        print(f"chosen: {chosen.reason}")
+        print(f"chosen: {chosen.plan.reason}")
     print("\nThe next link, exactly as it would be submitted:\n")
     print(script_text(files, chain, number, chosen), end="")
 
 
 def explain(job_file: JobFile = None, overrides: Overrides = None) -> None:
     """Say in words how a chain of this job works, and where each figure comes from."""
-    from outlast.cluster.chain.choosing import starts_nearby, starts_words
-    from outlast.cluster.chain.files import choice_words, entries
-    from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.cluster.chain_files import choice_words, entries
+    from outlast.cluster.choosing import starts_nearby, starts_words
+    from outlast.cluster.planning import files_of, plan_chain, site_now
     from outlast.job import load_job
 
     job = load_job(*job_arguments(job_file, overrides))
@@ -482,7 +490,7 @@ def explain(job_file: JobFile = None, overrides: Overrides = None) -> None:
 
 
 def sentences(
-    job: Job, chain: ChainPlan, site: Site, left_seconds: float | None = None
+    job: Job, chain: ChainPlan, site: SiteLimits, left_seconds: float | None = None
 ) -> list[str]:
     """The plan in words, a sentence a line.
 
@@ -492,15 +500,14 @@ def sentences(
         site: What the cluster allows.
         left_seconds: Of training; None: as the steps so far say.
     """
-    from outlast.cluster.chain.files import run_log
-    from outlast.cluster.chain.filler import work_seconds
-    from outlast.cluster.chain.planning import costs_of, files_of, links_needed
+    from outlast.cluster.chain_files import run_log
+    from outlast.cluster.choosing import step_times, work_seconds
+    from outlast.cluster.planning import costs_of, files_of, links_needed
     from outlast.durations import duration_text
 
     files = files_of(job)
     log = run_log(files)
-    measured = bool(log.restart_seconds)
-    costs = costs_of(chain, log.save_seconds, measured_restart=measured)
+    costs = costs_of(chain, log)
     found = [f"run {chain.name} in {files.run}, step {log.step} of {chain.steps} saved"]
     usable = chain.usable_seconds()
     nodes = ", then ".join(str(node) for node in chain.nodes)
@@ -522,7 +529,7 @@ def sentences(
     if usable is not None:
         share = (costs.restart_seconds + costs.lead_seconds) / usable
         found.append(f"start and lead take {share:.2%} of a link, {_kind(costs)}")
-    measured_seconds = work_seconds(files, chain, chain.nodes[0])
+    measured_seconds = work_seconds(files, chain, chain.nodes[0], step_times(files, chain))
     seconds = measured_seconds if left_seconds is None else left_seconds
     how = "as given" if seconds != measured_seconds else "predicted from the steps so far"
     links = links_needed(chain, costs, seconds)
@@ -595,8 +602,8 @@ def chain_of(run: Path) -> ChainFiles:
     Raises:
         JobError: The job file is wrong.
     """
-    from outlast.cluster.chain.files import chain_files
-    from outlast.cluster.chain.planning import files_of
+    from outlast.cluster.chain_files import chain_files
+    from outlast.cluster.planning import files_of
 
     if run.suffix == ".toml":
         from outlast.job import load_job
@@ -609,12 +616,11 @@ def status(
     run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """Say how a chain is doing: links, progress, where the time went, when it will be done."""
-    from outlast.cluster.chain.status import as_json as plain
-    from outlast.cluster.chain.status import status_of
+    from outlast.cluster.chain import status_of
 
     found = status_of(chain_of(run))
     if as_json:
-        print(json.dumps(plain(found), indent=1))
+        print(json.dumps(asdict(found), indent=1))
     else:
         print_status(found)
 
@@ -670,7 +676,7 @@ def print_status(found: ChainStatus) -> None:
 
 def _predicted(link: LinkStatus) -> str:
     """The wait that was predicted when the link was chosen."""
-    from outlast.cluster.policies.decision import hours
+    from outlast.cluster.policies import hours
 
     if link.predicted_wait_seconds is None:
         return ""
@@ -683,8 +689,8 @@ def resume(run: Run, overrides: Overrides = None) -> None:
 
     Settings such as slurm.wall_time=4h replace those that the chain was submitted with.
     """
-    from outlast.cluster.chain.files import read_plan
-    from outlast.cluster.chain.manage import resume as resumed
+    from outlast.cluster.chain import resume as resumed
+    from outlast.cluster.chain_files import read_plan
 
     files = chain_of(run)
     before = read_plan(files)
@@ -695,7 +701,7 @@ def resume(run: Run, overrides: Overrides = None) -> None:
 
 def _print_choice(files: ChainFiles) -> None:
     """Say why the link that was submitted is as it is, where that was chosen."""
-    from outlast.cluster.chain.files import choice_words, entries
+    from outlast.cluster.chain_files import choice_words, entries
 
     if words := choice_words(entries(files)):
         print(f"chosen: {words}")
@@ -703,7 +709,7 @@ def _print_choice(files: ChainFiles) -> None:
 
 def _changed(files: ChainFiles, before: ChainPlan, overrides: list[str]) -> tuple[ChainPlan, str]:
     """The plan of a chain with other settings, and the text of its job."""
-    from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.cluster.planning import files_of, plan_chain, site_now
     from outlast.job import load_job, to_toml
 
     with contextlib.ExitStack() as there:
@@ -715,7 +721,7 @@ def _changed(files: ChainFiles, before: ChainPlan, overrides: list[str]) -> tupl
                 f"{before.directory}, where the links run, cannot be entered: {error.strerror}"
             ) from None
         job = load_job(files.job, overrides)
-        if files_of(job) != files:
+        if files_of(job).path != files.path:
             raise ClusterError(
                 f"run.directory and run.name are now those of {files_of(job).run}, not of "
                 f"{files.run}: set them back, or submit it as a run of its own"
@@ -736,7 +742,7 @@ def stop(
     ] = False,
 ) -> None:
     """End a chain: cancel its jobs, or let the running one save and end."""
-    from outlast.cluster.chain.manage import stop as stopped
+    from outlast.cluster.chain import stop as stopped
 
     print(stopped(chain_of(run), after_checkpoint=after_checkpoint))
 
@@ -749,8 +755,8 @@ def adopt(
     overrides: Overrides = None,
 ) -> None:
     """Make a job that was submitted by hand the first link of a chain."""
-    from outlast.cluster.chain.manage import adopt as adopted
-    from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.cluster.chain import adopt as adopted
+    from outlast.cluster.planning import files_of, plan_chain, site_now
     from outlast.job import load_job, to_toml
     from outlast.job.section import toml_value
     from outlast.records import RunDirectory
@@ -801,9 +807,7 @@ def tasks(
     the table: how far the plan can be at most from the shortest one, and what would happen without
     a plan. Figures are predictions from the file.
     """
-    from outlast.cluster.tasks.build import graph_from_toml
-    from outlast.cluster.tasks.gantt import page
-    from outlast.cluster.tasks.planner import plan, run_greedily
+    from outlast.cluster.tasks import graph_from_toml, page, plan, run_greedily
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -839,7 +843,7 @@ def tasks(
 
 def _print_tasks(schedule: Schedule, unmanaged: Schedule, most: int | None) -> None:
     from outlast.cli.console import Column, count_text, output, print_table, size_text
-    from outlast.cluster.tasks.gantt import duration
+    from outlast.cluster.tasks import duration
 
     names = list(schedule.graph.machine.nodes)
     sizes = {activity.name: activity.size_bytes for activity in schedule.graph.activities}

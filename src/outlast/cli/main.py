@@ -35,7 +35,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupted)
     try:
         from outlast.cli.app import app
-        from outlast.cluster.chain.stopping import RECORD_TELLS
+        from outlast.cluster.stopping import RECORD_TELLS
 
         # Of this process alone: what a script starts is no rank of the link.
         record_tells = os.environ.pop(RECORD_TELLS, "")

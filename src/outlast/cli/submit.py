@@ -16,8 +16,8 @@ from outlast.cli.train import JobFile, Overrides, job_arguments
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from outlast.cluster.chain.choosing import Chosen
-    from outlast.cluster.chain.files import ChainFiles, ChainPlan
+    from outlast.cluster.chain_files import ChainFiles, ChainPlan
+    from outlast.cluster.choosing import Chosen
     from outlast.job import Job
 
 
@@ -66,8 +66,8 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
         AutosaveError: The script cannot be resumed as it is, or `every` is no interval.
     """
     from outlast.autosave.libraries import read_and_rewrite
-    from outlast.cluster.chain.planning import run_path
-    from outlast.cluster.chain.stopping import RECORD_TELLS
+    from outlast.cluster.planning import run_path
+    from outlast.cluster.stopping import RECORD_TELLS
     from outlast.job.sections import CHOSEN
     from outlast.runtime.handover import every_of
 
@@ -197,14 +197,9 @@ def submit(
     on. What it asks Slurm for is in the section slurm of the job. Nothing stays behind on the
     login node; all state is in files beside the checkpoints.
     """
-    from outlast.cluster.chain.manage import (
-        begin,
-        choice_of,
-        move_aside,
-        next_number,
-        refuse_second,
-    )
-    from outlast.cluster.chain.planning import files_of, plan_chain, site_now
+    from outlast.cluster.chain import begin, move_aside, next_number, refuse_second
+    from outlast.cluster.choosing import choose_first
+    from outlast.cluster.planning import files_of, plan_chain, site_now
     from outlast.cluster.transfers import transfers_for
     from outlast.job import load_job, to_toml
 
@@ -239,7 +234,7 @@ def submit(
     seconds = None if hours is None else 3600.0 * hours
     plan = dataclasses.replace(plan, work_seconds=seconds or 0.0)
     step = 0 if fresh else None
-    chosen = choice_of(files, plan.from_link(number), number, seconds=seconds, step=step)
+    chosen = choose_first(files, plan.from_link(number), number, seconds=seconds, step=step)
     if dry_run:
         print(script_text(files, plan, number, chosen), end="")
         return
@@ -248,7 +243,7 @@ def submit(
     jobs = begin(files, plan, to_toml(job), chosen)
     print(f"submitted {', '.join(jobs)}: chain {plan.chain} of {files.run}")
     if chosen is not None:
-        print(f"chosen: {chosen.reason}")
+        print(f"chosen: {chosen.plan.reason}")
     print(f"how it goes: outlast cluster status {files.run}")
 
 
@@ -256,12 +251,10 @@ def script_text(
     files: ChainFiles, plan: ChainPlan, number: int, chosen: Chosen | None = None
 ) -> str:
     """The exact batch script of link `number` as it would be submitted next."""
-    from outlast.cluster.chain.margin import first_lead_seconds
-    from outlast.cluster.chain.submission import batch_of
-    from outlast.cluster.slurm.script import batch_text
+    from outlast.cluster.submission import batch_script
 
     plan = plan.from_link(number) if chosen is None else chosen.plan
-    return batch_text(batch_of(files, plan, number, first_lead_seconds(files, plan)))
+    return batch_script(files, plan, number)
 
 
 def check_run(job: Job) -> None:

@@ -84,8 +84,8 @@ def job_arguments(
 def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
     """Run `job` as the environment says: one process of several, a launcher, or alone."""
     from outlast.cli.forecast import prediction_for
-    from outlast.cluster.chain.stopping import stop_when_of
     from outlast.cluster.staging import stager_for
+    from outlast.cluster.stopping import stop_when_of
     from outlast.cluster.storage import turns_for
     from outlast.cluster.transfers import transfers_for
     from outlast.distributed.ranks import launched_by, ranks_from
@@ -101,7 +101,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         fresh=fresh,
         process_faults=process_faults,
         # A link of a chain has a clock of its own; see `outlast submit`.
-        stop_when=stop_when_of(os.environ),
+        stop_when=stop_when_of(),
         stager=stager_for(job.staging, transfers.stage_bytes_per_s if transfers else 0.0),
         turns=turns_for(job.checkpoint),
         transfers=transfers,

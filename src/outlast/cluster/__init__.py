@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.cluster.chain.stopping import report_outcome, report_progress, should_stop
+    from outlast.cluster.stopping import report_outcome, report_progress, should_stop
 
 __all__ = ["report_outcome", "report_progress", "should_stop"]
 
@@ -21,7 +21,7 @@ __all__ = ["report_outcome", "report_progress", "should_stop"]
 def __getattr__(name: str) -> Any:
     # Importing a part of the package should not load the others.
     if name in __all__:
-        from outlast.cluster.chain import stopping
+        from outlast.cluster import stopping
 
         return getattr(stopping, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

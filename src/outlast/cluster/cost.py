@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from outlast.errors import ClusterError
 
@@ -86,14 +86,8 @@ class LinkOverhead:
     gap_seconds: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "restart_seconds",
-            "save_seconds",
-            "lead_seconds",
-            "step_seconds",
-            "gap_seconds",
-        ):
-            _at_least(name, getattr(self, name))
+        for field in fields(self):
+            _at_least(field.name, getattr(self, field.name))
 
     @property
     def seconds(self) -> float:
@@ -112,7 +106,7 @@ class LinkOverhead:
         return self.seconds / wall_seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Chain:
     """Cost of a chain of equal links.
 
@@ -129,14 +123,9 @@ class Chain:
     overhead_seconds: float
 
     @property
-    def busy_seconds(self) -> float:
-        """Seconds on nodes."""
-        return self.seconds - self.wait_seconds
-
-    @property
     def waste(self) -> float:
         """Share of the node time without progress."""
-        return self.overhead_seconds / self.busy_seconds
+        return self.overhead_seconds / (self.seconds - self.wait_seconds)
 
 
 def chain(
@@ -166,12 +155,7 @@ def chain(
         waiting = full * (queue.seconds(wall_seconds) + overhead.gap_seconds)
     waiting += queue.seconds(last)
     lost_in_all = lost * (full + 1)
-    return Chain(
-        links=full + 1,
-        seconds=work_seconds + lost_in_all + waiting,
-        wait_seconds=waiting,
-        overhead_seconds=lost_in_all,
-    )
+    return Chain(full + 1, work_seconds + lost_in_all + waiting, waiting, lost_in_all)
 
 
 def contended_seconds(alone_seconds: float, load_of_others: float) -> float:

@@ -1,6 +1,8 @@
 """Rates for the copies of a run's checkpoints and data, as its job file says.
 
-The trainer knows neither file systems nor plans; it is handed what `transfers_for` makes.
+The trainer knows neither file systems nor plans; it is handed what `transfers_for` makes. Copies
+are under way anyhow: training does not wait for a plan, nor the plan for training; whatever copy is
+under way takes the bandwidth that its place in the schedule gives it among the others that are.
 """
 
 from __future__ import annotations
@@ -10,16 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from outlast.cluster.storage.pace import GentlePace, TokenBucket
-from outlast.cluster.tasks.build import figures_from_toml
-from outlast.cluster.tasks.execute import Shares, TransferPlan, transfer_plan
+from outlast.cluster.pace import GentlePace, TokenBucket
+from outlast.cluster.tasks.execute import Shares
+from outlast.cluster.tasks.graph import figures_from_toml, run_graph
+from outlast.cluster.tasks.planner import plan
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from outlast.cluster.tasks.build import RunFigures
+    from outlast.cluster.tasks.graph import RunFigures
+    from outlast.cluster.tasks.schedule import Flow
     from outlast.job import Job
 
 
@@ -54,25 +58,65 @@ class PlannedCopies:
     shares its part of the bandwidth in the same way and none needs to ask another.
 
     Attributes:
-        plan: Of the run.
+        bytes_per_s: Bandwidth by resource, of all that use it together.
+        copies: For each tier, its copies by the step that was saved.
+        stage_in: Of the data before the first step; None: nothing is staged.
         processes: That copy a checkpoint together.
         nodes: That stage data together.
     """
 
-    plan: TransferPlan
+    bytes_per_s: Mapping[str, float]
+    copies: Mapping[str, Mapping[int, Flow]]
+    stage_in: Flow | None
     processes: int
     nodes: int
+
+    @classmethod
+    def of_run(cls, figures: RunFigures, processes: int, nodes: int) -> PlannedCopies:
+        """Plan a run and keep what its copies need of the plan.
+
+        Raises:
+            ClusterError: For figures without a meaning.
+        """
+        schedule = plan(run_graph(figures))
+        flows = {
+            activity.name: schedule.flow_of(number)
+            for number, activity in enumerate(schedule.graph.activities)
+        }
+        every = figures.save_every_steps
+        saves = -(-figures.steps // every) if figures.save_bytes else 0
+        copies = {
+            tier.name: {
+                min(save * every, figures.steps): flows[f"drain {save} to {tier.name}"]
+                for save in range(tier.every, saves + 1, tier.every)
+            }
+            for tier in figures.tiers
+        }
+        staged = flows.get("stage-in")
+        return cls(dict(figures.bytes_per_s), copies, staged, processes, nodes)
+
+    def copy(self, tier: str, step: int) -> Flow:
+        """Flow of the copy of a step to a tier.
+
+        A save of another step than those planned, as that of a stop, has the place of the nearest.
+
+        Raises:
+            ClusterError: For a tier that is not planned.
+        """
+        planned = self.copies.get(tier)
+        if not planned:
+            raise ClusterError(f'no copies to a tier named "{tier}" are planned: add such a tier')
+        return planned[min(planned, key=lambda item: (abs(item - step), item))]
 
     @property
     def stage_bytes_per_s(self) -> float:
         """Most for staging on a node; 0: no limit."""
-        flow = self.plan.stage_in
-        return 0.0 if flow is None else flow.cap_bytes_per_s / self.nodes
+        return 0.0 if self.stage_in is None else self.stage_in.cap_bytes_per_s / self.nodes
 
     def tiers(self) -> dict[str, Callable[[int], AbstractContextManager[TokenBucket]]]:
         """The pacing of each tier; those of one call share the bandwidth."""
-        shares = Shares(self.plan.bytes_per_s, 1.0 / self.processes)
-        return {name: self._sharing(shares, name) for name in self.plan.copies}
+        shares = Shares(self.bytes_per_s, 1.0 / self.processes)
+        return {name: self._sharing(shares, name) for name in self.copies}
 
     def _sharing(
         self, shares: Shares, tier: str
@@ -80,7 +124,7 @@ class PlannedCopies:
         @contextlib.contextmanager
         def pacing(step: int) -> Iterator[TokenBucket]:
             bucket = TokenBucket()
-            shares.begin((tier, step), self.plan.copy(tier, step), bucket)
+            shares.begin((tier, step), self.copy(tier, step), bucket)
             try:
                 yield bucket
             finally:
@@ -111,7 +155,7 @@ def transfers_for(job: Job, *, processes: int, nodes: int) -> GentleCopies | Pla
         figures = figures_from_toml(text, settings.transfer_plan)
         for problem in _differences(job, figures):
             raise ClusterError(f"{where} {problem}")
-        return PlannedCopies(transfer_plan(figures), processes, nodes)
+        return PlannedCopies.of_run(figures, processes, nodes)
     if not settings.back_off:
         return None
     rates = {

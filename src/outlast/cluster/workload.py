@@ -29,14 +29,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from outlast.cluster.slurm.commands import Patience, ask
-from outlast.cluster.slurm.jobs import history_from_json
+from outlast.cluster.slurm import Patience, ask, moment, number
 from outlast.durations import shown_seconds
 from outlast.errors import ClusterError
+from outlast.records.lease import json_object
 
 Array = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -47,7 +48,8 @@ class Workload:
     """Jobs submitted to a machine, with their real run times.
 
     Attributes:
-        submit_seconds: (jobs,) when each was submitted, ascending; the origin is the log's own.
+        submit_seconds: (jobs,) when each was submitted; the origin is the log's own. Given in any
+            order, all columns are sorted by it; jobs of one second keep their order.
         nodes: (jobs,) whole nodes that each held.
         limit_seconds: (jobs,) the wall time that its user asked for.
         run_seconds: (jobs,) how long its program runs if nothing stops it; beyond the limit where
@@ -73,9 +75,37 @@ class Workload:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self))
+        """Make arrays of plain sequences, sort them, and refuse what no machine could run."""
+        columns = {
+            name: np.asarray(value, kind)
+            for name, kind in _COLUMN_TYPES.items()
+            if (value := getattr(self, name)) is not None
+        }
+        problems = list(self._problems(columns))
         if problems:
             raise ClusterError(f"workload {self.name!r}: " + "; ".join(problems))
+        submits = columns["submit_seconds"]
+        order: Integers | slice = slice(None)
+        if np.any(np.diff(submits) < 0):
+            order = np.argsort(submits, kind="stable")
+        for name, column in columns.items():
+            object.__setattr__(self, name, column[order])
+
+    def _problems(self, columns: dict[str, npt.NDArray[Any]]) -> Iterator[str]:
+        if len({len(column) for column in columns.values()}) > 1:
+            yield "its arrays differ in length"
+            return
+        if self.machine_nodes < 1:
+            yield f"machine_nodes = {self.machine_nodes} must be at least 1"
+            return
+        if not np.all(np.isfinite(columns["submit_seconds"])):
+            yield "submit_seconds must be finite"
+        if np.any(columns["nodes"] < 1) or np.any(columns["nodes"] > self.machine_nodes):
+            yield f"nodes must lie in 1 to machine_nodes = {self.machine_nodes}"
+        if not np.all(columns["limit_seconds"] > 0):
+            yield "limit_seconds must be above 0"
+        if not np.all(columns["run_seconds"] >= 0):
+            yield "run_seconds must not be below 0"
 
     def __len__(self) -> int:
         return len(self.submit_seconds)
@@ -103,48 +133,20 @@ class Workload:
 
     def chosen(self, jobs: npt.NDArray[np.bool_] | Integers | slice) -> Workload:
         """Some of the jobs, by a mask, by ascending indices or by a slice."""
-        return replace(
-            self,
-            submit_seconds=self.submit_seconds[jobs],
-            nodes=self.nodes[jobs],
-            limit_seconds=self.limit_seconds[jobs],
-            run_seconds=self.run_seconds[jobs],
-            priority=None if self.priority is None else self.priority[jobs],
-            tier=None if self.tier is None else self.tier[jobs],
-            start_seconds=None if self.start_seconds is None else self.start_seconds[jobs],
-        )
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMN_TYPES}
+        taken = {name: column[jobs] for name, column in columns.items() if column is not None}
+        return replace(self, **taken)
 
 
-def workload(
-    submit_seconds: Sequence[float] | Array,
-    nodes: Sequence[int] | Integers,
-    limit_seconds: Sequence[float] | Array,
-    run_seconds: Sequence[float] | Array,
-    *,
-    machine_nodes: int,
-    priority: Sequence[float] | Array | None = None,
-    tier: Sequence[int] | Integers | None = None,
-    start_seconds: Sequence[float] | Array | None = None,
-    name: str = "",
-    notes: Sequence[str] = (),
-) -> Workload:
-    """A `Workload` of plain sequences in any order; jobs of one second keep their order."""
-    submits = np.asarray(submit_seconds, dtype=np.float64)
-    order = np.argsort(submits, kind="stable")
-    return Workload(
-        submit_seconds=submits[order],
-        nodes=np.asarray(nodes, dtype=np.int64)[order],
-        limit_seconds=np.asarray(limit_seconds, dtype=np.float64)[order],
-        run_seconds=np.asarray(run_seconds, dtype=np.float64)[order],
-        machine_nodes=machine_nodes,
-        priority=None if priority is None else np.asarray(priority, dtype=np.float64)[order],
-        tier=None if tier is None else np.asarray(tier, dtype=np.int64)[order],
-        start_seconds=(
-            None if start_seconds is None else np.asarray(start_seconds, dtype=np.float64)[order]
-        ),
-        name=name,
-        notes=tuple(notes),
-    )
+_COLUMN_TYPES = {
+    "submit_seconds": np.float64,
+    "nodes": np.int64,
+    "limit_seconds": np.float64,
+    "run_seconds": np.float64,
+    "priority": np.float64,
+    "tier": np.int64,
+    "start_seconds": np.float64,
+}
 
 
 def busiest(starts: Array, runs: Array, nodes: Integers) -> int:
@@ -154,32 +156,6 @@ def busiest(starts: Array, runs: Array, nodes: Integers) -> int:
     # What ends at one second gives its nodes to what starts at it.
     order = np.lexsort((changes, times))
     return int(np.cumsum(changes[order]).max(initial=0))
-
-
-def _problems(jobs: Workload) -> list[str]:
-    count = len(jobs.submit_seconds)
-    arrays = (
-        jobs.nodes,
-        jobs.limit_seconds,
-        jobs.run_seconds,
-        jobs.priority,
-        jobs.tier,
-        jobs.start_seconds,
-    )
-    if any(len(array) != count for array in arrays if array is not None):
-        return ["its arrays differ in length"]
-    if jobs.machine_nodes < 1:
-        return [f"machine_nodes = {jobs.machine_nodes} must be at least 1"]
-    found = []
-    if not np.all(np.isfinite(jobs.submit_seconds)) or np.any(np.diff(jobs.submit_seconds) < 0):
-        found.append("submit_seconds must be finite and ascending")
-    if np.any(jobs.nodes < 1) or np.any(jobs.nodes > jobs.machine_nodes):
-        found.append(f"nodes must lie in 1 to machine_nodes = {jobs.machine_nodes}")
-    if not np.all(jobs.limit_seconds > 0):
-        found.append("limit_seconds must be above 0")
-    if not np.all(jobs.run_seconds >= 0):
-        found.append("run_seconds must not be below 0")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +210,6 @@ def workload_of(
     if not kept:
         raise ClusterError(f"{name}: no job in it ran" + "".join(_words(skipped)))
     submits, starts, nodes, limits, runs = map(np.array, zip(*kept, strict=True))
-    limits, runs = limits.astype(np.float64), runs.astype(np.float64)
     notes = [sentence.strip() for sentence in _words(skipped)]
     if no_limit:
         longest = float(max(limits.max(), runs.max()))
@@ -246,15 +221,15 @@ def workload_of(
     if machine_nodes is None:
         machine_nodes = max(busiest(starts, runs, nodes), int(nodes.max()))
         notes.append(f"the machine counts as {machine_nodes} nodes, the most in use at once")
-    return workload(
+    return Workload(
         submits,
         nodes,
         limits,
         runs,
-        machine_nodes=machine_nodes,
+        machine_nodes,
         start_seconds=starts if starts_known else None,
         name=name,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
@@ -262,7 +237,7 @@ def _words(skipped: Counter[str]) -> list[str]:
     return [f" {count} jobs {why} are left out" for why, count in sorted(skipped.items()) if count]
 
 
-_NEEDED = ("JobID", "Submit")
+_NEEDED = (("JobID",), ("Submit",), ("NNodes", "AllocNodes"), ("ElapsedRaw", "Elapsed"))
 _SACCT_FIELDS = "JobID,Submit,Start,End,ElapsedRaw,TimelimitRaw,NNodes,State"
 RECENT_DAYS = 2
 """Of accounting that is asked now: enough jobs of a busy partition, and little work for it."""
@@ -320,16 +295,20 @@ def _read(
 
 
 def _from_json(text: str) -> Iterator[Record]:
-    for job in history_from_json(text):
-        run = job.elapsed_seconds
-        if run is None and job.started is not None and job.ended is not None:
-            run = job.ended - job.started
+    """Jobs of ``sacct --json``, which differs between Slurm's versions; see `number`."""
+    jobs = json_object(text.encode()).get("jobs")
+    for job in (job for job in jobs or () if isinstance(job, dict)):
+        times = job.get("time") or {}
+        started, ended = moment(times.get("start")), moment(times.get("end"))
+        run, minutes = number(times.get("elapsed")), number(times.get("limit"))
+        if run is None and started is not None and ended is not None:
+            run = ended - started
         yield Record(
-            submitted=job.submitted,
-            started=job.started,
-            nodes=job.nodes,
-            limit_seconds=job.limit_seconds,
-            run_seconds=run if job.ended else None,
+            submitted=moment(times.get("submission")),
+            started=started,
+            nodes=int(number(job.get("allocation_nodes")) or 0),
+            limit_seconds=None if minutes is None else 60.0 * minutes,
+            run_seconds=run if ended else None,
         )
 
 
@@ -338,17 +317,9 @@ def _from_text(
 ) -> Iterator[Record]:
     lines = iter(text.splitlines())
     names = next(lines, "").split("|")
-    missing = [
-        name
-        for name in (_NEEDED if partition is None else (*_NEEDED, "Partition"))
-        if name not in names
-    ]
-    missing += [
-        " or ".join(group)
-        for group in (("NNodes", "AllocNodes"), ("ElapsedRaw", "Elapsed"))
-        if not any(member in names for member in group)
-    ]
-    if missing:
+    own = [] if partition is None else [("Partition",)]
+    needed = [*_NEEDED[:2], *own, *_NEEDED[2:]]
+    if missing := [" or ".join(group) for group in needed if not set(group) & set(names)]:
         raise ClusterError(
             f"{source}: its first line must name sacct's columns, parted by |; it lacks "
             f"{', '.join(missing)}"
@@ -363,12 +334,11 @@ def _from_text(
             skipped["of other partitions"] += 1
             continue
         ended = _moment(fields.get("End"))
-        run = _number(fields.get("ElapsedRaw"))
+        run, minutes = number(fields.get("ElapsedRaw")), number(fields.get("TimelimitRaw"))
         if run is None:
             run = shown_seconds(fields.get("Elapsed", ""))
-        minutes = _number(fields.get("TimelimitRaw"))
         limit = shown_seconds(fields.get("Timelimit", "")) if minutes is None else 60.0 * minutes
-        nodes = _number(fields.get("AllocNodes")) or _number(fields.get("NNodes"))
+        nodes = number(fields.get("AllocNodes")) or number(fields.get("NNodes"))
         yield Record(
             submitted=_moment(fields.get("Submit")),
             started=_moment(fields.get("Start")),
@@ -378,19 +348,10 @@ def _from_text(
         )
 
 
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
-
-
 def _moment(text: str | None) -> float | None:
     """Seconds; local times count as UTC, since only differences matter."""
-    if text is None:
-        return None
-    if (seconds := _number(text)) is not None:
-        return seconds
+    if text is None or (seconds := number(text)) is not None:
+        return None if text is None else seconds
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError:
@@ -422,7 +383,9 @@ def read_swf(
     header: dict[str, int] = {}
     skipped: Counter[str] = Counter()
     jobs = list(_jobs(path, header, skipped))
-    per_node = processors_per_node or _per_node(header)
+    per_node = 1 if processors_per_node is None else processors_per_node
+    if processors_per_node is None and "MaxProcs" in header and header.get("MaxNodes"):
+        per_node = max(1, header["MaxProcs"] // header["MaxNodes"])
     if per_node < 1:
         raise ClusterError(f"processors_per_node = {per_node} must be at least 1")
     if nodes is None and header:
@@ -431,7 +394,7 @@ def read_swf(
         Record(
             submitted=fields[_SUBMIT],
             started=fields[_SUBMIT] + max(0.0, fields[_WAIT]),
-            nodes=-(-_processors(fields) // per_node) or None,
+            nodes=-(-int(max(fields[_PROCESSORS], 0) or fields[_ASKED_PROCESSORS]) // per_node),
             limit_seconds=fields[_ASKED_SECONDS] if fields[_ASKED_SECONDS] > 0 else None,
             run_seconds=fields[_RUN],
         )
@@ -464,17 +427,6 @@ def _jobs(path: Path, header: dict[str, int], skipped: Counter[str]) -> Iterator
                     yield fields
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"{path} cannot be read as a log: {error}") from None
-
-
-def _processors(fields: list[float]) -> int:
-    held = fields[_PROCESSORS] if fields[_PROCESSORS] > 0 else fields[_ASKED_PROCESSORS]
-    return max(0, int(held))
-
-
-def _per_node(header: dict[str, int]) -> int:
-    if "MaxProcs" in header and header.get("MaxNodes"):
-        return max(1, header["MaxProcs"] // header["MaxNodes"])
-    return 1
 
 
 _BUCKETS = 48
@@ -536,7 +488,6 @@ def lublin(
     seed: int = 0,
     longest_limit_seconds: float = math.inf,
     at_limit: float = 0.1,
-    model: LublinModel | None = None,
 ) -> Workload:
     """A workload for a machine.
 
@@ -548,7 +499,6 @@ def lublin(
         seed: The same jobs for the same seed.
         longest_limit_seconds: The queue's MaxTime; longer jobs are cut to it.
         at_limit: Share of jobs that are ended by their limit.
-        model: Other constants.
 
     Raises:
         ClusterError: `jobs` or `nodes` below 1, or shares outside 0 to 1.
@@ -559,7 +509,7 @@ def lublin(
         raise ClusterError(f"at_limit = {at_limit:g} must lie in 0 to 1")
     if not longest_limit_seconds > 0:
         raise ClusterError(f"longest_limit_seconds = {longest_limit_seconds:g} must be above 0")
-    model = model or LublinModel()
+    model = LublinModel()
     source = np.random.default_rng(seed)
     # Sum of all gaps up to each arrival, in mean half hours.
     shape, scale = model.gap
@@ -570,14 +520,8 @@ def lublin(
     sizes = _sizes(jobs, nodes, model, source)
     runs = np.minimum(_run_seconds(sizes, nodes, model, source), longest_limit_seconds)
     limits, runs = _requests(runs, longest_limit_seconds, at_limit, source)
-    found = Workload(
-        submit_seconds=_arrivals(paid, model),
-        nodes=sizes,
-        limit_seconds=limits,
-        run_seconds=runs,
-        machine_nodes=nodes,
-        name=f"lublin-{seed}",
-    )
+    arrivals = _arrivals(paid, model)
+    found = Workload(arrivals, sizes, limits, runs, nodes, name=f"lublin-{seed}")
     if load is None:
         return found
     for _ in range(_ROUNDS):  # the budget is stretched, not the clock: the daily cycle stays
@@ -637,11 +581,7 @@ def _requests(
     """Requested times, and run times of which some go on beyond them."""
     used = 1.0 - source.random(len(runs))
     asked = np.where(source.random(len(runs)) < at_limit, runs, runs / used)
-    place = np.searchsorted(ROUND_LIMITS, asked)
-    longest_round = ROUND_LIMITS[-1]
-    rounded = np.where(
-        asked > longest_round, longest_round, ROUND_LIMITS[np.minimum(place, len(ROUND_LIMITS) - 1)]
-    )
-    limits = np.minimum(rounded, longest)
+    place = np.minimum(np.searchsorted(ROUND_LIMITS, asked), len(ROUND_LIMITS) - 1)
+    limits = np.minimum(ROUND_LIMITS[place], longest)
     ended = asked == runs
     return limits, np.where(ended, np.maximum(limits, runs), runs)

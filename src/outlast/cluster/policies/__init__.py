@@ -7,13 +7,12 @@
     print(choice.reason)                              # choice.ranking: all shapes with P10/P50/P90
 
 Policies are pure: `decide(situation)` says what to submit, cancel, shorten or end, from what is
-seen. `Run` carries decisions out on the simulator; on a cluster the caller does.
+seen. `SimulatedRun` carries decisions out on the simulator; on a cluster the caller does.
 """
 
-from outlast.cluster.policies.anchor_filler import AnchorFiller
 from outlast.cluster.policies.automatic import (
+    AnchorFiller,
     Automatic,
-    Candidate,
     Choice,
     Planned,
     candidates,
@@ -29,24 +28,30 @@ from outlast.cluster.policies.decision import (
     Policy,
     PowerSpeed,
     Situation,
-    Submission,
     TableSpeed,
+    hours,
 )
 from outlast.cluster.policies.forecast import (
+    LEVELS,
+    QUICK,
     Behaviour,
     Correction,
+    Outlook,
     StartForecast,
+    as_slurm,
     forecast_waits,
     learn_correction,
     queue_at,
+    queue_now,
 )
-from outlast.cluster.policies.replay import PolicyResult, SimulatedRun, replay
+from outlast.cluster.policies.replay import PolicyResult, replay
 
 __all__ = [
+    "LEVELS",
+    "QUICK",
     "AnchorFiller",
     "Automatic",
     "Behaviour",
-    "Candidate",
     "Choice",
     "Correction",
     "Decision",
@@ -54,20 +59,22 @@ __all__ = [
     "Limits",
     "MalleableJob",
     "OneLongJob",
+    "Outlook",
     "OwnJob",
     "Planned",
     "Policy",
     "PolicyResult",
     "PowerSpeed",
-    "SimulatedRun",
     "Situation",
     "StartForecast",
-    "Submission",
     "TableSpeed",
+    "as_slurm",
     "candidates",
     "choose",
     "forecast_waits",
+    "hours",
     "learn_correction",
     "queue_at",
+    "queue_now",
     "replay",
 ]

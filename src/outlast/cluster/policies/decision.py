@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, TypeAlias
 
-from outlast.cluster.simulate.engine import Queue
+from outlast.cluster.simulate import Queue
 from outlast.errors import ClusterError
 
 SpeedCurve: TypeAlias = Callable[[int], float]
@@ -100,10 +100,11 @@ class MalleableJob:
     margin: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("work_seconds", "restart_seconds", "reshard_seconds", "save_seconds"):
-            _not_negative(name, getattr(self, name))
-        _not_negative("lead_seconds", self.lead_seconds)
-        _not_negative("margin", self.margin)
+        costs = ("restart_seconds", "reshard_seconds", "save_seconds", "lead_seconds", "margin")
+        for name in ("work_seconds", *costs):
+            value = getattr(self, name)
+            if not value >= 0.0 or math.isinf(value):
+                raise ClusterError(f"{name} = {value}: give a finite number of at least 0")
         if self.reference_nodes not in self.sizes or min(self.sizes) < 1:
             raise ClusterError(
                 f"sizes = {self.sizes}: give node counts of at least 1, with the reference of "
@@ -126,7 +127,7 @@ class MalleableJob:
     def wall_to_finish(self, nodes: int) -> float:
         """The wall time to ask for to do all that is left in one link, in whole minutes."""
         wanted = self.run_seconds(nodes) * (1.0 + self.margin) + self.lead_seconds
-        return whole_minutes(wanted)
+        return max(math.ceil(wanted / MINUTE - 1e-9), 1) * MINUTE
 
     def progress(self, nodes: int, wall_seconds: float) -> float:
         """Reference seconds that a link gets done within its limit: `s(p)(W - r - c - lead)`."""
@@ -191,16 +192,6 @@ class Limits:
         """The longest wall time, in whole minutes."""
         longest = self.max_wall_seconds
         return longest if math.isinf(longest) else math.floor(longest / MINUTE) * MINUTE
-
-
-def whole_minutes(seconds: float) -> float:
-    """Rounded up to Slurm's unit of limits, and never less than one."""
-    return max(math.ceil(seconds / MINUTE - 1e-9), 1) * MINUTE
-
-
-def _not_negative(name: str, value: float) -> None:
-    if not value >= 0.0 or math.isinf(value):
-        raise ClusterError(f"{name} = {value}: give a finite number of at least 0")
 
 
 Role = Literal["main", "filler"]
@@ -278,13 +269,11 @@ class Submission:
         nodes: To ask for.
         wall_seconds: To ask for; infinite where the site sets no limit and none is wanted.
         role: Its part in the policy.
-        expected_start_seconds: Predicted, on the queue's clock; None where nothing was simulated.
     """
 
     nodes: int
     wall_seconds: float
     role: Role = "main"
-    expected_start_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

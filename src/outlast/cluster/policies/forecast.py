@@ -6,21 +6,23 @@ from a log of past jobs or assumed; the scheduler is simulated with the wall tim
 for. Quantiles over samples are the prediction. Where past predictions and starts are known, they
 are corrected by the quantile of past errors (conformalised quantiles: Romano, Patterson and Candes,
 NeurIPS 2019).
+
+Queues come from squeue now (`queue_now`) or from a log (`queue_at`).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from outlast.cluster.simulate.engine import Queue, forward
-from outlast.cluster.simulate.state import IDEAL
-from outlast.cluster.workload import Array, Integers, Workload
+from outlast.cluster.simulate import Backfill, Queue, forward
+from outlast.cluster.slurm import Partition, QueuedJob, queued
+from outlast.cluster.workload import Array, Workload
 
 DAY = 86_400.0
 _FEWEST = 40
@@ -29,26 +31,9 @@ _CLASSES = 8
 _EMPTY = np.zeros(0)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Arrivals:
-    """Jobs that come later.
-
-    Attributes:
-        submit_seconds: (jobs,) on the queue's clock, ascending.
-        nodes: (jobs,)
-        limit_seconds: (jobs,)
-        run_seconds: (jobs,) how long each really runs.
-    """
-
-    submit_seconds: Array
-    nodes: Integers
-    limit_seconds: Array
-    run_seconds: Array
-
-
-NOTHING = Arrivals(
-    submit_seconds=_EMPTY, nodes=np.zeros(0, np.int64), limit_seconds=_EMPTY, run_seconds=_EMPTY
-)
+Arrival: TypeAlias = tuple[float, int, float, float]
+"""A job that comes later: when, on the queue's clock; its nodes, its limit, and how long it really
+runs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,12 +43,12 @@ class World:
     Attributes:
         running_end_seconds: (running,) when each running job ends.
         pending_run_seconds: (pending,) how long each pending job runs.
-        arrivals: What comes later.
+        arrivals: What comes later, by time.
     """
 
     running_end_seconds: Array
     pending_run_seconds: Array
-    arrivals: Arrivals = NOTHING
+    arrivals: Sequence[Arrival] = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,11 +81,11 @@ class Behaviour:
             past: The log; limits that are infinite say nothing of shares.
             arrivals: Whether jobs like these come later too: only where the log has everybody's.
         """
+        later = past if arrivals else None
         known = np.isfinite(past.limit_seconds)
         limits = past.limit_seconds[known]
         if len(limits) < _FEWEST:
-            base = cls.assumed()
-            return cls(edges=base.edges, used=base.used, past=past if arrivals else None)
+            return replace(cls.assumed(), past=later)
         shares = np.minimum(past.run_seconds[known] / limits, 1.0)
         count = min(_CLASSES, len(limits) // _FEWEST)
         edges = np.unique(np.quantile(limits, np.arange(1, count) / count))
@@ -110,7 +95,7 @@ class Behaviour:
         for index in range(len(edges) + 1):
             members = np.sort(shares[classes == index])
             used.append(members if len(members) >= _FEWEST else everything)
-        return cls(edges=edges, used=tuple(used), past=past if arrivals else None)
+        return cls(edges=edges, used=tuple(used), past=later)
 
     def shares(self, limits: Array, elapsed: Array, source: np.random.Generator) -> Array:
         """Shares of their limits that jobs use, given how much they have used already: (jobs,)."""
@@ -129,10 +114,6 @@ class Behaviour:
         """One way in which the queue may go on, with arrivals up to a horizon."""
         now, ends = queue.now_seconds, queue.running_end_seconds
         starts = queue.running_start_seconds
-        if starts is None:
-            # Seen at a random moment of its limit, a job has used a random part of it.
-            left = ends - now
-            starts = now - left * source.random(len(left))
         limits = np.maximum(ends - starts, 1.0)
         finite = np.where(np.isfinite(limits), limits, 7 * DAY)
         used = self.shares(finite, now - starts, source)
@@ -140,23 +121,19 @@ class Behaviour:
         asked = queue.pending_limit_seconds
         asked = np.where(np.isfinite(asked), asked, 7 * DAY)
         pending = asked * self.shares(asked, np.zeros(len(asked)), source)
-        return World(
-            running_end_seconds=running,
-            pending_run_seconds=pending,
-            arrivals=self._arrivals(now, queue.nodes, horizon_seconds, source),
-        )
+        arrivals = self._arrivals(now, queue.nodes, horizon_seconds, source)
+        return World(running_end_seconds=running, pending_run_seconds=pending, arrivals=arrivals)
 
     def _arrivals(
         self, now: float, nodes: int, horizon_seconds: float, source: np.random.Generator
-    ) -> Arrivals:
+    ) -> list[Arrival]:
         """Whole days of the log at the same time of day, each drawn at random."""
         past = self.past
         if past is None or len(past) < 2:
-            return NOTHING
+            return []
         submits = past.submit_seconds
-        days = int((submits[-1] - submits[0]) // DAY)
-        if days < 1:
-            return NOTHING
+        if submits[-1] - submits[0] < DAY:
+            return []
         # The last whole days of the log, such that each begins at the queue's time of day.
         latest = submits[-1] - (submits[-1] - now) % DAY - DAY
         first = max(0, int((latest - submits[0]) // DAY))
@@ -166,19 +143,13 @@ class Behaviour:
             low, high = np.searchsorted(submits, (begin, begin + DAY), side="left")
             parts.append(np.arange(low, high))
             shifts.append(np.full(high - low, now + day * DAY - begin))
-        chosen = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        if not len(chosen):
-            return NOTHING
-        return Arrivals(
-            submit_seconds=submits[chosen] + np.concatenate(shifts),
-            nodes=np.minimum(past.nodes[chosen], nodes),
-            limit_seconds=past.limit_seconds[chosen],
-            run_seconds=past.run_seconds[chosen],
-        )
+        jobs = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        times = submits[jobs] + np.concatenate([np.zeros(0), *shifts])
+        sizes = np.minimum(past.nodes[jobs], nodes)
+        columns = (times, sizes, past.limit_seconds[jobs], past.run_seconds[jobs])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-Backfill = Literal["easy", "conservative"]
-Kind = TypeVar("Kind", Array, Integers)
 CONSERVATIVE_JOBS = 60
 """Waiting jobs up to which the reservations of all of them are simulated."""
 
@@ -198,53 +169,108 @@ def window_seconds(queue: Queue, nodes: int, *, backfill: Backfill = "easy") -> 
     No job that waits is delayed by it beyond what backfill allows: the first one (EASY, Lifka 1995)
     or any of them (conservative), if all use their whole limits.
     """
-    if nodes > queue.free_nodes:
-        return 0.0
-    return forward(queue, backfill, IDEAL, None, None)[0].window_seconds(nodes)
+    return forward(queue, backfill).window_seconds(nodes) if nodes <= queue.free_nodes else 0.0
 
 
 def without(queue: Queue, jobs: Collection[int]) -> Queue:
     """The queue as it would be without some jobs, waiting or running."""
-    gone = list(jobs)
-    stays = ~np.isin(_numbers(queue.running_jobs, len(queue.running_nodes)), gone)
-    waits = ~np.isin(_numbers(queue.pending_jobs, len(queue.pending_nodes)), gone)
-    return replace(
-        queue,
-        running_nodes=queue.running_nodes[stays],
-        running_end_seconds=queue.running_end_seconds[stays],
-        running_start_seconds=_of(queue.running_start_seconds, stays),
-        running_jobs=_of(queue.running_jobs, stays),
-        pending_nodes=queue.pending_nodes[waits],
-        pending_limit_seconds=queue.pending_limit_seconds[waits],
-        pending_priority=queue.pending_priority[waits],
-        pending_age_seconds=queue.pending_age_seconds[waits],
-        pending_jobs=_of(queue.pending_jobs, waits),
-    )
+    running = ~np.isin(queue.running_jobs, list(jobs))
+    pending = ~np.isin(queue.pending_jobs, list(jobs))
+    left: dict[str, Any] = {}
+    for name, column in vars(queue).items():
+        if name.startswith(("running", "pending")):
+            left[name] = column[running if name.startswith("running") else pending]
+    return replace(queue, **left)
 
 
 def place_of(queue: Queue, job: int) -> int | None:
     """Number of jobs that wait before this one; None where it does not wait."""
-    found = np.flatnonzero(_numbers(queue.pending_jobs, len(queue.pending_nodes)) == job)
-    return int(found[0]) if len(found) else None
+    return next(iter(np.flatnonzero(queue.pending_jobs == job).tolist()), None)
 
 
 def starts_now(queue: Queue, *, backfill: Backfill = "easy") -> list[int]:
     """Places in the queue of the jobs that a pass of the scheduler would start now."""
     if not queue.free_nodes or queue.pending_nodes.min(initial=queue.nodes) > queue.free_nodes:
         return []
-    simulation, _ = forward(queue, backfill, IDEAL, None, None)
+    simulation = forward(queue, backfill)
     simulation.run(until=queue.now_seconds)
-    first = len(queue.running_nodes)
-    places = range(len(queue.pending_nodes))
-    return [place for place in places if simulation.start_of(first + place) <= queue.now_seconds]
+    pending = simulation.starts()[len(queue.running_nodes) :]
+    return np.flatnonzero(pending <= queue.now_seconds).tolist()
 
 
-def _numbers(jobs: Integers | None, count: int) -> Integers:
-    return np.full(count, -1, np.int64) if jobs is None else jobs
+# What waits for something else than nodes does not compete for them yet.
+_NOT_IN_LINE = ("dependency", "begintime", "jobheld", "reservation", "deadline", "assoc", "qos")
+_NO_LIMIT_SECONDS = 365 * DAY
 
 
-def _of(values: Kind | None, mask: npt.NDArray[np.bool_]) -> Kind | None:
-    return None if values is None else values[mask]
+def queue_now(partitions: Sequence[Partition]) -> Queue:
+    """The queue of these partitions now, everybody's jobs.
+
+    Raises:
+        ClusterError: squeue is missing or gives no answer.
+    """
+    names = [partition.name for partition in partitions]
+    return queue_of(partitions, queued(partitions=names, ended_too=False))
+
+
+def queue_of(
+    partitions: Sequence[Partition], jobs: Sequence[QueuedJob], now: float | None = None
+) -> Queue:
+    """The simulator's queue of one partition, or of several as if they were one.
+
+    Nodes that jobs of other partitions use are left out, since nobody says for how long.
+
+    Args:
+        partitions: Which a job may start in.
+        jobs: Of them, as squeue lists them.
+        now: Seconds since the epoch; default: the present.
+    """
+    moment = time.time() if now is None else now
+
+    def number(job: QueuedJob) -> int:
+        return int(job.number) if job.number.isdigit() else -1
+
+    def limit(job: QueuedJob) -> float:
+        known = job.limit_seconds
+        return _NO_LIMIT_SECONDS if known is None or math.isinf(known) else max(known, 1.0)
+
+    def in_line(job: QueuedJob) -> bool:
+        reason = job.reason.replace(" ", "").lower()
+        return job.nodes > 0 and not any(item in reason for item in _NOT_IN_LINE)
+
+    running = []
+    for job in jobs:
+        if job.state in ("RUNNING", "COMPLETING", "SUSPENDED"):
+            start = moment if job.starts is None else job.starts
+            end = moment + limit(job) if job.ends is None else max(job.ends, moment + 1.0)
+            running.append((job.nodes, start, end, number(job)))
+    waiting = sorted(
+        (job for job in jobs if job.state == "PENDING" and in_line(job)),
+        key=lambda job: (-(job.priority or 0.0), job.submitted or moment),
+    )
+    # Partitions that share nodes list the same idle ones: the largest count is nearest.
+    idle = max((partition.idle_nodes for partition in partitions), default=0)
+    busy = sum(nodes for nodes, *_ in running)
+    pending = [(job.nodes, limit(job), number(job)) for job in waiting]
+    return Queue.of_jobs(moment, busy + idle, running, pending)
+
+
+def queue_at(log: Workload, start_seconds: Array, moment: float, *, before: int) -> Queue:
+    """The queue as it was at a moment, out of a log.
+
+    Args:
+        log: Everybody's jobs.
+        start_seconds: (jobs,) when each started; infinite for those that have not.
+        moment: On the log's clock.
+        before: Only jobs before this place in the log: those submitted earlier.
+    """
+    starts, nodes, limits = start_seconds[:before], log.nodes[:before], log.limit_seconds[:before]
+    ends = starts + np.minimum(log.run_seconds[:before], limits)
+    runs = np.flatnonzero((starts <= moment) & (ends > moment))
+    waits = np.flatnonzero(starts > moment)
+    running = [(nodes[job], starts[job], starts[job] + limits[job], job) for job in runs.tolist()]
+    pending = [(nodes[job], limits[job], job) for job in waits.tolist()]
+    return Queue.of_jobs(moment, log.machine_nodes, running, pending)
 
 
 LEVELS = (0.1, 0.5, 0.9)
@@ -253,7 +279,7 @@ _SOON = 300.0
 """Waits are compared as logarithms of themselves and these seconds."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class StartForecast:
     """Predicted start of a job of one shape, submitted now.
 
@@ -277,7 +303,7 @@ class StartForecast:
         return not self.wait_seconds.max() > 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Correction:
     """Shift of the logarithms of waits, at each level, by the errors of past predictions.
 
@@ -310,19 +336,43 @@ class Correction:
             # The quantile that covers one more job, of all n + 1, at least at the level.
             rank = min(math.ceil(level * (len(errors) + 1)), len(errors)) - 1
             moves.append(errors[rank])
-        return cls(p10=moves[0], p50=moves[1], p90=moves[2], count=len(pairs))
+        return cls(moves[0], moves[1], moves[2], len(pairs))
+
+    @property
+    def moves(self) -> tuple[float, float, float]:
+        """The shifts, by level."""
+        return self.p10, self.p50, self.p90
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Outlook:
+    """Assumptions of a forecast.
+
+    Attributes:
+        behaviour: Of the queue's users; None: what is assumed without a log.
+        samples: Ways in which the queue may go on.
+        seed: Of the random numbers: the same prediction for the same seed.
+        backfill: Kind of the scheduler.
+        correction: From past predictions.
+        after: Number of a running job for whose end the jobs wait (``afterany``). It is taken to
+            use all of its limit, and waits are counted from there; None, or a job that does not
+            run: they could start now.
+    """
+
+    behaviour: Behaviour | None = None
+    samples: int = 32
+    seed: int = 0
+    backfill: Backfill = "easy"
+    correction: Correction = Correction()
+    after: int | None = None
+
+
+ASSUMED = Outlook()
+QUICK = Outlook(samples=16)
 
 
 def forecast_waits(
-    queue: Queue,
-    shapes: Sequence[tuple[int, float]],
-    behaviour: Behaviour | None = None,
-    *,
-    samples: int = 32,
-    seed: int = 0,
-    backfill: Backfill = "easy",
-    correction: Correction | None = None,
-    after: int | None = None,
+    queue: Queue, shapes: Sequence[tuple[int, float]], outlook: Outlook
 ) -> list[StartForecast]:
     """Predict how long jobs of several shapes would wait, each if it alone were submitted now.
 
@@ -331,29 +381,21 @@ def forecast_waits(
     Args:
         queue: What runs and waits.
         shapes: (nodes, wall seconds) of each.
-        behaviour: Of the queue's users; None: what is assumed without a log.
-        samples: Ways in which the queue may go on.
-        seed: Of the random numbers: the same prediction for the same seed.
-        backfill: Kind of the scheduler.
-        correction: From past predictions.
-        after: Number of a running job for whose end they wait (``afterany``). It is taken to use
-            all of its limit, and waits are counted from there; None, or a job that does not run:
-            they could start now.
+        outlook: What is assumed.
     """
-    knows = behaviour or Behaviour.assumed()
-    source = np.random.default_rng(seed)
-    worlds = [knows.world(queue, HORIZON_SECONDS, source) for _ in range(samples)]
-    before = None if after is None else _running_place(queue, after)
-    ready = queue.now_seconds if before is None else float(queue.running_end_seconds[before])
-    if before is not None:
-        worlds = [_with_end(world, before, ready) for world in worlds]
-    waits = np.array(
-        [[_wait(queue, world, shape, backfill, ready) for world in worlds] for shape in shapes]
-    ).reshape(len(shapes), samples)
-    return [
-        _forecast(nodes, wall, wait, correction or Correction())
-        for (nodes, wall), wait in zip(shapes, waits, strict=True)
-    ]
+    knows = outlook.behaviour or Behaviour.assumed()
+    source = np.random.default_rng(outlook.seed)
+    worlds = [knows.world(queue, HORIZON_SECONDS, source) for _ in range(outlook.samples)]
+    ready = queue.now_seconds
+    for place in np.flatnonzero(queue.running_jobs == outlook.after)[:1].tolist():
+        ready = float(queue.running_end_seconds[place])
+        for world in worlds:
+            world.running_end_seconds[place] = ready
+    found = []
+    for shape in shapes:
+        waits = [_wait(queue, world, shape, outlook.backfill, ready) for world in worlds]
+        found.append(_forecast(*shape, np.array(waits), outlook.correction))
+    return found
 
 
 def corrected(forecast: StartForecast, correction: Correction) -> StartForecast:
@@ -366,27 +408,12 @@ def corrected_waits(forecast: StartForecast, correction: Correction) -> Array:
 
     Between the levels of the correction the move is interpolated, beyond them it stays.
     """
-    waits = forecast.wait_seconds
-    moved = (correction.p10, correction.p50, correction.p90)
+    waits, moved = forecast.wait_seconds, correction.moves
     if forecast.certain or not any(moved):
         return waits
     ranks = np.argsort(np.argsort(waits, kind="stable"), kind="stable") + 0.5
     moves = np.interp(ranks / len(waits), LEVELS, moved)
     return np.maximum((waits + _SOON) * np.exp(moves) - _SOON, 0.0)
-
-
-def _running_place(queue: Queue, job: int) -> int | None:
-    """Index of a running job in the queue's arrays; None where it does not run."""
-    if queue.running_jobs is None:
-        return None
-    places = np.flatnonzero(queue.running_jobs == job)
-    return int(places[0]) if len(places) else None
-
-
-def _with_end(world: World, place: int, end_seconds: float) -> World:
-    ends = world.running_end_seconds.copy()
-    ends[place] = end_seconds
-    return replace(world, running_end_seconds=ends)
 
 
 def _wait(
@@ -395,104 +422,50 @@ def _wait(
     nodes, wall = shape
     if nodes > queue.nodes:
         return math.inf
-    simulation, _ = forward(
-        queue, backfill, IDEAL, world.running_end_seconds, world.pending_run_seconds
-    )
+    simulation = forward(queue, backfill, world.running_end_seconds, world.pending_run_seconds)
     job = simulation.submit(nodes, wall, wall, priority=0.5, at=ready)
-    later = world.arrivals
-    for at, wanted, limit, run in zip(
-        later.submit_seconds.tolist(),
-        later.nodes.tolist(),
-        later.limit_seconds.tolist(),
-        later.run_seconds.tolist(),
-        strict=True,
-    ):
+    for at, wanted, limit, run in world.arrivals:
         simulation.submit(wanted, limit, run, at=at)
     return simulation.run_until_start(job) - ready
 
 
 def _forecast(nodes: int, wall: float, waits: Array, correction: Correction) -> StartForecast:
-    low, middle, high = (
-        _moved(waits, level, move)
-        for level, move in zip(
-            LEVELS, (correction.p10, correction.p50, correction.p90), strict=True
-        )
-    )
-    return StartForecast(
-        nodes=nodes,
-        wall_seconds=wall,
-        wait_seconds=waits,
-        p10_seconds=min(low, middle),
-        p50_seconds=middle,
-        p90_seconds=max(high, middle),
-    )
-
-
-def _moved(waits: Array, level: float, move: float) -> float:
-    """A quantile of the waits, corrected; where all start at once, so it stays."""
+    """The quantiles of the waits, corrected; where all start at once, so it stays."""
     if not waits.max() > 0.0:
-        return 0.0
-    if not np.isfinite(waits).all():
-        return math.inf
-    wait = float(np.quantile(waits, level))
-    return max(math.exp(_log(wait) + move) - _SOON, 0.0)
+        low = middle = high = 0.0
+    elif not np.isfinite(waits).all():
+        low = middle = high = math.inf
+    else:
+        low, middle, high = (
+            max(math.exp(_log(float(np.quantile(waits, level))) + move) - _SOON, 0.0)
+            for level, move in zip(LEVELS, correction.moves, strict=True)
+        )
+    return StartForecast(nodes, wall, waits, min(low, middle), middle, max(high, middle))
 
 
 def _log(wait_seconds: float) -> float:
     return math.log(wait_seconds + _SOON)
 
 
-def queue_at(log: Workload, start_seconds: Array, moment: float, *, before: int) -> Queue:
-    """The queue as it was at a moment, out of a log.
-
-    Args:
-        log: Everybody's jobs.
-        start_seconds: (jobs,) when each started; infinite for those that have not.
-        moment: On the log's clock.
-        before: Only jobs before this place in the log: those submitted earlier.
-    """
-    chosen = slice(0, before)
-    starts, nodes, limits = start_seconds[chosen], log.nodes[chosen], log.limit_seconds[chosen]
-    ends = starts + np.minimum(log.run_seconds[chosen], limits)
-    submits = log.submit_seconds[chosen]
-    runs = (starts <= moment) & (ends > moment)
-    waits = starts > moment
-    order = np.argsort(submits[waits], kind="stable")
-    return Queue(
-        now_seconds=moment,
-        nodes=log.machine_nodes,
-        running_nodes=nodes[runs],
-        running_end_seconds=starts[runs] + limits[runs],
-        running_start_seconds=starts[runs],
-        pending_nodes=nodes[waits][order],
-        pending_limit_seconds=limits[waits][order],
-        pending_priority=np.zeros(int(waits.sum())),
-        pending_age_seconds=moment - submits[waits][order],
-    )
-
-
 def learn_correction(
     log: Workload,
     start_seconds: Array,
-    behaviour: Behaviour,
+    outlook: Outlook,
     *,
     like: tuple[int, float] | None = None,
     count: int = 60,
-    samples: int = 16,
-    seed: int = 0,
-    backfill: Backfill | None = "easy",
+    slurm: bool = False,
 ) -> Correction:
     """Predict the starts of past jobs as if they were submitted now, and compare.
 
     Args:
         log: Everybody's jobs that have started, sorted by submission.
         start_seconds: (jobs,) when each did.
-        behaviour: Of the queue's users.
+        outlook: What is assumed; its seed is another one for each job.
         like: (nodes, wall seconds) of the jobs to be predicted: past jobs near it are taken.
         count: Of past jobs.
-        samples: As for `forecast_waits`, like the rest.
-        seed: See there.
-        backfill: See there; None: for each queue the kind that is taken for Slurm's.
+        slurm: Whether to take for each queue the kind of backfill that stands for Slurm's, see
+            `as_slurm`.
     """
     forecasts: list[StartForecast] = []
     waited: list[float] = []
@@ -504,20 +477,14 @@ def learn_correction(
         away += np.abs(np.log(log.limit_seconds[known] / like[1]))
         known = np.sort(known[np.argsort(away, kind="stable")[: 2 * count]])
     step = max(len(known) // max(count, 1), 1)
-    found: Integers = known[::step][:count]
-    for job in found:
+    for job in known[::step][:count].tolist():
         moment = float(log.submit_seconds[job])
-        queue = queue_at(log, start_seconds, moment, before=int(job))
+        queue = queue_at(log, start_seconds, moment, before=job)
         if queue.free_nodes >= log.nodes[job] and not len(queue.pending_nodes):
             continue
         shape = (int(log.nodes[job]), float(log.limit_seconds[job]))
-        forecasts += forecast_waits(
-            queue,
-            [shape],
-            behaviour,
-            samples=samples,
-            seed=seed + int(job),
-            backfill=backfill or as_slurm(queue),
-        )
+        kind = as_slurm(queue) if slurm else outlook.backfill
+        here = replace(outlook, seed=outlook.seed + job, backfill=kind)
+        forecasts += forecast_waits(queue, [shape], here)
         waited.append(float(start_seconds[job]) - moment)
     return Correction.learnt(forecasts, waited)

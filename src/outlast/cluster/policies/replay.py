@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from outlast.cluster.policies.automatic import Automatic, Planned
 from outlast.cluster.policies.decision import Limits, MalleableJob, OwnJob, Policy, Role, Situation
-from outlast.cluster.policies.forecast import Backfill, Behaviour
-from outlast.cluster.simulate.engine import Simulation
-from outlast.cluster.simulate.state import IDEAL, Reason, Settings
+from outlast.cluster.policies.forecast import Behaviour
+from outlast.cluster.scheduler import Reason
+from outlast.cluster.simulate import Backfill, Simulation
 from outlast.cluster.workload import Workload
 from outlast.errors import ClusterError
 
@@ -38,7 +39,6 @@ class Link:
         nodes: That it asked for.
         limit_seconds: That it may run.
         job: What was left when it began to restart.
-        pace: Real seconds of training per expected second; 1 where the expectation is right.
         started_seconds: When it got its nodes; infinite before.
         ready_seconds: When it could begin to restart.
         told_seconds: When it was told to save and end; infinite if not.
@@ -51,7 +51,6 @@ class Link:
     nodes: int
     limit_seconds: float
     job: MalleableJob
-    pace: float = 1.0
     started_seconds: float = math.inf
     ready_seconds: float = math.inf
     told_seconds: float = math.inf
@@ -71,7 +70,7 @@ class Link:
     @property
     def rate(self) -> float:
         """Reference seconds per second of training."""
-        return self.job.speed(self.nodes) / self.pace
+        return self.job.speed(self.nodes)
 
     def training_until(self) -> float:
         """End of its training: done, told to stop, or at the latest for its limit."""
@@ -86,11 +85,6 @@ class Link:
         done = max(until - self.first_step_seconds, 0.0) * self.rate
         # The last step of all work must not be lost to rounding.
         return self.job.work_seconds if done > self.job.work_seconds - 1e-6 else done
-
-    def kept(self, now_seconds: float, period_seconds: float) -> float:
-        """Reference seconds in the last checkpoint before a moment, where no last save was made."""
-        done = self.trained(now_seconds)
-        return done // (period_seconds * self.rate) * period_seconds * self.rate
 
     def run_seconds(self) -> float:
         """From its start to the end of its save; it saves nothing where it trained nothing."""
@@ -111,6 +105,9 @@ class Link:
 
 
 _DONE = 1e-6
+_PERIOD_SECONDS = 1800.0
+"""Training between two checkpoints: what a link loses at most that is lost with its node or to a
+preemption."""
 
 
 @dataclass(slots=True)
@@ -121,27 +118,22 @@ class SimulatedRun:
         policy: What decides.
         job: What is left, running links apart.
         limits: Of the site and the user.
-        pace: Real seconds of training per expected second.
-        period_seconds: Training between two checkpoints: what a link loses at most that is lost
-            with its node or to a preemption.
         links: All jobs of the run so far, in order of submission.
         submitted_seconds: When the run began.
         finished_seconds: When it was done; infinite before.
-        wants_ticks: Whether the policy looks at the queue while its jobs wait.
     """
 
     policy: Policy
     job: MalleableJob
     limits: Limits = field(default_factory=Limits)
-    pace: float = 1.0
-    period_seconds: float = 1800.0
     links: list[Link] = field(default_factory=list)
     submitted_seconds: float = math.inf
     finished_seconds: float = math.inf
-    wants_ticks: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.wants_ticks = self.policy.watches
+    @property
+    def wants_ticks(self) -> bool:
+        """True if the policy looks at the queue while its jobs wait."""
+        return self.policy.watches
 
     @property
     def node_seconds(self) -> float:
@@ -161,6 +153,11 @@ class SimulatedRun:
     def turnaround_seconds(self) -> float:
         """From submission to the end."""
         return self.finished_seconds - self.submitted_seconds
+
+    @property
+    def waste(self) -> float:
+        """Share of the node time without lasting progress."""
+        return 1.0 - self.useful_node_seconds / self.node_seconds if self.node_seconds else 0.0
 
     def begin(self, simulation: Simulation) -> None:
         """Submit what the policy wants now."""
@@ -186,16 +183,19 @@ class SimulatedRun:
         # A job that is put back into the queue waits two minutes and more: a new one does not.
         simulation.cancel(job)
         if link.ready_seconds < math.inf:
-            # What no last save has kept is what the checkpoint before it has.
-            link.progress_seconds = (
-                link.trained(simulation.now)
-                if reason == "done"
-                else link.kept(simulation.now, self.period_seconds)
-            )
+            link.progress_seconds = link.trained(simulation.now)
+            if reason != "done":
+                # No last save was made: what counts is in the checkpoint before it.
+                period = _PERIOD_SECONDS * link.rate
+                link.progress_seconds = (
+                    link.progress_seconds // period * _PERIOD_SECONDS * link.rate
+                )
             if link.progress_seconds > 0.0:
                 self.job = self.job.after(link.progress_seconds, link.nodes)
         if self.job.work_seconds <= _DONE:
-            self._finish(simulation)
+            self.finished_seconds = simulation.now
+            for other in self._open():
+                simulation.cancel(other.number)
             return
         for other in self.links:
             if other.running and other.ready_seconds == math.inf:
@@ -214,11 +214,6 @@ class SimulatedRun:
         link.job = self.job
         simulation.set_run_seconds(link.number, link.run_seconds())
 
-    def _finish(self, simulation: Simulation) -> None:
-        self.finished_seconds = simulation.now
-        for link in self._open():
-            simulation.cancel(link.number)
-
     def _decide(self, simulation: Simulation) -> None:
         decision = self.policy.decide(self.situation(simulation))
         for number in decision.hand_over:
@@ -235,16 +230,8 @@ class SimulatedRun:
                 simulation.shorten(number, limit)
         for wanted in decision.submit:
             submitted = simulation.submit(wanted.nodes, wanted.wall_seconds, wanted.wall_seconds)
-            self.links.append(
-                Link(
-                    number=submitted,
-                    role=wanted.role,
-                    nodes=wanted.nodes,
-                    limit_seconds=wanted.wall_seconds,
-                    job=self.job,
-                    pace=self.pace,
-                )
-            )
+            limit = wanted.wall_seconds
+            self.links.append(Link(submitted, wanted.role, wanted.nodes, limit, self.job))
 
     def situation(self, simulation: Simulation) -> Situation:
         """Present input for the policy."""
@@ -252,17 +239,14 @@ class SimulatedRun:
         for link in self.links:
             if link.running and link.ready_seconds < math.inf:
                 job = job.after(link.trained(simulation.now), link.nodes)
+        ends = (link.ended_seconds for link in self.links if link.role == "filler")
         return Situation(
             queue=simulation.snapshot(),
             job=job,
             limits=self.limits,
             own=tuple(link.seen() for link in self._open()),
             used_node_seconds=self.node_seconds,
-            quiet_seconds=simulation.now
-            - max(
-                (link.ended_seconds for link in self.links if link.role == "filler"),
-                default=-math.inf,
-            ),
+            quiet_seconds=simulation.now - max(ends, default=-math.inf),
         )
 
     def _open(self) -> list[Link]:
@@ -276,39 +260,8 @@ _LOOK_SECONDS = 6 * 3600.0
 _LONGEST_SECONDS = 400 * 86_400.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOutcome:
-    """One run under one policy.
-
-    Attributes:
-        policy: Its name.
-        moment: Of submission, on the workload's clock.
-        turnaround_seconds: From submission to the end.
-        node_seconds: That its jobs held.
-        useful_node_seconds: Of them, in training that lasted.
-        links: Jobs that started.
-    """
-
-    policy: str
-    moment: float
-    turnaround_seconds: float
-    node_seconds: float
-    useful_node_seconds: float
-    links: int
-
-    @property
-    def waste(self) -> float:
-        """Share of the node time without lasting progress."""
-        return 1.0 - self.useful_node_seconds / self.node_seconds if self.node_seconds else 0.0
-
-
 def play(
-    simulation: Simulation,
-    policy: Policy,
-    job: MalleableJob,
-    limits: Limits | None = None,
-    *,
-    pace: float = 1.0,
+    simulation: Simulation, policy: Policy, job: MalleableJob, limits: Limits | None = None
 ) -> SimulatedRun:
     """Add one run to a copy of the simulation and go on until it is done.
 
@@ -317,13 +270,12 @@ def play(
         policy: The run's.
         job: What is to be done.
         limits: Of the site and the user.
-        pace: Real seconds of training per expected second.
 
     Raises:
         ClusterError: It is not done after more than a year.
     """
     world = copy.deepcopy(simulation)
-    run = SimulatedRun(policy=policy, job=job, limits=limits or Limits(), pace=pace)
+    run = SimulatedRun(policy=policy, job=job, limits=limits or Limits())
     run.begin(world)
     while run.finished_seconds == math.inf:
         world.run(until=world.now + _LOOK_SECONDS, driver=run)
@@ -335,29 +287,11 @@ def play(
     return run
 
 
-def outcome(run: SimulatedRun) -> ReplayOutcome:
-    """The figures of a run that is done."""
-    return ReplayOutcome(
-        policy=run.policy.name,
-        moment=run.submitted_seconds,
-        turnaround_seconds=run.turnaround_seconds,
-        node_seconds=run.node_seconds,
-        useful_node_seconds=run.useful_node_seconds,
-        links=sum(math.isfinite(link.started_seconds) for link in run.links),
-    )
-
-
 def moments(
-    workload: Workload,
-    times: Sequence[float],
-    *,
-    backfill: Backfill = "easy",
-    scheduler: Settings = IDEAL,
+    workload: Workload, times: Sequence[float], *, backfill: Backfill = "easy"
 ) -> Iterator[Simulation]:
     """The simulation of everybody else at ascending times; to be copied, not changed."""
-    simulation = Simulation(
-        workload.machine_nodes, backfill=backfill, scheduler=scheduler, workload=workload
-    )
+    simulation = Simulation(workload.machine_nodes, backfill=backfill, workload=workload)
     for time in times:
         simulation.run(until=float(time))
         yield simulation
@@ -370,15 +304,10 @@ def submission_times(workload: Workload, count: int, seed: int) -> list[float]:
     return sorted((first + (last - first) * source.uniform(0.2, 0.7, count)).tolist())
 
 
-def seen_by_now(workload: Workload, simulation: Simulation) -> Workload:
-    """The jobs of the workload that have ended: what a log shows at this moment."""
-    ended = np.flatnonzero(simulation.ends()[: len(workload)] <= simulation.now)
-    return workload.chosen(ended)
-
-
 def behaviour_now(workload: Workload, simulation: Simulation) -> Behaviour:
-    """Behaviour of the queue's users as known at this moment."""
-    return Behaviour.learnt(seen_by_now(workload, simulation))
+    """Behaviour of the queue's users as a log shows it now: by the jobs that have ended."""
+    ended = np.flatnonzero(simulation.ends()[: len(workload)] <= simulation.now)
+    return Behaviour.learnt(workload.chosen(ended))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,35 +337,6 @@ class PolicyResult:
     waste: float
 
 
-def rows(load: float, found: Sequence[Sequence[ReplayOutcome]]) -> list[PolicyResult]:
-    """Compare outcomes.
-
-    Args:
-        load: Of the others.
-        found: Of each submission, the outcomes of all policies; one long job first.
-    """
-    result = []
-    for place, first in enumerate(found[0]):
-        pairs = [(row[place], row[0]) for row in found]
-        every = [row[place] for row in found]
-        ratios = [mine.turnaround_seconds / base.turnaround_seconds for mine, base in pairs]
-        nodes = [mine.node_seconds / base.node_seconds for mine, base in pairs]
-        result.append(
-            PolicyResult(
-                load=load,
-                policy=first.policy,
-                runs=len(every),
-                turnaround_seconds=float(np.mean([said.turnaround_seconds for said in every])),
-                ratio=float(np.mean(ratios)),
-                worst=max(ratios),
-                node_ratio=float(np.mean(nodes)),
-                links=float(np.mean([said.links for said in every])),
-                waste=float(np.mean([said.waste for said in every])),
-            )
-        )
-    return result
-
-
 def replay(
     workload: Workload,
     policies: Sequence[Policy],
@@ -446,20 +346,18 @@ def replay(
     runs: int = 10,
     seed: int = 0,
     backfill: Backfill = "easy",
-    scheduler: Settings = IDEAL,
 ) -> list[PolicyResult]:
     """Submit one run at several moments of a workload, under one policy after the other.
 
     Args:
         workload: Everybody else.
-        policies: One long job first: the others are compared with it. A policy that learns from a
-            log (`behaviour`) is shown what has ended before each moment.
+        policies: One long job first: the others are compared with it. One that predicts is told
+            what has ended before each moment.
         job: The run.
         limits: Of the site and the user.
         runs: Moments.
         seed: Of the random numbers.
         backfill: Kind of the scheduler.
-        scheduler: Its configuration.
 
     Raises:
         ClusterError: The machine is smaller than the run.
@@ -471,16 +369,35 @@ def replay(
     limits = replace(limits, max_nodes=min(limits.max_nodes, workload.machine_nodes))
     found = []
     times = submission_times(workload, runs, seed)
-    for simulation in moments(workload, times, backfill=backfill, scheduler=scheduler):
+    for simulation in moments(workload, times, backfill=backfill):
         knows = behaviour_now(workload, simulation)
         found.append(
-            [outcome(play(simulation, informed(policy, knows), job, limits)) for policy in policies]
+            [play(simulation, informed(policy, knows), job, limits) for policy in policies]
         )
-    return rows(workload.load, found)
+    result = []
+    for mine in zip(*found, strict=True):
+        pairs = [(run, runs[0]) for run, runs in zip(mine, found, strict=True)]
+        ratios = [run.turnaround_seconds / base.turnaround_seconds for run, base in pairs]
+        nodes = [run.node_seconds / base.node_seconds for run, base in pairs]
+        started = [sum(math.isfinite(link.started_seconds) for link in run.links) for run in mine]
+        result.append(
+            PolicyResult(
+                load=workload.load,
+                policy=mine[0].policy.name,
+                runs=len(mine),
+                turnaround_seconds=float(np.mean([run.turnaround_seconds for run in mine])),
+                ratio=float(np.mean(ratios)),
+                worst=max(ratios),
+                node_ratio=float(np.mean(nodes)),
+                links=float(np.mean(started)),
+                waste=float(np.mean([run.waste for run in mine])),
+            )
+        )
+    return result
 
 
 def informed(policy: Policy, behaviour: Behaviour) -> Policy:
-    """The policy, told what the queue's users do, if it asks."""
-    if hasattr(policy, "behaviour"):
-        return replace(policy, behaviour=behaviour)  # type: ignore[type-var]
+    """The policy, told what the queue's users do, if it predicts."""
+    if isinstance(policy, Planned | Automatic):
+        return replace(policy, outlook=replace(policy.outlook, behaviour=behaviour))
     return policy

@@ -4,34 +4,43 @@ from outlast.cluster.tasks import RunFigures, plan, run_graph
 schedule = plan(run_graph(RunFigures(steps=6000, step_seconds=2.0, nodes=8, ...)))
 """
 
-from outlast.cluster.tasks.build import Evaluation, RunFigures, TierFigures, run_graph
-from outlast.cluster.tasks.execute import Executor, Happened, Report, Transfer, copy_file
-from outlast.cluster.tasks.graph import Edge, Graph, Machine, Place, Task
-from outlast.cluster.tasks.planner import Bounds, lower_bounds, plan, run_greedily, upward_ranks
-from outlast.cluster.tasks.schedule import Flow, Row, Schedule, fair_rates, problems
+from outlast.cluster.tasks.execute import Executor, Transfer
+from outlast.cluster.tasks.gantt import duration, page
+from outlast.cluster.tasks.graph import (
+    Edge,
+    Evaluation,
+    Graph,
+    Machine,
+    Place,
+    RunFigures,
+    Task,
+    TierFigures,
+    graph_from_toml,
+    run_graph,
+)
+from outlast.cluster.tasks.planner import lower_bounds, plan, run_greedily, upward_ranks
+from outlast.cluster.tasks.schedule import Flow, Fluid, Schedule, fair_rates
 
 __all__ = [
-    "Bounds",
     "Edge",
     "Evaluation",
     "Executor",
     "Flow",
+    "Fluid",
     "Graph",
-    "Happened",
     "Machine",
     "Place",
-    "Report",
-    "Row",
     "RunFigures",
     "Schedule",
     "Task",
     "TierFigures",
     "Transfer",
-    "copy_file",
+    "duration",
     "fair_rates",
+    "graph_from_toml",
     "lower_bounds",
+    "page",
     "plan",
-    "problems",
     "run_graph",
     "run_greedily",
     "upward_ranks",

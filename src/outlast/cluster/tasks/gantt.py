@@ -68,38 +68,35 @@ class Use:
     Attributes:
         label: Its name.
         bytes_per_s: Its bandwidth.
-        kinds: The kinds of the layers, lowest first.
         times: Seconds; steps begin at each.
-        layers: For each kind, bytes per second from each time to the next.
+        layers: By kind, lowest first, bytes per second from each time to the next.
         busy: Share of the whole time that its bandwidth is used for.
     """
 
     label: str
     bytes_per_s: float
-    kinds: tuple[str, ...]
-    times: tuple[float, ...]
-    layers: tuple[tuple[float, ...], ...]
+    times: Sequence[float]
+    layers: dict[str, list[float]]
     busy: float
 
 
 def node_rows(schedule: Schedule) -> list[GanttRow]:
     """One row for all nodes that do the same, group by group."""
-    names = list(schedule.graph.machine.nodes)
     by_node: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for row in schedule.rows:
         for node in row.nodes:
             by_node[row.group, node].append(row)
     found = []
-    for group, name in enumerate(names):
+    for group, (name, count) in enumerate(schedule.graph.machine.nodes.items()):
         alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
-        for node in range(schedule.graph.machine.nodes[name]):
+        for node in range(count):
             alike[tuple(row.name for row in by_node[group, node])].append(node)
         lanes = sorted(alike.values())
-        for nodes in lanes[:MOST_ROWS]:
-            rows = by_node[group, nodes[0]]
-            left_out = len(lanes) - MOST_ROWS if nodes is lanes[:MOST_ROWS][-1] else 0
+        for number, nodes in enumerate(lanes[:MOST_ROWS], 1):
+            left_out = max(len(lanes) - MOST_ROWS, 0) if number == MOST_ROWS else 0
             word = name.removesuffix("s") if len(nodes) == 1 else name
-            found.append(GanttRow(f"{word} {_ranges(nodes)}", _bars(rows), max(left_out, 0)))
+            bars = _bars(by_node[group, nodes[0]])
+            found.append(GanttRow(f"{word} {_ranges(nodes)}", bars, left_out))
     return found
 
 
@@ -145,42 +142,30 @@ def uses(schedule: Schedule) -> list[Use]:
         for start, end, rate in schedule.rate_of(number) if activity.size_bytes else ():
             for resource in activity.via:
                 changes[resource] += [(start, kind, rate), (end, kind, -rate)]
-    found = []
-    for resource, (name, capacity) in enumerate(schedule.graph.machine.bytes_per_s.items()):
-        if found_changes := changes[resource]:
-            found.append(_use_of(name, capacity, found_changes, schedule.makespan_seconds))
-    return found
+    return [
+        _use_of(name, capacity, sorted(changes[resource]), schedule.makespan_seconds)
+        for resource, (name, capacity) in enumerate(schedule.graph.machine.bytes_per_s.items())
+        if changes[resource]
+    ]
 
 
 def _use_of(name: str, capacity: float, changes: list[tuple[float, int, float]], end: float) -> Use:
     kinds = sorted({kind for _, kind, _ in changes})
     now = dict.fromkeys(kinds, 0.0)
-    times: list[float] = [0.0]
-    layers: dict[int, list[float]] = {kind: [0.0] for kind in kinds}
-    moved = 0.0
-    for time, together in itertools.groupby(sorted(changes), key=lambda change: change[0]):
-        moved += sum(now.values()) * (time - times[-1])
+    steps = {0.0: dict(now)}
+    moved = before = 0.0
+    for time, together in itertools.groupby(changes, key=lambda change: change[0]):
+        moved += sum(now.values()) * (time - before)
         for _, kind, rate in together:
             # What rounding leaves when all flows have ended is none.
             now[kind] = now[kind] + rate if now[kind] + rate > 1e-9 * capacity else 0.0
-        if time > times[-1]:
-            times.append(time)
-            for kind in kinds:
-                layers[kind].append(now[kind])
-        else:
-            for kind in kinds:
-                layers[kind][-1] = now[kind]
+        steps[time], before = dict(now), time
+    times: Sequence[float] = list(steps)
+    layers = {KINDS_SHOWN[kind]: [rates[kind] for rates in steps.values()] for kind in kinds}
     if len(times) > MOST_STEPS:
-        layers = {kind: _averaged(times, layers[kind], end) for kind in kinds}
+        layers = {kind: _averaged(times, rates, end) for kind, rates in layers.items()}
         times = [number * end / MOST_STEPS for number in range(MOST_STEPS)]
-    return Use(
-        name,
-        capacity,
-        tuple(KINDS_SHOWN[kind] for kind in kinds),
-        tuple(times),
-        tuple(tuple(layers[kind]) for kind in kinds),
-        moved / (capacity * end) if end else 0.0,
-    )
+    return Use(name, capacity, times, layers, moved / (capacity * end) if end else 0.0)
 
 
 def _averaged(times: Sequence[float], rates: Sequence[float], end: float) -> list[float]:
@@ -204,13 +189,10 @@ def merged(bars: Sequence[Bar], shortest_seconds: float) -> list[Bar]:
     """Bars too short to be seen, made one with neighbours of their kind."""
     found: list[Bar] = []
     for bar in bars:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and last.kind == bar.kind
-            and bar.start_seconds - last.end_seconds < shortest_seconds
-            and bar.end_seconds - bar.start_seconds < shortest_seconds
-        ):
+        last = found[-1] if found and found[-1].kind == bar.kind else None
+        since = -math.inf if last is None else last.end_seconds
+        gap, width = bar.start_seconds - since, bar.end_seconds - bar.start_seconds
+        if last is not None and max(gap, width) < shortest_seconds:
             count = last.count + 1
             words = f"{count} x {bar.kind}"
             found[-1] = Bar(last.start_seconds, bar.end_seconds, bar.kind, words, count)
@@ -286,7 +268,8 @@ def gantt_svg(schedule: Schedule, title: str = "") -> str:
         top += _USE + 10
     count = math.floor(scale.end / scale.step + 1e-9)
     seconds = [number * scale.step for number in range(count + 1)]
-    names = [""] * count + [f" {scale.name}"]
+    ticks = [(scale.x(at), f"{at / scale.unit:g}") for at in seconds]
+    ticks[-1] = (ticks[-1][0], f"{ticks[-1][1]} {scale.name}")
     bound = schedule.bound_seconds
     early = 0 < bound < schedule.makespan_seconds * (1 - 1e-3)
     return _rendered(
@@ -300,10 +283,7 @@ def gantt_svg(schedule: Schedule, title: str = "") -> str:
         height=_ROW,
         rows=shown,
         uses=layers,
-        ticks=[
-            (scale.x(at), f"{at / scale.unit:g}{name}")
-            for at, name in zip(seconds, names, strict=True)
-        ],
+        ticks=ticks,
         # No line where no schedule can end before the end itself.
         bound=(scale.x(bound), duration(bound)) if early else None,
         colours=_GROUND,
@@ -360,22 +340,19 @@ def duration(seconds: float) -> str:
 def _drawn(bar: Bar, scale: _Scale) -> dict[str, Any]:
     left = scale.x(bar.start_seconds)
     width = max(scale.x(bar.end_seconds) - left, 0.8)
-    times = (
-        f"{duration(bar.start_seconds)} to {duration(bar.end_seconds)}, "
-        f"{duration(bar.end_seconds - bar.start_seconds)}"
-    )
+    times = f"{duration(bar.start_seconds)} to {duration(bar.end_seconds)}"
     words = bar.words[bar.words.find("->") :].replace("->", "\u2192")
     words = words if bar.kind == "move" else bar.words.partition(" to ")[0]
     numbered = bar.kind in ("train", "save", "evaluate", "drain")
     labels = (words, words.split()[-1] if numbered else "")
-    fitting = [label for label in labels if label and len(label) * _CHARACTER + 8 < width]
+    fitting = (label for label in labels if label and len(label) * _CHARACTER + 8 < width)
     return {
         "kind": bar.kind,
-        "title": f"{bar.words}: {times}",
+        "title": f"{bar.words}: {times}, {duration(bar.end_seconds - bar.start_seconds)}",
         "x": left,
         # A thread of ground between bars that touch.
         "width": width - 1.0 if width > 4 else width,
-        "label": fitting[0] if fitting else "",
+        "label": next(fitting, ""),
     }
 
 
@@ -385,17 +362,14 @@ def _layers(use: Use, top: int, scale: _Scale, end: float) -> dict[str, Any]:
     # Stretches narrower than the picture shows are drawn as wide as it can show.
     narrow = 0.15 / scale.per_second
     below = [0.0] * len(use.times)
-    for kind, layer in zip(use.kinds, use.layers, strict=True):
-        above = [low + rate for low, rate in zip(below, layer, strict=True)]
+    stretches = list(itertools.pairwise([*use.times, end]))
+    for kind, rates in use.layers.items():
+        above = [low + rate for low, rate in zip(below, rates, strict=True)]
         path = ""
-        for time, until, low, high in zip(
-            use.times, [*use.times[1:], end], below, above, strict=True
-        ):
+        for (time, until), low, high in zip(stretches, below, above, strict=True):
             if high > low and until > time:
-                y0, y1 = (
-                    round(top + _USE - _USE * min(rate / use.bytes_per_s, 1.0), 1)
-                    for rate in (low, high)
-                )
+                shares = (min(rate / use.bytes_per_s, 1.0) for rate in (low, high))
+                y0, y1 = (round(top + _USE - _USE * share, 1) for share in shares)
                 x0, x1 = scale.x(time), scale.x(max(until, time + narrow))
                 path += f"M{x0} {y0}V{y1}H{x1}V{y0}Z"
         if path:
@@ -461,17 +435,11 @@ def page(schedule: Schedule, *, title: str = "Schedule", unmanaged: Schedule | N
 
 def _cards(schedule: Schedule, unmanaged: Schedule | None) -> Sequence[tuple[str, str, str]]:
     shares = {"capped": "copies keep bandwidth caps", "fair": "copies need no caps"}
+    longer, best = f"this one is {schedule.gap:.1%} longer", "this one is as short as can be"
+    near = longer if schedule.gap >= 5e-4 else best
     found = [
         ("all is done after", duration(schedule.makespan_seconds), shares[schedule.sharing]),
-        (
-            "no schedule is shorter than",
-            duration(schedule.bound_seconds),
-            (
-                f"this one is {schedule.gap:.1%} longer"
-                if schedule.gap >= 5e-4
-                else "this one is as short as can be"
-            ),
-        ),
+        ("no schedule is shorter than", duration(schedule.bound_seconds), near),
     ]
     training = [row for row in schedule.rows if row.kind == "train"]
     if training:
@@ -479,22 +447,11 @@ def _cards(schedule: Schedule, unmanaged: Schedule | None) -> Sequence[tuple[str
         for row in training:
             worked += max(row.end_seconds - max(row.start_seconds, end), 0.0)
             end = max(end, row.end_seconds)
-        whole = end - training[0].start_seconds
-        found.append(
-            (
-                "training runs for",
-                duration(worked),
-                f"and stands still for {duration(whole - worked)}",
-            )
-        )
+        stopped = duration(end - training[0].start_seconds - worked)
+        found.append(("training runs for", duration(worked), f"and stands still for {stopped}"))
     if unmanaged is not None:
-        more = unmanaged.makespan_seconds / schedule.makespan_seconds - 1.0
+        fair = unmanaged.makespan_seconds
+        more = fair / schedule.makespan_seconds - 1.0
         words = "the same" if abs(more) < 5e-4 else f"{more:+.1%}"
-        found.append(
-            (
-                "without a plan or caps",
-                duration(unmanaged.makespan_seconds),
-                f"{words}, shared fairly",
-            )
-        )
+        found.append(("without a plan or caps", duration(fair), f"{words}, shared fairly"))
     return found

@@ -43,10 +43,6 @@ class Timeline:
         # For each amount that was asked for, the time before which less is left everywhere.
         self._full_until: dict[float, float] = {}
 
-    def at(self, time: float) -> int:
-        """The step that a time is in."""
-        return bisect_right(self.times, time) - 1
-
     def take(self, start: float, end: float, amount: float) -> None:
         """Use `amount` from `start` to `end`."""
         if end <= start:
@@ -147,22 +143,9 @@ def pour(timelines: Sequence[Timeline], cap: float, size: float, start: float) -
             steps = [bisect_right(timeline.times, now) - 1 for timeline in timelines]
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Times of all activities, as in a `Schedule`."""
-
-    starts: list[float]
-    work_ends: list[float]
-    ends: list[float]
-    chosen: list[int]
-    segments: dict[int, list[Segment]]
-    makespan_seconds: float
-    order: list[int]
-
-
 def insert_all(
-    graph: Graph, order: Sequence[int], best_seconds: float | None = None
-) -> Placed | None:
+    graph: Graph, order: Sequence[int], best_seconds: float = math.inf
+) -> Schedule | None:
     """Place all activities in an order in which each comes after those before it.
 
     Args:
@@ -173,25 +156,23 @@ def insert_all(
     count = len(graph.activities)
     nodes = [Timeline(count) for count in graph.machine.nodes.values()]
     resources = [Timeline(rate) for rate in graph.machine.bytes_per_s.values()]
-    starts, work_ends, ends, chosen = [0.0] * count, [0.0] * count, [0.0] * count, [0] * count
+    starts, work_ends, ends = [0.0] * count, [0.0] * count, [0.0] * count
+    chosen, levels = [0] * count, [0] * count
     segments: dict[int, list[Segment]] = {}
-    makespan = 0.0
-    for number in order:
+    for level, number in enumerate(order):
         activity = graph.activities[number]
         ready = activity.earliest_seconds
         for source in graph.before[number]:
             ready = max(ready, ends[source])
         lines = [resources[via] for via in activity.via]
-        if len(activity.options) == 1:
-            option, place = 0, _place(activity, activity.options[0], ready, nodes, lines)
-        else:
-            found = [_place(activity, option, ready, nodes, lines) for option in activity.options]
-            option = min(range(len(found)), key=lambda index: found[index][1])
-            place = found[option]
-        start, end, rates = place
+        found = [_place(activity, option, ready, nodes, lines) for option in activity.options]
+        option = min(range(len(found)), key=lambda index: found[index][1])
+        start, end, rates = found[option]
+        if end >= best_seconds:
+            return None
         used = activity.options[option]
         starts[number], ends[number], chosen[number] = start, end, option
-        work_ends[number] = start + used.seconds
+        work_ends[number], levels[number] = start + used.seconds, level
         if used.nodes:
             nodes[used.group].take(start, end, used.nodes)
         if rates:
@@ -199,10 +180,11 @@ def insert_all(
             for line in lines:
                 for since, until, rate in rates:
                     line.take(since, until, rate)
-        makespan = max(makespan, end)
-        if best_seconds is not None and makespan >= best_seconds:
-            return None
-    return Placed(starts, work_ends, ends, chosen, segments, makespan, list(order))
+
+    def rate_of(number: int) -> tuple[Segment, ...]:
+        return tuple(segments.get(number, ()))
+
+    return Schedule(graph, starts, work_ends, ends, chosen, "capped", rate_of, levels)
 
 
 def _place(
@@ -276,39 +258,33 @@ def upward_ranks(graph: Graph) -> list[float]:
 
 def lower_bounds(graph: Graph) -> Bounds:
     """Lower bounds of any schedule, however rates are chosen."""
-    shortest = [_shortest(activity) for activity in graph.activities]
+    activities = graph.activities
     heads, tails = heads_and_tails(graph)
+    shortest = map(_shortest, activities)
     critical = max(map(sum, zip(heads, shortest, tails, strict=True)), default=0.0)
     bandwidth, resource = 0.0, ""
     for number, (name, rate) in enumerate(graph.machine.bytes_per_s.items()):
-        users = [
-            n
-            for n, activity in enumerate(graph.activities)
-            if activity.size_bytes and number in activity.via
-        ]
+        users = [n for n, user in enumerate(activities) if user.size_bytes and number in user.via]
         if not users:
             continue
-        moved = math.fsum(graph.activities[user].size_bytes for user in users) / rate
-        first = min(heads[n] + _least_work(graph.activities[n]) for n in users)
-        found = first + moved + min(tails[user] for user in users)
+        moved = math.fsum(activities[n].size_bytes for n in users) / rate
+        first = min(heads[n] + _least_work(activities[n]) for n in users)
+        found = first + moved + min(tails[n] for n in users)
         if found > bandwidth:
             bandwidth, resource = found, name
     nodes, group = 0.0, ""
     for number, (name, count) in enumerate(graph.machine.nodes.items()):
         # Only what can run nowhere else must run here.
         users = [
-            n
-            for n, activity in enumerate(graph.activities)
-            if all(o.group == number for o in activity.options)
+            n for n, user in enumerate(activities) if {o.group for o in user.options} == {number}
         ]
         if not users:
             continue
-        sizes = {n: graph.activities[n].options for n in users}
         first, last = min(heads[n] for n in users), min(tails[n] for n in users)
-        for shares in node_shares(count, {o.nodes for size in sizes.values() for o in size}):
+        for shares in node_shares(count, {o.nodes for n in users for o in activities[n].options}):
             work = math.fsum(
-                min(shares[o.nodes] * (o.seconds + graph.activities[n].flow_seconds) for o in size)
-                for n, size in sizes.items()
+                min(shares[o.nodes] * (o.seconds + user.flow_seconds) for o in user.options)
+                for user in (activities[n] for n in users)
             )
             if first + work + last > nodes:
                 nodes, group = first + work + last, name
@@ -327,32 +303,24 @@ def node_shares(count: int, sizes: Collection[int]) -> list[dict[int, float]]:
         count: Nodes of the group.
         sizes: Nodes that tasks take of it.
     """
-    found = [{size: size / count for size in sizes}]
-    found.extend(
-        {
-            size: 1.0 if size > count - least else size / count if size >= least else 0.0
-            for size in sizes
-        }
-        for least in sorted(size for size in sizes if 0 < 2 * size <= count)[:_MOST_SHARES]
-    )
+    plain = {size: size / count for size in sizes}
+    small = sorted(size for size in sizes if 0 < 2 * size <= count)[:_MOST_SHARES]
+    found = [plain]
+    for least in small:
+        counted = {size: share if size >= least else 0.0 for size, share in plain.items()}
+        found.append({size: 1.0 if size > count - least else counted[size] for size in sizes})
     # Of two that take more than half, one at a time runs.
-    found.append(
-        {size: 1.0 if 2 * size > count else 0.5 if 2 * size == count else 0.0 for size in sizes}
-    )
-    return found
+    halves = {size: 0.5 if 2 * size == count else 0.0 for size in sizes}
+    return [*found, {size: 1.0 if 2 * size > count else halves[size] for size in sizes}]
 
 
 def heads_and_tails(graph: Graph) -> tuple[list[float], list[float]]:
     """The earliest that each activity can start, and the least that comes after its end."""
     shortest = [_shortest(activity) for activity in graph.activities]
-    # The earliest that each activity can start.
-    heads = [0.0] * len(shortest)
-    for number in graph.order:
-        earliest = graph.activities[number].earliest_seconds
-        before = (heads[item] + shortest[item] for item in graph.before[number])
-        heads[number] = max([earliest, *before])
-    # The least that comes after the end of each activity.
-    tails = [0.0] * len(shortest)
+    heads, tails = [0.0] * len(shortest), [0.0] * len(shortest)
+    for task in graph.order:
+        earliest = graph.activities[task].earliest_seconds
+        heads[task] = max([earliest, *(heads[n] + shortest[n] for n in graph.before[task])])
     for task in reversed(graph.order):
         tails[task] = max((shortest[n] + tails[n] for n in graph.after[task]), default=0.0)
     return heads, tails
@@ -376,16 +344,14 @@ def run_greedily(graph: Graph, priorities: Sequence[float] | None = None) -> Sch
     Returns:
         A schedule in which rates are those of a max-min fair file system.
     """
-    return _Run(graph, priorities).run()
+    return _GreedyRun(graph, priorities).run()
 
 
-class _Run:
+class _GreedyRun:
     def __init__(self, graph: Graph, priorities: Sequence[float] | None) -> None:
         count = len(graph.activities)
         self.graph = graph
-        self.key = (
-            [float(n) for n in range(count)] if priorities is None else [-p for p in priorities]
-        )
+        self.key = list(range(count)) if priorities is None else [-p for p in priorities]
         self.free = list(graph.machine.nodes.values())
         self.fluid = Fluid(list(graph.machine.bytes_per_s.values()))
         self.missing = [len(sources) for sources in graph.before]
@@ -398,39 +364,28 @@ class _Run:
         self.now = 0.0
 
     def run(self) -> Schedule:
+        graph, fluid, clock = self.graph, self.fluid, self.clock
         for number, count in enumerate(self.missing):
             if not count:
                 self._released(number)
         self._start_what_fits()
-        while True:
-            next_flow = self.fluid.next_end()
-            next_clock = self.clock[0][0] if self.clock else math.inf
-            now = min(next_flow, next_clock)
-            if math.isinf(now):
-                break
+        while (now := min(fluid.next_end(), clock[0][0] if clock else math.inf)) < math.inf:
             self.now = now
-            for flow in self.fluid.advance(now):
+            for flow in fluid.advance(now):
                 self._ended(flow)
-            while self.clock and self.clock[0][0] <= now:
-                _, number, earliest = heapq.heappop(self.clock)
+            while clock and clock[0][0] <= now:
+                _, number, earliest = heapq.heappop(clock)
                 if earliest:
                     self._queue(number)
                 else:
                     self._worked(number)
             self._start_what_fits()
-        return Schedule(
-            self.graph,
-            self.starts,
-            self.work_ends,
-            self.ends,
-            self.chosen,
-            "fair",
-            self._rates,
-            [0] * len(self.starts),
-        )
 
-    def _rates(self, number: int) -> tuple[tuple[float, float, float], ...]:
-        return self.fluid.profile(number) if self.graph.activities[number].size_bytes else ()
+        def rate_of(number: int) -> tuple[Segment, ...]:
+            return fluid.profile(number) if graph.activities[number].size_bytes else ()
+
+        times = (self.starts, self.work_ends, self.ends)
+        return Schedule(graph, *times, self.chosen, "fair", rate_of, [0] * len(self.starts))
 
     def _released(self, number: int) -> None:
         """All that was before an activity has ended."""
@@ -462,12 +417,11 @@ class _Run:
                 if not nodes or self.free[group] >= nodes
             ]
             heap = self.waiting[demand]
-            if not fitting:
-                heapq.heappop(heads)
-                continue
-            # The first may be another than when the round began: what ends at once releases more.
-            ended |= self._start(heapq.heappop(heap)[1], fitting)
-            if heap:
+            if fitting:
+                # The first may be another than when the round began: what ends at once releases
+                # more.
+                ended |= self._start(heapq.heappop(heap)[1], fitting)
+            if fitting and heap:
                 heapq.heapreplace(heads, (heap[0], demand))
             else:
                 heapq.heappop(heads)
@@ -532,69 +486,31 @@ def plan(graph: Graph, *, effort: int = EFFORT, seed: int = 0) -> Schedule:
     """
     bound = lower_bounds(graph).seconds
     ranks = upward_ranks(graph)
-    order = by_priority(graph, ranks)
+    order = graph.ordered([-rank for rank in ranks])
     best = insert_all(graph, order)
     assert best is not None
-    fair = run_greedily(graph, ranks) if _sharing_is_quick(graph) else None
-    found = best.makespan_seconds
-    shortest = found if fair is None else min(found, fair.makespan_seconds)
+    # Fair sharing is quickly simulated, but with very many kinds of flows.
+    kinds = {(activity.via, activity.cap_bytes_per_s) for activity in graph.activities}
+    fair = None
+    if len(graph.activities) <= SMALL or len(kinds) <= FEW_KINDS:
+        fair = run_greedily(graph, ranks)
+    shortest = min(found.makespan_seconds for found in (best, fair) if found is not None)
     enough = bound * (1 + _ENOUGH)
     if effort and shortest > enough:
         tries = effort // len(graph.activities)
-        best = _bettered(graph, best, fair, enough, tries, seed=seed)
+        best = _bettered(order, best, fair, enough=enough, tries=tries, seed=seed)
     if fair is not None and fair.makespan_seconds < best.makespan_seconds * (1 - _ENOUGH):
-        return replace(fair, bound_seconds=bound)
-    segments = best.segments
-    levels = [0] * len(best.order)
-    for level, number in enumerate(best.order):
-        levels[number] = level
-    return Schedule(
-        graph,
-        best.starts,
-        best.work_ends,
-        best.ends,
-        best.chosen,
-        "capped",
-        lambda number: tuple(segments.get(number, ())),
-        levels,
-        bound,
-    )
-
-
-def by_priority(graph: Graph, priorities: Sequence[float]) -> list[int]:
-    """The order of activities by falling priority in which each comes after those before it."""
-    missing = [len(sources) for sources in graph.before]
-    ready = [(-priorities[number], number) for number, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        number = heapq.heappop(ready)[1]
-        order.append(number)
-        for target in graph.after[number]:
-            missing[target] -= 1
-            if not missing[target]:
-                heapq.heappush(ready, (-priorities[target], target))
-    return order
-
-
-def _sharing_is_quick(graph: Graph) -> bool:
-    """True if fair sharing is quickly simulated: it takes long with very many kinds of flows."""
-    if len(graph.activities) <= SMALL:
-        return True
-    return (
-        len({(activity.via, activity.cap_bytes_per_s) for activity in graph.activities})
-        <= FEW_KINDS
-    )
+        best = fair
+    return replace(best, bound_seconds=bound)
 
 
 def _bettered(
-    graph: Graph, best: Placed, fair: Schedule | None, enough: float, tries: int, *, seed: int
-) -> Placed:
-    """The best schedule that a bounded search finds; as good as `best` at least."""
-    order = best.order
-    chance = random.Random(seed)
+    order: list[int], best: Schedule, fair: Schedule | None, *, enough: float, tries: int, seed: int
+) -> Schedule:
+    """The best schedule that a bounded search finds; as good as `best`, of `order`, at least."""
+    graph, chance = best.graph, random.Random(seed)
     for starts in [*([] if fair is None else [fair.starts]), best.starts][:tries]:
-        other = by_priority(graph, [-start for start in starts])
+        other = graph.ordered(starts)
         found = insert_all(graph, other, best.makespan_seconds)
         if found is not None:
             best, order = found, other

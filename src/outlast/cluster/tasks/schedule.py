@@ -1,4 +1,4 @@
-"""Schedules: the times of all tasks and transfers, shared bandwidth, and checks of feasibility.
+"""Schedules: the times of all tasks and transfers, and shared bandwidth.
 
 Transfers are flows. A flow goes through several resources at one rate, and may have a cap. Rates
 are max-min fair: none can grow without taking from a flow that has no more (Bertsekas and Gallager,
@@ -10,20 +10,18 @@ gives the rates of one moment. `Fluid` lets time pass and knows when a flow ends
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from bisect import bisect_right
-from collections import defaultdict
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from outlast.cluster.tasks.graph import Activity, Graph, Option
+    from outlast.cluster.tasks.graph import Graph, Option
 
 
 Sharing = Literal["capped", "fair"]
@@ -100,22 +98,21 @@ class Schedule:
         """The place that an activity has been given."""
         return self.graph.activities[number].options[self.chosen[number]]
 
+    def flow_of(self, number: int) -> Flow:
+        """Flow of an activity that moves bytes."""
+        activity, names = self.graph.activities[number], list(self.graph.machine.bytes_per_s)
+        via = tuple(names[resource] for resource in activity.via)
+        return Flow(via, activity.cap_bytes_per_s, self.levels[number])
+
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """All tasks and movements by start."""
         nodes = self._node_numbers()
-        found = [
-            Row(
-                activity.name,
-                activity.kind,
-                self.starts[number],
-                self.work_ends[number],
-                self.ends[number],
-                self.option(number).group,
-                nodes.get(number, ()),
-            )
-            for number, activity in enumerate(self.graph.activities)
-        ]
+        found = []
+        for number, activity in enumerate(self.graph.activities):
+            times = (self.starts[number], self.work_ends[number], self.ends[number])
+            group, held = self.option(number).group, nodes.get(number, ())
+            found.append(Row(activity.name, activity.kind, *times, group, held))
         return tuple(sorted(found, key=lambda row: (row.start_seconds, row.end_seconds)))
 
     def row(self, name: str) -> Row:
@@ -129,20 +126,14 @@ class Schedule:
     def _node_numbers(self) -> dict[int, tuple[int, ...]]:
         """Nodes of the group for each activity; the smallest that are free when it starts."""
         found: dict[int, tuple[int, ...]] = {}
-        counts = list(self.graph.machine.nodes.values())
-        free = [list(range(count)) for count in counts]
+        free = [list(range(count)) for count in self.graph.machine.nodes.values()]
         running: list[tuple[float, int]] = []
-        # What takes no time holds no nodes.
-        by_start = sorted(
-            (
-                n
-                for n in range(len(self.starts))
-                if self.option(n).nodes and self.ends[n] > self.starts[n]
-            ),
-            key=lambda number: (self.starts[number], self.ends[number]),
-        )
-        for number in by_start:
+        numbers = range(len(self.starts))
+        for number in sorted(numbers, key=lambda n: (self.starts[n], self.ends[n])):
             option = self.option(number)
+            # What takes no time holds no nodes.
+            if not option.nodes or self.ends[number] <= self.starts[number]:
+                continue
             late = self.starts[number] + _SAME * max(self.makespan_seconds, 1.0)
             while running and running[0][0] <= late:
                 _, ended = heapq.heappop(running)
@@ -154,94 +145,6 @@ class Schedule:
             )
             heapq.heappush(running, (self.ends[number], number))
         return found
-
-
-def problems(schedule: Schedule) -> list[str]:
-    """Violations in a schedule, one sentence each; none where it can be carried out.
-
-    Checks the order of edges, the nodes of each group, the capacity of each resource, caps, and
-    that every transfer moves all of its bytes.
-    """
-    graph = schedule.graph
-    slack = _SAME * max(schedule.makespan_seconds, 1e-9)
-    return [
-        *_order_problems(schedule, slack),
-        *_node_problems(schedule, slack),
-        *_rate_problems(graph, schedule, slack),
-    ]
-
-
-def _order_problems(schedule: Schedule, slack: float) -> Iterable[str]:
-    graph = schedule.graph
-    for number, activity in enumerate(graph.activities):
-        start, end = schedule.starts[number], schedule.ends[number]
-        if start < activity.earliest_seconds - slack:
-            yield f'"{activity.name}" starts at {start:g} s, before {activity.earliest_seconds:g} s'
-        if abs(schedule.work_ends[number] - start - schedule.option(number).seconds) > slack:
-            seconds = schedule.option(number).seconds
-            yield f'the work of "{activity.name}" does not take its {seconds} s'
-        if end < schedule.work_ends[number] - slack:
-            yield f'"{activity.name}" ends before its work does'
-        for source in graph.before[number]:
-            if start < schedule.ends[source] - slack:
-                yield f'"{activity.name}" starts before "{graph.activities[source].name}" has ended'
-
-
-def _node_problems(schedule: Schedule, slack: float) -> Iterable[str]:
-    for group, (name, count) in enumerate(schedule.graph.machine.nodes.items()):
-        changes: list[tuple[float, int]] = []
-        for number in range(len(schedule.starts)):
-            option = schedule.option(number)
-            if (
-                option.group == group
-                and schedule.ends[number] - schedule.starts[number] > 2 * slack
-            ):
-                changes.append((schedule.starts[number] + slack, option.nodes))
-                changes.append((schedule.ends[number] - slack, -option.nodes))
-        used = 0
-        for time, change in sorted(changes):
-            used += change
-            if used > count:
-                yield f'{used} nodes of "{name}" are used at {time:g} s, and it has {count}'
-                return
-
-
-def _rate_problems(graph: Graph, schedule: Schedule, slack: float) -> Iterable[str]:
-    capacities = list(graph.machine.bytes_per_s.items())
-    changes: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for number, activity in enumerate(graph.activities):
-        if not activity.size_bytes:
-            continue
-        segments = schedule.rate_of(number)
-        yield from _flow_problems(activity, segments, schedule, number, slack)
-        for start, end, rate in segments:
-            for resource in activity.via:
-                changes[resource] += [(start, rate), (end, -rate)]
-    for resource, found in changes.items():
-        name, capacity = capacities[resource]
-        rate = 0.0
-        found.sort()
-        for (time, change), (until, _) in itertools.pairwise(found):
-            rate += change
-            if rate > capacity * (1 + 1e-6) and until - time > slack:
-                yield f'"{name}" carries {rate:g} bytes/s at {time:g} s, and it has {capacity:g}'
-                break
-
-
-def _flow_problems(
-    each: Activity, segments: Sequence[Segment], schedule: Schedule, number: int, slack: float
-) -> Iterable[str]:
-    moved = math.fsum((end - start) * rate for start, end, rate in segments)
-    rounding = 1e-6 * each.size_bytes + slack * each.cap_bytes_per_s
-    if abs(moved - each.size_bytes) > rounding:
-        yield f'"{each.name}" moves {moved:g} of {each.size_bytes:g} bytes'
-    if any(rate > each.cap_bytes_per_s * (1 + 1e-6) for _, _, rate in segments):
-        yield f'"{each.name}" is faster than its cap of {each.cap_bytes_per_s:g} bytes/s'
-    if segments and (
-        segments[0][0] < schedule.work_ends[number] - slack
-        or segments[-1][1] > schedule.ends[number] + slack
-    ):
-        yield f'"{each.name}" moves bytes when it is not its time'
 
 
 Segment = tuple[float, float, float]
@@ -288,14 +191,14 @@ def fair_rates(flows: Sequence[Flow], bytes_per_s: Mapping[str, float]) -> list[
             raise ClusterError("a flow has neither a resource nor a cap: nothing limits its rate")
     left = list(bytes_per_s.values())
     rates = [0.0] * len(flows)
+    vias = [tuple({names[via] for via in flow.via}) for flow in flows]
     for level in sorted({flow.level for flow in flows}):
         chosen = [number for number, flow in enumerate(flows) if flow.level == level]
-        vias = [tuple({names[via] for via in flows[number].via}) for number in chosen]
         caps = [flows[number].cap_bytes_per_s for number in chosen]
-        found = filled(vias, caps, [1] * len(chosen), left)
-        for number, via, rate in zip(chosen, vias, found, strict=True):
+        found = filled([vias[number] for number in chosen], caps, [1] * len(chosen), left)
+        for number, rate in zip(chosen, found, strict=True):
             rates[number] = rate
-            for item in via:
+            for item in vias[number]:
                 left[item] = max(left[item] - rate, 0.0)
     return rates
 
@@ -349,12 +252,34 @@ def filled(
     return rates
 
 
+@dataclass
+class _Class:
+    """Flows with the same resources and cap, which always have the same rate.
+
+    Attributes:
+        via: Numbers of the resources.
+        cap_bytes_per_s: Of each flow.
+        served_bytes: How much each of its flows could have moved since it was last without any.
+        ends: Heap of (`served_bytes` when the flow will be done, flow).
+        rate: Bytes per second of each flow now.
+        times: When the rate changed.
+        rates: To what it changed then.
+    """
+
+    via: tuple[int, ...]
+    cap_bytes_per_s: float
+    served_bytes: float = 0.0
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    rate: float = 0.0
+    times: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+
 class Fluid:
     """Flows that share resources max-min fairly while time passes.
 
-    Flows with the same resources and cap always have the same rate; such a class counts how much
-    each of its flows could have moved since the beginning, so that an event costs as much as there
-    are classes, however many flows there are.
+    Flows are counted by class, so that an event costs as much as there are classes, however many
+    flows there are.
 
     Args:
         capacities: Bytes per second by resource number.
@@ -363,17 +288,11 @@ class Fluid:
     def __init__(self, capacities: Sequence[float]) -> None:
         self.now_seconds = 0.0
         self._capacities = list(capacities)
-        self._classes: dict[tuple[tuple[int, ...], float], int] = {}
-        self._vias: list[tuple[int, ...]] = []
-        self._caps: list[float] = []
-        self._counts: list[int] = []
-        self._served: list[float] = []
-        # Per class, a heap of (served when the flow will be done, flow).
-        self._ends: list[list[tuple[float, int]]] = []
-        self._rates: list[float] = []
-        self._histories: list[tuple[list[float], list[float]]] = []
+        self._numbers: dict[tuple[tuple[int, ...], float], int] = {}
+        self._classes: list[_Class] = []
         self._active: set[int] = set()
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[float]] = {}
+        self._known: dict[tuple[tuple[int, int], ...], list[float]] = {}
+        # Of each flow its class, begin and end.
         self._lives: dict[int, tuple[int, float, float]] = {}
 
     def add(self, flow: int, via: tuple[int, ...], cap_bytes_per_s: float, size: float) -> None:
@@ -381,55 +300,45 @@ class Fluid:
 
         Call `share` after the last one that begins now.
         """
-        key = (via, cap_bytes_per_s)
-        number = self._classes.get(key)
-        if number is None:
-            number = self._classes[key] = len(self._vias)
-            self._vias.append(via)
-            self._caps.append(cap_bytes_per_s)
-            self._counts.append(0)
-            self._served.append(0.0)
-            self._ends.append([])
-            self._rates.append(0.0)
-            self._histories.append(([], []))
-        if not self._counts[number]:
-            self._served[number] = 0.0
+        number = self._numbers.setdefault((via, cap_bytes_per_s), len(self._classes))
+        if number == len(self._classes):
+            self._classes.append(_Class(via, cap_bytes_per_s))
+        kind = self._classes[number]
+        if not kind.ends:
+            kind.served_bytes = 0.0
             self._active.add(number)
-        heapq.heappush(self._ends[number], (self._served[number] + size, flow))
-        self._counts[number] += 1
+        heapq.heappush(kind.ends, (kind.served_bytes + size, flow))
         self._lives[flow] = (number, self.now_seconds, math.inf)
 
     def share(self) -> None:
         """Share the bandwidth anew among the flows that are there now."""
         active = sorted(self._active)
-        counts = tuple(self._counts[number] for number in active)
-        key = (tuple(active), counts)
+        kinds = [self._classes[number] for number in active]
+        counts = [len(kind.ends) for kind in kinds]
+        key = tuple(zip(active, counts, strict=True))
         rates = self._known.get(key)
         if rates is None:
-            vias = [self._vias[number] for number in active]
-            caps = [self._caps[number] for number in active]
+            vias, caps = [kind.via for kind in kinds], [kind.cap_bytes_per_s for kind in kinds]
             rates = filled(vias, caps, counts, self._capacities)
             if len(self._known) > _REMEMBERED:
                 self._known.clear()
             self._known[key] = rates
-        for number, rate in zip(active, rates, strict=True):
-            if rate != self._rates[number]:
-                self._rates[number] = rate
-                times, values = self._histories[number]
-                if times and times[-1] == self.now_seconds:
-                    values[-1] = rate
+        for kind, rate in zip(kinds, rates, strict=True):
+            if rate != kind.rate:
+                kind.rate = rate
+                if kind.times and kind.times[-1] == self.now_seconds:
+                    kind.rates[-1] = rate
                 else:
-                    times.append(self.now_seconds)
-                    values.append(rate)
+                    kind.times.append(self.now_seconds)
+                    kind.rates.append(rate)
 
     def next_end(self) -> float:
         """End of the next flow to end if none begins before; infinite without flows."""
         soonest = math.inf
         for number in self._active:
-            rate = self._rates[number]
-            if rate:
-                left = (self._ends[number][0][0] - self._served[number]) / rate
-                soonest = min(soonest, left)
+            kind = self._classes[number]
+            if kind.rate:
+                soonest = min(soonest, (kind.ends[0][0] - kind.served_bytes) / kind.rate)
         return self.now_seconds + max(soonest, 0.0)
 
     def advance(self, now_seconds: float) -> list[int]:
@@ -441,34 +350,30 @@ class Fluid:
         self.now_seconds = now_seconds
         done: list[int] = []
         for number in sorted(self._active):
-            ends, rate = self._ends[number], self._rates[number]
-            self._served[number] += rate * elapsed
+            kind = self._classes[number]
+            kind.served_bytes += kind.rate * elapsed
             # What rounding leaves of a flow is done too, or time would stand still.
-            reached = self._served[number] * (1 + _NOTHING) + rate * now_seconds * 1e-15
-            while ends and ends[0][0] <= reached:
-                flow = heapq.heappop(ends)[1]
-                self._counts[number] -= 1
+            reached = kind.served_bytes * (1 + _NOTHING) + kind.rate * now_seconds * 1e-15
+            while kind.ends and kind.ends[0][0] <= reached:
+                flow = heapq.heappop(kind.ends)[1]
                 self._lives[flow] = (number, self._lives[flow][1], now_seconds)
                 done.append(flow)
-            if not ends:
+            if not kind.ends:
                 self._active.discard(number)
                 # Whoever begins next finds no rate left over from these.
-                self._rates[number] = 0.0
-                times, values = self._histories[number]
-                if times and times[-1] < self.now_seconds:
-                    times.append(self.now_seconds)
-                    values.append(0.0)
+                kind.rate = 0.0
+                if kind.times and kind.times[-1] < now_seconds:
+                    kind.times.append(now_seconds)
+                    kind.rates.append(0.0)
         return done
 
     def profile(self, flow: int) -> tuple[Segment, ...]:
         """Rate of a flow over time, from its beginning to its end."""
         number, start, end = self._lives[flow]
-        times, values = self._histories[number]
+        times, rates = self._classes[number].times, self._classes[number].rates
         found: list[Segment] = []
-        at = bisect_right(times, start) - 1
-        while at < len(times) and times[at] < end:
+        for at in range(bisect_right(times, start) - 1, bisect_left(times, end)):
             until = times[at + 1] if at + 1 < len(times) else math.inf
-            if values[at] and min(until, end) > max(times[at], start):
-                found.append((max(times[at], start), min(until, end), values[at]))
-            at += 1
+            if rates[at] and min(until, end) > max(times[at], start):
+                found.append((max(times[at], start), min(until, end), rates[at]))
         return tuple(found)

@@ -1,195 +1,45 @@
 """Simulation of a cluster's scheduler, event by event.
 
-`Scheduler` decides when the queue is looked at and in what order: main pass, backfill pass,
-preemption, ages. `Queue` is what ``squeue`` shows at one moment.
+from outlast.cluster.simulate import SLURM, Simulation
+simulation = Simulation(10_000, backfill="conservative", scheduler=SLURM, workload=jobs)
+simulation.run()
+waits = simulation.starts() - jobs.submit_seconds
+
+`Queue` is what ``squeue`` shows at one moment, of a simulation, of a log or of the live cluster;
+`forward` lets a simulation go on from there.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from outlast.cluster.simulate.backfill import (
-    ConservativeBackfill,
-    EasyBackfill,
-    NamedBackfill,
-    shadow_of,
-    start_in_order,
-)
-from outlast.cluster.simulate.state import (
+from outlast.cluster.scheduler import (
     IDEAL,
     NEVER,
+    SLURM,
     WAITING,
     Reason,
+    Scheduler,
     SchedulerState,
     Settings,
     State,
+    shadow_of,
 )
 from outlast.cluster.workload import Array, Integers, Workload
 from outlast.errors import ClusterError
 
+__all__ = ["IDEAL", "SLURM", "Driver", "Queue", "Settings", "Simulation", "forecast_start"]
 
-class Failures:
-    """Independent failures of equal nodes at a constant rate, and exponential repairs."""
-
-    def __init__(self, state: SchedulerState, seed: int) -> None:
-        self._state = state
-        self._source = np.random.default_rng(seed)
-
-    def next_failure(self) -> float:
-        """Time of the next failure among the nodes that are up, if nothing changes before."""
-        rate = self._state.scheduler.node_failures_per_second * self._state.up
-        return self._state.now + float(self._source.exponential(1 / rate)) if rate else NEVER
-
-    def repaired(self) -> float:
-        """Time at which the node that fails now is back."""
-        mean = self._state.scheduler.repair_seconds
-        return self._state.now + float(self._source.exponential(mean))
-
-    def victim(self) -> int | None:
-        """Job on the node that fails now; None if that node is free."""
-        state = self._state
-        node = int(self._source.integers(state.up)) - state.free
-        if node < 0:
-            return None
-        for _, job in state.running:
-            node -= state.need[job]
-            if node < 0:
-                return job
-        return None
+Backfill: TypeAlias = Literal["easy", "conservative"]
 
 
-def victims(state: SchedulerState, job: int) -> list[int]:
-    """Jobs of lower tiers whose nodes, with the free ones, are enough for `job`.
-
-    Lowest tier first, then lowest priority, then the youngest, as Slurm's preempt/partition_prio
-    with ``preempt_youngest_first``; empty where even all of them are not enough.
-    """
-    missing = state.need[job] - state.free
-    tier = state.tier[job]
-    lower = [
-        running
-        for _, running in state.running
-        if state.tier[running] < tier and state.job_state[running] == "running"
-    ]
-    lower.sort(key=lambda item: (state.tier[item], state.priority[item], -state.start[item], item))
-    chosen = []
-    for running in lower:
-        if missing <= 0:
-            break
-        missing -= state.need[running]
-        chosen.append(running)
-    return chosen if missing <= 0 else []
-
-
-class Scheduler:
-    """Decides what starts, whenever something has changed.
-
-    Args:
-        state: What it knows and changes.
-        backfill: Of which kind.
-        preempt: Called for a running job that must give up its nodes at once.
-        wake: Called with the time at which `wake_up` is to be called.
-    """
-
-    def __init__(
-        self,
-        state: SchedulerState,
-        backfill: Literal["easy", "conservative"],
-        preempt: Callable[[int], None],
-        wake: Callable[[float], None],
-    ) -> None:
-        self._state = state
-        self._planner = _planner(backfill, state.scheduler.named_nodes)
-        self._preempt = preempt
-        self._wake = wake
-        self._interval = state.scheduler.backfill_interval_seconds
-        self._next_backfill = -NEVER
-        self._expected = self._due = False
-        self._next_reading = -NEVER
-
-    def wake_up(self) -> None:
-        """The next backfill pass is due."""
-        self._expected, self._due = False, True
-
-    def window_seconds(self, nodes: int) -> float:
-        """Longest limit with which a job, put last into the queue, would start now; 0 if none."""
-        return self._planner.window_seconds(self._state, nodes)
-
-    def starts(self, arrived: list[int], disturbed: bool) -> list[int]:
-        """Jobs that start now, in order; they leave the queue and hold their nodes.
-
-        Args:
-            arrived: Jobs new in the queue since the last call.
-            disturbed: Whether nodes, limits or the order changed since.
-        """
-        state, settings = self._state, self._state.scheduler
-        if settings.age_weight and state.now >= self._next_reading:
-            self._next_reading = state.now + settings.priority_seconds
-            disturbed |= state.reorder()
-        if not (arrived or disturbed) or not state.pending:
-            if disturbed:
-                self._planner.disturb()
-            return []
-        started = [] if settings.preemption == "off" else self._start_by_tier()
-        if disturbed or started:
-            self._planner.disturb()
-        if not state.pending:
-            return started
-        if self._interval:
-            return started + self._start_by_interval()
-        return started + self._planner.starts(state, arrived)
-
-    def _start_by_interval(self) -> list[int]:
-        """Jobs at the front start at every event, others when the next backfill pass is due."""
-        state, phase = self._state, self._state.scheduler.backfill_phase_seconds
-        if self._due or (phase is None and state.now >= self._next_backfill):
-            self._due = False
-            self._next_backfill = state.now + self._interval
-            self._planner.disturb()
-            return self._planner.starts(state, [])
-        started = start_in_order(state)
-        if state.pending and not self._expected:
-            self._expected = True
-            if phase is not None:
-                passed = math.ceil((state.now - phase) / self._interval)
-                self._next_backfill = max(state.now, phase + self._interval * passed)
-            self._wake(self._next_backfill)
-        return started
-
-    def _start_by_tier(self) -> list[int]:
-        """Start jobs at the front, on the nodes of lower tiers where too few are free."""
-        state = self._state
-        started: list[int] = []
-        while state.pending:
-            job = state.pending[0][3]
-            if state.need[job] > state.free:
-                losers = victims(state, job)
-                if not losers:
-                    break
-                for loser in losers:
-                    self._preempt(loser)
-            del state.pending[0]
-            state.begin(job)
-            started.append(job)
-        return started
-
-
-def _planner(backfill: str, named: bool) -> EasyBackfill | ConservativeBackfill:
-    if backfill not in ("easy", "conservative"):
-        raise ClusterError(f"backfill = {backfill!r} must be 'easy' or 'conservative'")
-    if backfill == "easy":
-        return EasyBackfill()
-    return NamedBackfill() if named else ConservativeBackfill()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Queue:
     """Running and pending jobs, as ``squeue`` shows them.
 
@@ -197,27 +47,47 @@ class Queue:
         now_seconds: The moment, on the same clock as the ends.
         nodes: Nodes of the machine that are up, busy or free.
         running_nodes: (running,)
+        running_start_seconds: (running,) when each started.
         running_end_seconds: (running,) when each will have reached its limit.
+        running_jobs: (running,) their numbers; -1 where they are not known.
         pending_nodes: (pending,) in the order in which the scheduler takes them; only jobs that
             could start now, were there room (no dependency, no begin time ahead).
         pending_limit_seconds: (pending,)
-        pending_priority: (pending,) descending; a candidate without a priority comes last.
-        pending_age_seconds: (pending,) since each could have started.
-        running_start_seconds: (running,) when each started, where that is known.
-        running_jobs: (running,) their numbers, where they are known; pending_jobs likewise.
+        pending_jobs: (pending,) their numbers; -1 where they are not known.
     """
 
     now_seconds: float
     nodes: int
     running_nodes: Integers
+    running_start_seconds: Array
     running_end_seconds: Array
+    running_jobs: Integers
     pending_nodes: Integers
     pending_limit_seconds: Array
-    pending_priority: Array
-    pending_age_seconds: Array
-    running_start_seconds: Array | None = None
-    running_jobs: Integers | None = None
-    pending_jobs: Integers | None = None
+    pending_jobs: Integers
+
+    @classmethod
+    def of_jobs(
+        cls,
+        now_seconds: float,
+        nodes: int,
+        running: Sequence[tuple[int, float, float, int]],
+        pending: Sequence[tuple[int, float, int]],
+    ) -> Queue:
+        """A queue of rows.
+
+        Args:
+            now_seconds: The moment.
+            nodes: That are up.
+            running: Nodes, start, end by the limit and number of each job.
+            pending: Nodes, limit and number of each job.
+        """
+        held, starts, ends, numbers = zip(*running, strict=True) if running else ((),) * 4
+        wanted, limits, waiting = zip(*pending, strict=True) if pending else ((),) * 3
+        whole, real = np.int64, np.float64
+        runs = (np.array(held, whole), np.array(starts, real), np.array(ends, real))
+        waits = (np.array(wanted, whole), np.array(limits, real), np.array(waiting, whole))
+        return cls(now_seconds, nodes, *runs, np.array(numbers, whole), *waits)
 
     @property
     def free_nodes(self) -> int:
@@ -225,50 +95,19 @@ class Queue:
         return max(0, self.nodes - int(self.running_nodes.sum()))
 
 
-def queue_of(state: SchedulerState) -> Queue:
-    """Present queue of a simulation."""
-    pending = [entry[3] for entry in state.pending]
-    running = [job for _, job in state.running]
-    return Queue(
-        now_seconds=state.now,
-        nodes=state.up,
-        running_nodes=np.array([state.need[job] for job in running], np.int64),
-        running_end_seconds=np.array([state.release[job] for job in running], np.float64),
-        pending_nodes=np.array([state.need[job] for job in pending], np.int64),
-        pending_limit_seconds=np.array([state.limit[job] for job in pending], np.float64),
-        pending_priority=np.array([state.priority_now(job) for job in pending], np.float64),
-        pending_age_seconds=np.array([state.now - state.since(job) for job in pending], np.float64),
-        running_start_seconds=np.array([state.start[job] for job in running], np.float64),
-        running_jobs=np.array(running, np.int64),
-        pending_jobs=np.array(pending, np.int64),
-    )
-
-
 def forecast_start(
-    queue: Queue,
-    nodes: int,
-    limit_seconds: float,
-    *,
-    backfill: Literal["easy", "conservative"] = "easy",
-    scheduler: Settings = IDEAL,
-    priority: float | None = None,
-    running_end_seconds: Array | None = None,
-    pending_run_seconds: Array | None = None,
+    queue: Queue, nodes: int, limit_seconds: float, *, backfill: Backfill = "easy"
 ) -> float:
-    """Start of a job submitted now, if no other came after it.
+    """Start of a job submitted now, behind all that are pending, if no other came after it.
 
-    Simulates the queue forward. Without the last two arguments every job uses its whole limit,
-    which is what the scheduler itself believes.
+    Simulates the queue forward. Every job uses its whole limit, which is what the scheduler itself
+    believes.
 
     Args:
         queue: What is running and pending.
         nodes: That the job asks for.
         limit_seconds: That the job asks for.
         backfill: Kind of the scheduler.
-        scheduler: Its configuration; ages and failures play no part.
-        priority: The job's; None for behind all that are pending.
-        running_end_seconds: (running,) when each running job really ends, at most its limit.
-        pending_run_seconds: (pending,) how long each pending job really runs.
 
     Returns:
         Seconds on the queue's clock, at least `queue.now_seconds`.
@@ -278,32 +117,28 @@ def forecast_start(
     """
     if nodes > queue.nodes:
         raise ClusterError(f"nodes = {nodes} is more than the {queue.nodes} that are up")
-    simulation, before = forward(
-        queue, backfill, scheduler, running_end_seconds, pending_run_seconds
-    )
-    rank = (
-        len(queue.pending_nodes)
-        if priority is None
-        else int(np.searchsorted(-queue.pending_priority, -priority, side="right"))
-    )
-    job = simulation.submit(nodes, limit_seconds, limit_seconds, priority=before - rank + 0.5)
-    return simulation.run_until_start(job)
+    simulation = forward(queue, backfill)
+    return simulation.run_until_start(simulation.submit(nodes, limit_seconds, limit_seconds))
 
 
 def forward(
     queue: Queue,
-    backfill: Literal["easy", "conservative"],
-    scheduler: Settings,
-    running_end_seconds: Array | None,
-    pending_run_seconds: Array | None,
-) -> tuple[Simulation, int]:
-    """A simulation in the queue's state, and the priority of its first pending job."""
-    from dataclasses import replace
+    backfill: Backfill,
+    running_end_seconds: Array | None = None,
+    pending_run_seconds: Array | None = None,
+) -> Simulation:
+    """A simulation in the queue's state, on a scheduler without ages and failures.
 
-    still = replace(
-        scheduler, age_weight=0.0, size_weight=0.0, preemption="off", node_failures_per_second=0.0
-    )
-    simulation = Simulation(queue.nodes, backfill=backfill, scheduler=still, now=queue.now_seconds)
+    The first pending job has as its priority the number of those that are pending, the last one 1,
+    and a job that is submitted without a priority comes after them.
+
+    Args:
+        queue: What is running and pending.
+        backfill: Kind of the scheduler.
+        running_end_seconds: (running,) when each running job really ends; None: at its limit.
+        pending_run_seconds: (pending,) how long each pending job really runs; None: its limit.
+    """
+    simulation = Simulation(queue.nodes, backfill=backfill, now=queue.now_seconds)
     limits = queue.running_end_seconds
     ends = limits if running_end_seconds is None else running_end_seconds
     for nodes, limit, end in zip(
@@ -311,17 +146,11 @@ def forward(
     ):
         simulation.place(nodes, limit, end)
     runs = queue.pending_limit_seconds if pending_run_seconds is None else pending_run_seconds
-    before = len(queue.pending_nodes)
-    for rank, (nodes, limit, run) in enumerate(
-        zip(
-            queue.pending_nodes.tolist(),
-            queue.pending_limit_seconds.tolist(),
-            runs.tolist(),
-            strict=True,
-        )
-    ):
-        simulation.submit(nodes, limit, run, priority=before - rank)
-    return simulation, before
+    columns = (queue.pending_nodes, queue.pending_limit_seconds, runs)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for rank, (nodes, limit, run) in enumerate(rows):
+        simulation.submit(nodes, limit, run, priority=len(queue.pending_nodes) - rank)
+    return simulation
 
 
 # Kinds of events, in the order in which those of one moment happen.
@@ -329,13 +158,11 @@ _END, _FREE, _REPAIR, _FAIL, _BEGIN, _SUBMIT, _PASS = range(7)
 
 
 class Driver(Protocol):
-    """A policy: told of events, acts through the simulation.
+    """A policy: told of events, acts through the simulation."""
 
-    Attributes:
-        wants_ticks: Whether `tick` is called.
-    """
-
-    wants_ticks: bool
+    @property
+    def wants_ticks(self) -> bool:
+        """True if `tick` is called."""
 
     def started(self, simulation: Simulation, job: int) -> None:
         """A job got its nodes."""
@@ -368,7 +195,7 @@ class Simulation:
         self,
         nodes: int,
         *,
-        backfill: Literal["easy", "conservative"] = "easy",
+        backfill: Backfill = "easy",
         scheduler: Settings = IDEAL,
         workload: Workload | None = None,
         seed: int = 0,
@@ -381,31 +208,29 @@ class Simulation:
         self.scheduler = scheduler
         self._state = SchedulerState(nodes, scheduler, now)
         self._scheduler = Scheduler(self._state, backfill, self._preempt, self._wake)
-        self._failures = Failures(self._state, seed)
+        self._source = np.random.default_rng(seed)
         self._driver: Driver | None = None
         self._agenda: list[tuple[float, int, int]] = []
         self._arrivals: list[float] = []
         self._next_arrival = 0
         self._arrived: list[int] = []
         self._disturbed = False
-        self._owner: dict[int, str] = {}
         self._followers: dict[int, list[int]] = {}
         self._dependent: set[int] = set()
         self._notices: deque[tuple[int, Reason | None]] = deque()
         self._ended = 0
-        if workload is not None:
-            state, count = self._state, len(workload)
-            if count and int(workload.nodes.max()) > self.nodes:
-                raise ClusterError(
-                    f"the workload has a job of {workload.nodes.max()} nodes, "
-                    f"the machine {self.nodes}"
-                )
-            state.fill(workload)
+        if workload is not None and len(workload):
+            most, none = int(workload.nodes.max()), np.zeros(len(workload))
+            if most > nodes:
+                raise ClusterError(f"the workload has a job of {most} nodes, the machine {nodes}")
+            priority = none if workload.priority is None else workload.priority
+            tier = none.astype(np.int64) if workload.tier is None else workload.tier
+            columns = (workload.nodes, workload.limit_seconds, workload.run_seconds, priority, tier)
+            self._state.add(zip(*(column.tolist() for column in columns), strict=True))
             self._arrivals = workload.submit_seconds.tolist()
-            if count:
-                state.now = self._arrivals[0]
+            self._state.now = self._arrivals[0]
         if scheduler.node_failures_per_second:
-            self._agenda.append((self._failures.next_failure(), _FAIL, -1))
+            self._expect_failure()
 
     @property
     def now(self) -> float:
@@ -425,7 +250,6 @@ class Simulation:
         *,
         at: float | None = None,
         after: int | None = None,
-        owner: str = "",
         priority: float = 0.0,
         tier: int = 0,
     ) -> int:
@@ -437,7 +261,6 @@ class Simulation:
             run_seconds: Its program ends by itself after these.
             at: When it is submitted; None or a past time for now.
             after: It cannot start before this job has ended in whatever way (``afterany``).
-            owner: Whose it is, for the caller.
             priority: The site's part of it.
             tier: Priority tier of its partition: goes before every priority, and may preempt.
 
@@ -450,9 +273,7 @@ class Simulation:
             raise ClusterError(f"limit_seconds = {limit_seconds:g} must be above 0")
         if after is not None and not 0 <= after < len(self._state.need):
             raise ClusterError(f"after = {after} is no job")
-        job = self._state.add(nodes, limit_seconds, max(0.0, run_seconds), priority, tier)
-        if owner:
-            self._owner[job] = owner
+        job = self._state.add([(nodes, limit_seconds, max(0.0, run_seconds), priority, tier)])
         if after is not None and self._unfinished(after):
             self._followers.setdefault(after, []).append(job)
             self._dependent.add(job)
@@ -465,7 +286,7 @@ class Simulation:
     def place(self, nodes: int, end_by_limit_seconds: float, end_seconds: float) -> int:
         """Add a job that runs already, with what is left of its limit and of its work."""
         limit = max(end_by_limit_seconds - self.now, 0.0)
-        job = self._state.add(nodes, limit, max(end_seconds - self.now, 0.0), 0.0, 0)
+        job = self._state.add([(nodes, limit, max(end_seconds - self.now, 0.0), 0.0, 0)])
         self._state.submitted[job] = self._state.eligible[job] = self.now
         heapq.heappush(self._agenda, (self._state.begin(job), _END, job))
         return job
@@ -518,18 +339,6 @@ class Simulation:
         """Longest limit with which a job, put last into the queue, would start now; 0 if none."""
         return self._scheduler.window_seconds(nodes)
 
-    def nodes_of(self, job: int) -> int:
-        """Nodes that the job asked for."""
-        return self._state.need[job]
-
-    def limit_of(self, job: int) -> float:
-        """Seconds that the job may run."""
-        return self._state.limit[job]
-
-    def owner_of(self, job: int) -> str:
-        """Whose job it is."""
-        return self._owner.get(job, "")
-
     def start_of(self, job: int) -> float:
         """Its last start; inf before."""
         return self._state.start[job]
@@ -542,25 +351,20 @@ class Simulation:
         """Its state."""
         return self._state.job_state[job]
 
-    def starts(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def starts(self) -> Array:
         """Last start of each job, (jobs,); inf where it has not started."""
         return np.array(self._state.start, np.float64)
 
-    def ends(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def ends(self) -> Array:
         """End of each job, (jobs,); inf where it has not ended."""
-        unfinished = [
-            job_state in WAITING or job_state == "running" for job_state in self._state.job_state
-        ]
+        unfinished = list(map(self._unfinished, range(len(self._state.end))))
         return np.where(unfinished, NEVER, np.array(self._state.end, np.float64))
 
     def run(self, until: float = NEVER, driver: Driver | None = None) -> None:
         """Go on until a time, or until every job has ended or none can start any more."""
         self._driver = driver
         self._settle()
-        while True:
-            coming = self._coming()
-            if coming > until or coming == NEVER:
-                break
+        while (coming := self._coming()) <= until and coming < NEVER:
             if until == NEVER and self._ended == len(self._state.need):
                 break
             self._step(coming)
@@ -577,7 +381,13 @@ class Simulation:
 
     def snapshot(self) -> Queue:
         """The present queue."""
-        return queue_of(self._state)
+        state = self._state
+        return Queue.of_jobs(
+            self.now,
+            state.up,
+            [(state.need[job], state.start[job], end, job) for end, job in state.running],
+            [(state.need[entry[3]], state.limit[entry[3]], entry[3]) for entry in state.pending],
+        )
 
     def _unfinished(self, job: int) -> bool:
         job_state = self._state.job_state[job]
@@ -598,8 +408,24 @@ class Simulation:
             if kind == _END:
                 if state.job_state[job] == "running" and state.end[job] == time:
                     self._finish(job, "done" if state.run[job] <= state.limit[job] else "limit")
+            elif kind in (_SUBMIT, _BEGIN):
+                # Neither where it was cancelled before.
+                if state.job_state[job] == "future":
+                    self._admit(job)
+                elif state.job_state[job] == "held":
+                    self._enqueue(job)
+            elif kind == _FREE:
+                state.let_go(job)
+                self._disturbed = True
+            elif kind == _REPAIR:
+                state.up += 1
+                state.free += 1
+                self._disturbed = True
+            elif kind == _FAIL:
+                self._fail_a_node()
             else:
-                self._happen(kind, job)
+                self._scheduler.wake_up()
+                self._disturbed = True
         while self._next_arrival < len(arrivals) and arrivals[self._next_arrival] <= now:
             job = self._next_arrival
             self._next_arrival += 1
@@ -607,38 +433,31 @@ class Simulation:
                 self._admit(job)
         self._settle()
 
-    def _happen(self, kind: int, job: int) -> None:
-        state = self._state
-        if kind == _SUBMIT:
-            if state.job_state[job] == "future":
-                self._admit(job)
-        elif kind == _BEGIN:
-            if state.job_state[job] == "held":
-                self._enqueue(job)
-        elif kind == _FREE:
-            state.let_go(job)
-            self._disturbed = True
-        elif kind == _REPAIR:
-            state.up += 1
-            state.free += 1
-            self._disturbed = True
-        elif kind == _FAIL:
-            self._fail_a_node()
-        else:
-            self._scheduler.wake_up()
-            self._disturbed = True
+    def _expect_failure(self) -> None:
+        """Draw the next failure among the nodes that are up, if nothing changes before."""
+        rate = self.scheduler.node_failures_per_second * self._state.up
+        at = self.now + float(self._source.exponential(1 / rate)) if rate else NEVER
+        heapq.heappush(self._agenda, (at, _FAIL, -1))
 
     def _fail_a_node(self) -> None:
-        state, failures = self._state, self._failures
-        victim = failures.victim()
+        state = self._state
+        # Of the nodes that are up, free ones come first, then those of each running job.
+        node = int(self._source.integers(state.up)) - state.free
+        victim = None
+        for _, job in state.running if node >= 0 else ():
+            node -= state.need[job]
+            if node < 0:
+                victim = job
+                break
         if victim is not None and state.job_state[victim] == "running":
             self._stop(victim, "failed", again=self.scheduler.after_failure == "requeue")
         if state.free:  # a node that is still completing its last job fails unseen
             state.free -= 1
             state.up -= 1
-            heapq.heappush(self._agenda, (failures.repaired(), _REPAIR, -1))
+            back = self.now + float(self._source.exponential(self.scheduler.repair_seconds))
+            heapq.heappush(self._agenda, (back, _REPAIR, -1))
             self._disturbed = True
-        heapq.heappush(self._agenda, (failures.next_failure(), _FAIL, -1))
+        self._expect_failure()
 
     def _admit(self, job: int) -> None:
         """Submission: into the queue, unless another job must end first."""

@@ -4,8 +4,9 @@ RUN/chain/
   chain.json         the plan, written once; `outlast cluster adopt` writes it too
   job.toml           the job of all links, with the overrides of the submission
   journal.jsonl      the journal, see below
-  fence.json         the link that may write, see `outlast.cluster.chain.fence`
-  clock.json         time left to the running link, see `outlast.cluster.chain.stopping`
+  fence.json         the link that may write, see `outlast.cluster.fence`
+  clock.json         time left to the running link, see `outlast.cluster.stopping`
+  progress.json      steps that a program other than ``outlast train`` says that it has saved
   handover           asks a running filler to save and end, since the link has started
   stop               asks the running link to save and end the chain
   link-N.sbatch      the scripts
@@ -45,6 +46,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +54,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.errors import ClusterError
 from outlast.records.directory import replace_file
-from outlast.records.lease import check_lease
+from outlast.records.lease import check_lease, json_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,60 +63,26 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class ChainFiles:
-    """Paths of a chain's files, in the folder `path`."""
+    """Paths of a chain's files, in the folder `path` of a run; see the module."""
 
     path: Path
 
-    @property
-    def plan(self) -> Path:
-        """The settings of the chain."""
-        return self.path / "chain.json"
+    def __post_init__(self) -> None:
+        self.run = self.path.parent
+        self.plan = self.path / "chain.json"
+        self.job = self.path / "job.toml"
+        self.journal = self.path / "journal.jsonl"
+        self.fence = self.path / "fence.json"
+        self.clock = self.path / "clock.json"
+        self.handover = self.path / "handover"
+        self.stop = self.path / "stop"
+        self.progress = self.path / "progress.json"
 
-    @property
-    def job(self) -> Path:
-        """The job of all links."""
-        return self.path / "job.toml"
-
-    @property
-    def journal(self) -> Path:
-        """The log of events."""
-        return self.path / "journal.jsonl"
-
-    @property
-    def fence(self) -> Path:
-        """The link that may write."""
-        return self.path / "fence.json"
-
-    @property
-    def clock(self) -> Path:
-        """Time left to the running link."""
-        return self.path / "clock.json"
-
-    @property
-    def stop(self) -> Path:
-        """There when the running link shall save and the chain end."""
-        return self.path / "stop"
-
-    @property
-    def handover(self) -> Path:
-        """There when a link has started and waits for the filler to save and end."""
-        return self.path / "handover"
-
-    @property
-    def progress(self) -> Path:
-        """Steps that a program other than ``outlast train`` says that it has saved."""
-        return self.path / "progress.json"
-
-    @property
-    def run(self) -> Path:
-        """The run directory."""
-        return self.path.parent
-
-    def script(self, number: int) -> Path:
-        """The batch script of link `number`, from 1."""
-        return self.path / f"link-{number}.sbatch"
+    def script(self, number: int, *, filler: bool = False) -> Path:
+        """The batch script of link `number`, from 1, or of a filler that trains while it waits."""
+        return self.path / f"{'filler' if filler else 'link'}-{number}.sbatch"
 
 
 @dataclass(frozen=True)
@@ -137,7 +105,7 @@ class ChainPlan:
         restart_seconds: From the beginning of a link to its first step, measured or assumed.
         save_seconds: Of one save, measured or assumed; what the first links go by.
         chooses: Whether each link's time limit is chosen as it is submitted; `limit_seconds` is the
-            longest then. See `outlast.cluster.chain.choosing`.
+            longest then. See `outlast.cluster.choosing`.
         sizes: Node counts that are chosen from, too; none: the nodes are those of `nodes`.
         reason: Why a link that was chosen is as it is.
         work_seconds: Training that was said to be left when the chain was submitted, on the first
@@ -190,9 +158,16 @@ class ChainPlan:
         links = self.links - self.first_number + number if self.links else 0
         return dataclasses.replace(self, first_number=number, links=links)
 
-    def shaped(self, nodes: int, limit_seconds: float) -> ChainPlan:
-        """The plan as one link sees it that was submitted with other nodes and another limit."""
-        return dataclasses.replace(self, nodes=(nodes,), limit_seconds=limit_seconds)
+    def shaped(self, nodes: int, limit_seconds: float, *, filler: bool = False) -> ChainPlan:
+        """The plan as one link sees it that was submitted with other nodes and another limit.
+
+        Args:
+            nodes: Of the link.
+            limit_seconds: Of the link.
+            filler: Whether it is a filler, which no other filler trains for.
+        """
+        changes: dict[str, Any] = {"kind": "filler", "filler_nodes": ()} if filler else {}
+        return dataclasses.replace(self, nodes=(nodes,), limit_seconds=limit_seconds, **changes)
 
     def usable_seconds(self) -> float | None:
         """Longest that a link runs, by its limit and by ``slurm.link_seconds``; None: not known."""
@@ -252,13 +227,12 @@ def note(files: ChainFiles, kind: str, **fields: Any) -> Entry:
     Raises:
         ClusterError: The journal cannot be written.
     """
-    entry: Entry = {"time": time.time(), "kind": kind, **fields}
-    finite = {
+    entry = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in entry.items()
+        for name, value in {"time": time.time(), "kind": kind, **fields}.items()
     }
     # A torn line of somebody who died is closed by the line end at the beginning.
-    line = ("\n" + json.dumps(finite) + "\n").encode()
+    line = ("\n" + json.dumps(entry) + "\n").encode()
     try:
         descriptor = os.open(files.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -268,7 +242,7 @@ def note(files: ChainFiles, kind: str, **fields: Any) -> Entry:
             os.close(descriptor)
     except OSError as error:
         raise ClusterError(f"{files.journal} cannot be written: {error.strerror}") from None
-    return finite
+    return entry
 
 
 def note_or_print(files: ChainFiles, kind: str, **fields: Any) -> None:
@@ -302,20 +276,20 @@ def entries(files: ChainFiles) -> list[Entry]:
     return found
 
 
-def of_kind(journal: Sequence[Entry], kind: str) -> list[Entry]:
-    """Entries of one kind."""
-    return [entry for entry in journal if entry["kind"] == kind]
+def of_kind(journal: Sequence[Entry], *kinds: str) -> list[Entry]:
+    """Entries of some kinds."""
+    return [entry for entry in journal if entry["kind"] in kinds]
+
+
+def by_job(journal: Sequence[Entry], kind: str) -> dict[str, Entry]:
+    """The newest entry of a kind about each job, by its number."""
+    return {str(entry["job"]): entry for entry in of_kind(journal, kind)}
 
 
 def finished(journal: Sequence[Entry]) -> Entry | None:
     """Outcome of the chain; None while it runs, also after it was resumed."""
-    found = None
-    for entry in journal:
-        if entry["kind"] == "finished":
-            found = entry
-        elif entry["kind"] == "resumed":
-            found = None
-    return found
+    ends = of_kind(journal, "finished", "resumed")
+    return ends[-1] if ends and ends[-1]["kind"] == "finished" else None
 
 
 def since_resumed(journal: Sequence[Entry]) -> list[Entry]:
@@ -331,7 +305,12 @@ def is_filler(entry: Entry) -> bool:
 
 def submitted_jobs(journal: Sequence[Entry]) -> list[str]:
     """Numbers of all jobs that were submitted for the chain, oldest first."""
-    return [str(entry["job"]) for entry in journal if entry["kind"] == "submitted"]
+    return [str(entry["job"]) for entry in of_kind(journal, "submitted")]
+
+
+def links_submitted(journal: Sequence[Entry]) -> list[Entry]:
+    """Entries of the links that were submitted, without fillers, oldest first."""
+    return [entry for entry in of_kind(journal, "submitted") if not is_filler(entry)]
 
 
 def choice_words(journal: Sequence[Entry]) -> str:
@@ -343,22 +322,13 @@ def choice_words(journal: Sequence[Entry]) -> str:
     return f"link {found['number']}, job {found['job']}: {found['reason']}"
 
 
-def links_submitted(journal: Sequence[Entry]) -> list[Entry]:
-    """Entries of the links that were submitted, without fillers, oldest first."""
-    return [entry for entry in of_kind(journal, "submitted") if not is_filler(entry)]
-
-
-_SAVED = b'"kind": "checkpoint_saved"'
-_READY = b'"kind": "ready"'
-_STARTED = b'"kind": "attempt_started"'
-_STOPPING = b'"kind": "stop_requested"'
-_FAILED = b'"kind": "checkpoint_failed"'
-_ENDED = b'"kind": "attempt_ended"'
 COMPLETED = 'report_outcome("completed")'
-
 # A line begins with its envelope, the kind in it.
 _HEAD_BYTES = 60
-_WANTED = (_SAVED, _READY, _STARTED, _STOPPING, _FAILED, _ENDED)
+_WANTED = re.compile(
+    rb'"kind": "(?:checkpoint_saved|ready|attempt_started|stop_requested|checkpoint_failed|'
+    rb'attempt_ended)"'
+)
 
 
 @dataclass
@@ -400,7 +370,7 @@ class RunLog:
                     if not line.endswith(b"\n"):
                         break
                     self._offset += len(line)
-                    if any(kind in line[:_HEAD_BYTES] for kind in _WANTED):
+                    if _WANTED.search(line[:_HEAD_BYTES]):
                         self._take(line)
                         found = True
         except OSError:
@@ -450,10 +420,9 @@ def run_log(files: ChainFiles) -> RunLog:
 def reported_progress(files: ChainFiles) -> dict[str, Any]:
     """Content of the file written by `report_progress`; empty where it was never called."""
     try:
-        found = json.loads(files.progress.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json_object(files.progress.read_bytes())
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def write_progress(

@@ -23,21 +23,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from outlast.cluster.slurm.commands import SlurmUnreachableError
-from outlast.cluster.slurm.jobs import has_ended, is_waiting
+from outlast.cluster.slurm import has_ended, is_waiting
 from outlast.errors import ClusterError
+from outlast.records import lock
 from outlast.records.lease import lease_environment
-from outlast.records.lock import remove_lock_file
-from outlast.records.process import boot_identity, process_lives, started_seconds
+from outlast.records.process import process_lives
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,12 +74,14 @@ class FenceHeldError(ClusterError):
         holder: Who it is.
     """
 
-    def __init__(self, message: str, holder: Holder) -> None:
+    def __init__(self, holder: Holder) -> None:
         self.holder = holder
-        super().__init__(message)
+        super().__init__(
+            f"job {holder.job} on {holder.host} is writing this run; a second link does not"
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (FenceHeldError, (str(self), self.holder))
+        return (FenceHeldError, (self.holder,))
 
 
 class Fence:
@@ -93,10 +91,9 @@ class Fence:
         path: The fence file; its folder exists.
         job: Slurm's number of this link's job.
         job_state: The state of another job as one word, None where nobody knows it; raises
-            SlurmUnreachableError where Slurm gives no answer. A job that is being taken down is
-            COMPLETING.
-        wait_seconds: How long a live holder is waited for, which may be about to end; a function
-            is called with it at each look.
+            ClusterError where Slurm gives no answer. A job that is being taken down is COMPLETING.
+        wait_seconds: How long a live holder is waited for, which may be about to end; called with
+            it at each look.
     """
 
     def __init__(
@@ -105,15 +102,15 @@ class Fence:
         job: str,
         job_state: Callable[[str], str | None],
         *,
-        wait_seconds: float | Callable[[Holder], float] = WAIT_SECONDS,
-        stale_seconds: float = STALE_SECONDS,
+        wait_seconds: Callable[[Holder], float] = lambda holder: WAIT_SECONDS,
     ) -> None:
         self._path = path
         self._job_state = job_state
         self._wait_seconds = wait_seconds
-        self._stale_seconds = stale_seconds
         self.holder = this_process(job)
         self._beaten = 0.0
+        # When another's heartbeat was last seen to move, and its time then.
+        self._moved, self._seen = time.monotonic(), -1
 
     def acquire(self) -> Holder | None:
         """Take the fence.
@@ -125,7 +122,7 @@ class Fence:
             FenceHeldError: A live link holds it, and went on to do so for `wait_seconds`.
             ClusterError: The file cannot be written.
         """
-        begun, watched = time.monotonic(), _Watched()
+        begun = self._moved = time.monotonic()
         dead: Holder | None = None
         try:
             while True:
@@ -133,7 +130,7 @@ class Fence:
                     return dead
                 holder = read_holder(self._path)
                 passed = time.monotonic() - begun
-                if holder is None or not self._alive(holder, watched):
+                if holder is None or not self._alive(holder):
                     dead = holder or dead
                     if self._remove(holder):
                         continue
@@ -142,12 +139,8 @@ class Fence:
                             f"{self._path} of a dead link could not be removed in "
                             f"{_REMOVAL_SECONDS:g} s, since another process has locked it"
                         )
-                elif passed > self._patience(holder):
-                    raise FenceHeldError(
-                        f"job {holder.job} on {holder.host} is writing this run; a second link "
-                        "does not",
-                        holder,
-                    )
+                elif passed > self._wait_seconds(holder):
+                    raise FenceHeldError(holder)
                 time.sleep(_LOOK_SECONDS)
         except OSError as error:
             raise ClusterError(f"{self._path} cannot be written: {error.strerror}") from None
@@ -188,10 +181,6 @@ class Fence:
             if read_holder(self._path) == self.holder:
                 self._remove(self.holder)
 
-    def _patience(self, holder: Holder) -> float:
-        wait = self._wait_seconds
-        return wait(holder) if callable(wait) else wait
-
     def _create(self) -> bool:
         temporary = self._path.with_name(f".{self._path.name}.{self.holder.token}")
         with temporary.open("w", encoding="utf-8") as file:
@@ -209,42 +198,27 @@ class Fence:
 
     def _remove(self, holder: Holder | None) -> bool:
         """Remove the file if it still names `holder`; False where somebody else is at it."""
-        return remove_lock_file(self._path, lambda content, _: _parsed(content) == holder)
+        return lock.remove_lock_file(self._path, lambda content, _: _parsed(content) == holder)
 
-    def _alive(self, holder: Holder, watched: _Watched) -> bool:
+    def _alive(self, holder: Holder) -> bool:
         here = (holder.host, holder.boot) == (self.holder.host, self.holder.boot)
         if here and not process_lives(holder.process, holder.started):
             return False
         if holder.job == self.holder.job:
             # An earlier start of this job: Slurm starts it again only after its end.
             return False
-        unknown = False
-        try:
+        state = None
+        with contextlib.suppress(ClusterError):
             state = self._job_state(holder.job)
-        except (SlurmUnreachableError, ClusterError):
-            state, unknown = None, True
-        if state is not None and not unknown:
+        if state is not None:
             return not (has_ended(state) or is_waiting(state))
-        if here:
-            return True
-        return watched.unchanged_seconds(self._path) < self._stale_seconds
-
-
-class _Watched:
-    """For how long a file has not changed, by this process's own clock."""
-
-    def __init__(self) -> None:
-        self._seen: int | None = None
-        self._since = time.monotonic()
-
-    def unchanged_seconds(self, path: Path) -> float:
         try:
-            changed = path.stat().st_mtime_ns
+            changed = self._path.stat().st_mtime_ns
         except OSError:
-            return 0.0
+            return True
         if changed != self._seen:
-            self._seen, self._since = changed, time.monotonic()
-        return time.monotonic() - self._since
+            self._seen, self._moved = changed, time.monotonic()
+        return here or time.monotonic() - self._moved < STALE_SECONDS
 
 
 def read_holder(path: Path) -> Holder | None:
@@ -257,15 +231,8 @@ def read_holder(path: Path) -> Holder | None:
 
 def this_process(job: str) -> Holder:
     """This process as a holder."""
-    process = psutil.Process()
-    return Holder(
-        job,
-        socket.gethostname(),
-        boot_identity(),
-        process.pid,
-        started_seconds(process),
-        uuid.uuid4().hex,
-    )
+    me = lock.this_process()
+    return Holder(job, me["host"], me["boot"], me["pid"], me["started"], uuid.uuid4().hex)
 
 
 def _parsed(content: bytes) -> Holder | None:

@@ -17,6 +17,17 @@ answers, and where there is none, the machine's monotonic clock counts, which no
 is asked again now and then, since an administrator may change the limit of a running job. The
 signal before the limit is only the back-up: it comes up to a minute early, and 22.05 sends it for
 the batch process or for the steps, not for both.
+
+The checkpoint margin, or lead, is the time before the limit at which a link begins its last save. A
+link of remaining time ``W`` that begins its last save ``x`` before the end keeps ``W - x`` seconds
+of work with probability ``F(x)``, the share of saves that take at most ``x``. The best lead
+maximises ``(W - x) F(x)``, that is ``F(x) / f(x) = W - x`` (Barbut, Benoit, Herault, Robert and
+Vivien, "When to checkpoint at the end of a fixed-length reservation?", FTXS 2023).
+
+``F`` is not known but seen: the logarithms of save times are taken as normal with unknown mean and
+spread, and ``F`` is what they predict of one more save, a Student distribution. With few saves it
+is wide; what is believed of the spread before any was seen (`PRIOR_SPREAD`, as if from
+`PRIOR_SAVES` saves) keeps it from being absurdly so.
 """
 
 from __future__ import annotations
@@ -28,19 +39,20 @@ import os
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.files import ChainFiles, write_progress
-from outlast.cluster.slurm.commands import SlurmMissingError, SlurmUnreachableError
+from outlast.cluster.chain_files import ChainFiles, run_log, write_progress
 from outlast.errors import ClusterError
 from outlast.records.directory import replace_file
 from outlast.records.lease import is_of_another_job, leave_without_lease
 from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from outlast.cluster.chain_files import ChainPlan
 
 ASK_AGAIN_SECONDS = 30.0
 _ASK_SOONEST_SECONDS = 4.0
@@ -104,9 +116,7 @@ class LinkClock:
             return False
         before, self._limit_end = self._limit_end, self._monotonic() + answer
         self.source = "squeue"
-        if math.isinf(before) and math.isinf(self._limit_end):
-            return False
-        return not abs(before - self._limit_end) <= 1.0
+        return before != self._limit_end and not abs(before - self._limit_end) <= 1.0
 
 
 def known_left_seconds(
@@ -128,18 +138,6 @@ def known_left_seconds(
         return max(float(environment["SLURM_JOB_START_TIME"]) + limit_seconds - now, 0.0)
     passed = 0.0 if began is None else min(max(now - began, 0.0), limit_seconds)
     return limit_seconds - passed
-
-
-def asking(job: str, ask: Callable[[str], float | None]) -> Callable[[], float | None]:
-    """`ask` about `job`, whose failures of passing kind mean "not known now"."""
-
-    def answer() -> float | None:
-        try:
-            return ask(job)
-        except (SlurmMissingError, SlurmUnreachableError):
-            return None
-
-    return answer
 
 
 @dataclass(frozen=True)
@@ -190,19 +188,12 @@ class Countdown:
 
 def countdown(job: str, clock: LinkClock, lead_seconds: float, stop: str = "") -> Countdown:
     """The present state of `clock`."""
-    left = clock.left_seconds()
-    ends = not math.isinf(left)
-    now, moment = time.monotonic(), time.time()
-    return Countdown(
-        job=job,
-        boot=boot_identity(),
-        stop_at=now + left - lead_seconds if ends else None,
-        stop_at_time=moment + left - lead_seconds if ends else None,
-        end=now + left if ends else None,
-        end_time=moment + left if ends else None,
-        lead_seconds=lead_seconds,
-        stop=stop,
-    )
+    left, boot = clock.left_seconds(), boot_identity()
+    if math.isinf(left):
+        return Countdown(job, boot, None, None, None, None, lead_seconds, stop)
+    end, end_time = time.monotonic() + left, time.time() + left
+    stop_at, stop_at_time = end - lead_seconds, end_time - lead_seconds
+    return Countdown(job, boot, stop_at, stop_at_time, end, end_time, lead_seconds, stop)
 
 
 def write_countdown(path: Path, state: Countdown) -> bool:
@@ -276,27 +267,25 @@ class StopWhen:
         # The link's own process runs on the first node; ranks there need no second clock.
         first = os.environ.get("SLURM_NODEID", "0") == "0"
         left = self._read.seconds_to_stop(self._boot, trusts_clocks=first)
-        if left < self._one_step():
-            return "the link's end"
-        return ""
+        return "the link's end" if left < self.one_step_seconds else ""
 
-    def _one_step(self) -> float:
+    @property
+    def one_step_seconds(self) -> float:
         """Expected duration of one more step: that of the slowest of the last ones."""
         return max(self._steps, default=0.0)
 
 
-def stop_when_of(environment: Mapping[str, str] | None = None) -> StopWhen | None:
+def stop_when_of() -> StopWhen | None:
     """Stop condition for a process of a link; None outside of a chain."""
-    known = os.environ if environment is None else environment
-    chain, job = _chain_of(known), known.get(JOB)
+    chain, job = _chain(), os.environ.get(JOB)
     leave_without_lease()
     return StopWhen(str(chain.path), job) if chain and job else None
 
 
-def _chain_of(environment: Mapping[str, str]) -> ChainFiles | None:
-    """The chain of whose link a process is; a job that one of them submits is no link."""
-    chain = environment.get(CHAIN)
-    return ChainFiles(Path(chain)) if chain and not is_of_another_job(environment) else None
+def _chain() -> ChainFiles | None:
+    """The chain of whose link this process is; a job that one of them submits is no link."""
+    chain = os.environ.get(CHAIN)
+    return ChainFiles(Path(chain)) if chain and not is_of_another_job(os.environ) else None
 
 
 def should_stop(lead_seconds: float | None = None) -> bool:
@@ -313,13 +302,8 @@ def should_stop(lead_seconds: float | None = None) -> bool:
     if not _known:
         job = os.environ.get("SLURM_JOB_ID")
         link = stop_when_of()
-        if link is not None:
-            _known.append(link)
-        elif job:
-            lead = DEFAULT_LEAD_SECONDS if lead_seconds is None else lead_seconds
-            _known.append(_JobLimit(job, lead))
-        else:
-            _known.append(_Never())
+        lead = DEFAULT_LEAD_SECONDS if lead_seconds is None else lead_seconds
+        _known.append(link or (_JobLimit(job, lead) if job else lambda: ""))
     return bool(_known[0]())
 
 
@@ -334,7 +318,7 @@ def report_progress(step: int, *, steps: int = 0, save_seconds: float | None = N
         steps: Of the whole run, for the time that is left; 0: not known.
         save_seconds: What the save took until it was complete.
     """
-    if chain := _chain_of(os.environ):
+    if chain := _chain():
         write_progress(chain, step, steps, save_seconds)
 
 
@@ -357,7 +341,7 @@ def report_outcome(outcome: str, *, steps: int = 0) -> None:
             f'report_outcome("{outcome}") is none of {", ".join(OUTCOMES)}: a program that has '
             'done all its steps reports "completed"'
         )
-    if chain := _chain_of(os.environ):
+    if chain := _chain():
         # What is not told is not believed: the chain goes on.
         with contextlib.suppress(OSError):
             write_progress(chain, steps=steps, outcome=outcome)
@@ -368,18 +352,17 @@ class _JobLimit:
 
     def __init__(self, job: str, lead_seconds: float) -> None:
         # Imported when needed, since a link's ranks need no Slurm commands.
-        from outlast.cluster.slurm.jobs import left_seconds_now
+        from outlast.cluster.slurm import left_seconds_now
 
         self._lead_seconds = lead_seconds
         self._steps = StopWhen("", job)
-        self._clock = LinkClock(
-            asking(job, left_seconds_now), known_seconds=known_left_seconds(os.environ, None, None)
-        )
+        known = known_left_seconds(os.environ, None, None)
+        self._clock = LinkClock(partial(left_seconds_now, job), known_seconds=known)
         threading.Thread(target=self._keep, name="outlast-job-limit", daemon=True).start()
 
     def __call__(self) -> str:
         self._steps()
-        lead = self._lead_seconds + self._steps._one_step()
+        lead = self._lead_seconds + self._steps.one_step_seconds
         return "the job's time limit" if self._clock.left_seconds() < lead else ""
 
     def _keep(self) -> None:
@@ -388,9 +371,139 @@ class _JobLimit:
             time.sleep(5.0)
 
 
-class _Never:
-    def __call__(self) -> str:
-        return ""
+_known: list[Callable[[], str]] = []
 
 
-_known: list[StopWhen | _JobLimit | _Never] = []
+PRIOR_SPREAD = 0.15
+"""Standard deviation of the logarithm of save times, before any was seen."""
+PRIOR_SAVES = 4.0
+"""As how many saves that belief counts.
+
+Simulated: more saves of a wider spread keep leads long where saves hardly scatter (6 of 0.25: 1.5
+times the best idle tail); fewer make the prediction's tails heavy (2 of 0.1: 1.6 times after 3 to 9
+saves; so does a log-uniform belief: 1.8).
+"""
+MISSED_AT_MOST = 0.005
+"""A lead that more saves than this share outlast is never chosen, however short the link."""
+NEWEST_SAVES = 200
+"""Older saves than so many say little of today's file system."""
+_STEPS = 60
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """Distribution of save times: log-Student.
+
+    Attributes:
+        centre: Mean of the logarithms of seconds.
+        spread: Scale of the logarithm of the next save.
+        freedom: Degrees of freedom.
+    """
+
+    centre: float
+    spread: float
+    freedom: float
+
+    def share_within(self, seconds: float) -> float:
+        """Probability that the next save takes at most `seconds`."""
+        from scipy.special import stdtr
+
+        if seconds <= 0.0:
+            return 0.0
+        return float(stdtr(self.freedom, (math.log(seconds) - self.centre) / self.spread))
+
+    def quantile_seconds(self, share: float) -> float:
+        """Seconds within which this share of saves ends."""
+        from scipy.special import stdtrit
+
+        return math.exp(self.centre + self.spread * float(stdtrit(self.freedom, share)))
+
+
+def save_times(seconds: Sequence[float]) -> SaveTimes:
+    """Fit the distribution of the next save time to `seconds` of earlier saves.
+
+    Args:
+        seconds: Of each save from its request to its publication, oldest first; at least one.
+
+    Raises:
+        ClusterError: No save, or one that took no time or less.
+    """
+    if not seconds or not all(0.0 < second < math.inf for second in seconds):
+        raise ClusterError("save times must be above 0 s, and one at least must have been measured")
+    logarithms = [math.log(second) for second in seconds[-NEWEST_SAVES:]]
+    count = len(logarithms)
+    centre = math.fsum(logarithms) / count
+    squares = math.fsum((logarithm - centre) ** 2 for logarithm in logarithms)
+    # One degree of freedom is spent on the centre, which the prior says nothing about.
+    freedom = PRIOR_SAVES + count - 1
+    variance = (PRIOR_SAVES * PRIOR_SPREAD**2 + squares) / freedom
+    return SaveTimes(centre, math.sqrt(variance * (1.0 + 1.0 / count)), freedom)
+
+
+def best_lead_seconds(times: SaveTimes, at_risk_seconds: float) -> float:
+    """Seconds before the end at which the last save should begin.
+
+    Args:
+        times: What a save takes.
+        at_risk_seconds: Work that is lost if the save is not done in time: the length of the link,
+            or what has passed since its last checkpoint.
+
+    Returns:
+        The lead ``x`` that maximises ``(at_risk_seconds - x) F(x)``, but no less than what all but
+        `MISSED_AT_MOST` of saves take; at most half of `at_risk_seconds`.
+    """
+    least = times.quantile_seconds(1.0 - MISSED_AT_MOST)
+    longest = times.quantile_seconds(1.0 - 1e-7)
+    if math.isinf(at_risk_seconds):
+        return longest
+
+    def worth(lead: float) -> float:
+        return (at_risk_seconds - lead) * times.share_within(lead)
+
+    low = times.quantile_seconds(0.5)
+    high = max(min(longest, at_risk_seconds), times.quantile_seconds(0.6))
+    # It has one peak: golden sections of the logarithm.
+    left, right = math.log(low), math.log(high)
+    for _ in range(_STEPS):
+        first, second = right - _GOLDEN * (right - left), left + _GOLDEN * (right - left)
+        if worth(math.exp(first)) < worth(math.exp(second)):
+            left = first
+        else:
+            right = second
+    best = math.exp(0.5 * (left + right))
+    return min(max(best, least), 0.5 * at_risk_seconds)
+
+
+END_SECONDS = 5.0
+"""From the end of the save to that of the processes, and what Slurm's clock may be off."""
+ASSUMED_SAVE_SECONDS = 30.0
+"""Of a save, before one was measured."""
+MOST_AT_RISK_SECONDS = 7 * 86400.0
+"""Of a link whose length is not known, or longer than that: it saves on the way."""
+
+
+def lead_seconds_of(
+    plan: ChainPlan, save_seconds: Sequence[float], *, at_risk_seconds: float, hard_end: bool
+) -> float:
+    """Seconds before its end at which a link begins its last save.
+
+    Args:
+        plan: Of the chain; ``slurm.lead_seconds`` is taken as it is.
+        save_seconds: Of the saves so far.
+        at_risk_seconds: Length of the link; 0 or infinity: not known.
+        hard_end: Whether Slurm ends the job there, and not the link itself.
+    """
+    if plan.lead_seconds:
+        return plan.lead_seconds
+    seen = list(save_seconds) or [plan.save_seconds]
+    at_risk = min(at_risk_seconds if at_risk_seconds > 0.0 else math.inf, MOST_AT_RISK_SECONDS)
+    lead = best_lead_seconds(save_times(seen), at_risk)
+    return lead + (END_SECONDS if hard_end else 0.0)
+
+
+def first_lead_seconds(files: ChainFiles, plan: ChainPlan) -> float:
+    """Seconds before its limit at which Slurm warns a link submitted now."""
+    usable = plan.usable_seconds() or 0.0
+    saves = run_log(files).save_seconds
+    return lead_seconds_of(plan, saves, at_risk_seconds=usable, hard_end=True)

@@ -19,6 +19,8 @@ BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK_BYTES = 64 << 10
 _BLOCK_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 3600.0
+_BURST_SECONDS = 0.1
+"""How much rate that was not used may be made up for later."""
 
 
 class TokenBucket:
@@ -26,15 +28,13 @@ class TokenBucket:
 
     Args:
         bytes_per_s: The rate; infinite for no limit, 0 to let nothing pass for now.
-        burst_seconds: How much rate that was not used may be made up for later.
 
     Raises:
         ClusterError: For a rate below 0.
     """
 
-    def __init__(self, bytes_per_s: float = math.inf, *, burst_seconds: float = 0.1) -> None:
+    def __init__(self, bytes_per_s: float = math.inf) -> None:
         self._changed = threading.Condition()
-        self._burst_seconds = burst_seconds
         self._rate = _checked(bytes_per_s)
         self._level = 0.0
         self._at = time.monotonic()
@@ -64,7 +64,7 @@ class TokenBucket:
         with self._changed:
             self._refill()
             self._rate = _checked(bytes_per_s)
-            self._level = min(self._level, self._most())
+            self._refill()
             self._changed.notify_all()
 
     def take(self, size: int, deadline_seconds: float = _LONGEST_WAIT_SECONDS) -> None:
@@ -102,15 +102,13 @@ class TokenBucket:
             self._stopped = True
             self._changed.notify_all()
 
-    def _most(self) -> float:
-        return 0.0 if math.isinf(self._rate) else self._rate * self._burst_seconds
-
     def _refill(self) -> None:
         now = time.monotonic()
         if math.isinf(self._rate):
             self._level = 0.0
         else:
-            self._level = min(self._level + (now - self._at) * self._rate, self._most())
+            self._level += (now - self._at) * self._rate
+            self._level = min(self._level, _BURST_SECONDS * self._rate)
         self._at = now
 
 
@@ -121,8 +119,11 @@ def _checked(bytes_per_s: float) -> float:
 
 
 TOLERANCE = 0.8
+"""Getting less than this share of the rate means that others are there."""
 DECREASE = 0.5
+"""What is then asked for, as a share of what was got."""
 INCREASE = 0.05
+"""What is added otherwise, as a share of the most."""
 _LEAST_BYTES_PER_S = 1e6
 _LEAST_SHARE = 0.1
 
@@ -134,12 +135,9 @@ class Backoff:
         most_bytes_per_s: Never ask for more; finite, e.g. what a copy gets when it is alone.
         least_bytes_per_s: Never ask for less, or the copy would not end.
         start_bytes_per_s: The first rate; None: half of the most.
-        tolerance: Getting less than this share of the rate means that others are there.
-        decrease: What is then asked for, as a share of what was got.
-        increase: What is added otherwise, as a share of the most.
 
     Raises:
-        ClusterError: For settings with which the rate could not find its place.
+        ClusterError: For rates between which there is none.
     """
 
     def __init__(
@@ -148,24 +146,13 @@ class Backoff:
         *,
         least_bytes_per_s: float = _LEAST_BYTES_PER_S,
         start_bytes_per_s: float | None = None,
-        tolerance: float = TOLERANCE,
-        decrease: float = DECREASE,
-        increase: float = INCREASE,
     ) -> None:
         if not (0 < least_bytes_per_s <= most_bytes_per_s and math.isfinite(most_bytes_per_s)):
             raise ClusterError(
                 f"least_bytes_per_s = {least_bytes_per_s} and most_bytes_per_s = "
                 f"{most_bytes_per_s}: give finite rates, the least not above the most"
             )
-        for name, value in (
-            ("tolerance", tolerance),
-            ("decrease", decrease),
-            ("increase", increase),
-        ):
-            if not 0 < value < 1:
-                raise ClusterError(f"{name} = {value}: give a share between 0 and 1")
         self._most, self._least = most_bytes_per_s, least_bytes_per_s
-        self._tolerance, self._decrease, self._increase = tolerance, decrease, increase
         first = 0.5 * most_bytes_per_s if start_bytes_per_s is None else start_bytes_per_s
         self._rate = min(max(first, least_bytes_per_s), most_bytes_per_s)
 
@@ -184,10 +171,10 @@ class Backoff:
         """
         if size_bytes > 0 and seconds > 0:
             got = size_bytes / seconds
-            if got < self._tolerance * self._rate:
-                self._rate = max(self._decrease * got, self._least)
+            if got < TOLERANCE * self._rate:
+                self._rate = max(DECREASE * got, self._least)
             else:
-                self._rate = min(self._rate + self._increase * self._most, self._most)
+                self._rate = min(self._rate + INCREASE * self._most, self._most)
         return self._rate
 
 

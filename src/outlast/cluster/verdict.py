@@ -18,9 +18,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain.files import entries, is_filler, note_or_print, of_kind, since_resumed
-from outlast.cluster.slurm.commands import IMPATIENT, Patience
-from outlast.cluster.slurm.jobs import has_ended, is_live, state_now
+from outlast.cluster.chain_files import entries, is_filler, note_or_print, of_kind, since_resumed
+from outlast.cluster.slurm import IMPATIENT, Patience, has_ended, is_live, state_now
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -35,10 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from outlast.cluster.chain.files import ChainFiles, ChainPlan, Entry
+    from outlast.cluster.chain_files import ChainFiles, ChainPlan, Entry
 
 
-OUTCOMES = ("done", "gave_up", "cancelled", "stopped")
 NOT_ITS_FAULT = frozenset(
     {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "CANCELLED", "REVOKED", "LAUNCH_FAILED"}
 )
@@ -50,7 +48,8 @@ class Verdict:
     """Verdict on a link's end.
 
     Attributes:
-        outcome: ``continue``, or one of `OUTCOMES`, which end the chain.
+        outcome: ``continue``, or what ends the chain: ``done``, ``gave_up``, ``cancelled`` or
+            ``stopped``.
         reason: In one sentence or a few words.
     """
 
@@ -98,7 +97,9 @@ def verdict_of(
         failure: Why its last checkpoint could not be written, or an empty text.
         unfinished: Why an exit code of 0 does not mean that all is done; empty where it does.
     """
-    if code == EXIT_DONE and not unfinished and not _denies(state):
+    # Slurm says anything but that the job runs or has ended well.
+    denied = state is not None and not is_live(state) and state != "COMPLETED"
+    if code == EXIT_DONE and not unfinished and not denied:
         return Verdict("done", "all steps are done")
     if state == "CANCELLED":
         return Verdict("cancelled", "the job was cancelled (scancel)")
@@ -106,11 +107,17 @@ def verdict_of(
         return Verdict("stopped", "outlast cluster stop was given")
     if code == EXIT_TO_BE_CONTINUED and progressed:
         return Verdict("continue", "saved, to be continued")
-    doubts = [*([unfinished] if unfinished else []), *([f"Slurm says {state}"] * _denies(state))]
-    but = f", but {' and '.join(doubts)}" if code == EXIT_DONE else ""
+    doubts = [unfinished, f"Slurm says {state}" if denied else ""]
+    but = f", but {' and '.join(filter(None, doubts))}" if code == EXIT_DONE else ""
     if state in NOT_ITS_FAULT:
         return Verdict("continue", f"Slurm ended the job ({state}){but}")
-    how = f"{_how(code, signal)}: {failure}" if failure else f"{_how(code, signal)}{but}"
+    if signal:
+        how = f"ended after {signal} with code {code}"
+    elif code < 0 or code > 128:
+        how = f"killed by signal {-code if code < 0 else code - 128}"
+    else:
+        how = f"ended with code {code}"
+    how += f": {failure}" if failure else but
     if progressed:
         return Verdict("continue", how)
     if code == EXIT_BAD_INPUT and not saved:
@@ -139,12 +146,10 @@ def verdict_of_lost(state: str | None, signalled: Entry | None, *, preemptible: 
     if state == "CANCELLED":
         return Verdict("cancelled", "the job was cancelled (scancel)")
     if state is None and signalled is not None:
-        known = signalled.get("state")
-        left = signalled.get("left")
+        known, left = signalled.get("state"), signalled.get("left")
         early = left is None or left > 60.0
-        if known == "CANCELLED" or (
-            signalled.get("signal") == "SIGTERM" and known is None and early and not preemptible
-        ):
+        told = signalled.get("signal") == "SIGTERM" and known is None and early
+        if known == "CANCELLED" or (told and not preemptible):
             return Verdict(
                 "cancelled",
                 "the job was told to end long before its limit, and its partition pushes no jobs "
@@ -161,12 +166,8 @@ def fruitless_links(journal: Sequence[Entry], step: int) -> int:
         step: Of the newest checkpoint now.
     """
     here = since_resumed(journal)
-    excused = {
-        str(entry["job"])
-        for kind in ("lost", "judged", "signalled", "ended")
-        for entry in of_kind(here, kind)
-        if entry.get("state") in NOT_ITS_FAULT
-    }
+    told = of_kind(here, "lost", "judged", "signalled", "ended")
+    excused = {str(entry["job"]) for entry in told if entry.get("state") in NOT_ITS_FAULT}
     count, after = 0, step
     for start in reversed(of_kind(here, "started")):
         if int(start["step"]) < after:
@@ -175,19 +176,6 @@ def fruitless_links(journal: Sequence[Entry], step: int) -> int:
         if str(start["job"]) not in excused and not is_filler(start):
             count += 1
     return count
-
-
-def _denies(state: str | None) -> bool:
-    """True if Slurm says of a job anything but that it runs or has ended well."""
-    return state is not None and not is_live(state) and state != "COMPLETED"
-
-
-def _how(code: int, signal: str) -> str:
-    if signal:
-        return f"ended after {signal} with code {code}"
-    if code < 0 or code > 128:
-        return f"killed by signal {-code if code < 0 else code - 128}"
-    return f"ended with code {code}"
 
 
 _LOOK_SECONDS = 1.0
@@ -258,32 +246,24 @@ def verdict_on_previous(files: ChainFiles, plan: ChainPlan, job: str) -> Verdict
             state = state_now(str(last["job"]), IMPATIENT, of_processes=True)
             dead = last.get("hosts", []) if has_ended(state or "") else []
     wait_for_lock(lock, dead_hosts=dead, fence=files.fence)
-    if not before:
-        return None
     # Whatever became of a filler, the link in whose place it trained goes on.
-    if is_filler(before[-1]) or plan.kind == "filler":
+    if last is None or is_filler(last) or plan.kind == "filler":
         return None
     resumed = of_kind(journal, "resumed")
-    if resumed and resumed[-1]["time"] > before[-1]["time"]:
+    if resumed and resumed[-1]["time"] > last["time"]:
         return None
-    return _judge(files, plan, journal, before[-1])
-
-
-def _judge(
-    files: ChainFiles, plan: ChainPlan, journal: Sequence[Entry], last: Entry
-) -> Verdict | None:
-    job = str(last["job"])
-    told = [entry for entry in of_kind(journal, "ended") if entry["job"] == job]
-    signals = [entry for entry in of_kind(journal, "signalled") if entry["job"] == job]
+    about = [entry for entry in journal if entry.get("job") == last["job"]]
+    told, signals = of_kind(about, "ended"), of_kind(about, "signalled")
     terminated = any(entry["signal"] == "SIGTERM" for entry in signals)
     if told and not terminated and told[-1].get("code") not in TERMINATED:
         return None
+    signalled = signals[-1] if signals else None
     try:
-        state = state_now(job, _PATIENCE)
+        ended = state_now(str(last["job"]), _PATIENCE)
     except ClusterError:
         # That Slurm is silent does not mean that it has forgotten the job.
-        state = str((signals[-1].get("state") if signals else None) or "UNKNOWN")
+        ended = str((signalled or {}).get("state") or "UNKNOWN")
     kind = "judged" if told or last.get("adopted") else "lost"
-    note_or_print(files, kind, job=job, state=state)
-    verdict = verdict_of_lost(state, signals[-1] if signals else None, preemptible=plan.preemptible)
+    note_or_print(files, kind, job=str(last["job"]), state=ended)
+    verdict = verdict_of_lost(ended, signalled, preemptible=plan.preemptible)
     return verdict if verdict.ends_the_chain else None

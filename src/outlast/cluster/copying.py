@@ -30,7 +30,7 @@ import posixpath
 import struct
 import threading
 import time
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,8 +40,9 @@ import xxhash
 from outlast.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
+
+    from outlast.cluster.stage import Stage
 
 
 ALIGNMENT_BYTES = 4096
@@ -67,11 +68,6 @@ class BlockWriter:
         except BaseException:
             os.close(self._descriptor)
             raise
-
-    @property
-    def direct(self) -> bool:
-        """True if the next block is written past the kernel's memory."""
-        return self._direct
 
     def write(self, block: memoryview) -> None:
         """Append a block; raises OSError."""
@@ -160,9 +156,8 @@ def blocks_of(
         return
     # Memory that is written again and again: fresh memory would cost a page fault for each page.
     memories = [mmap.mmap(-1, min(size, stop - start)) for _ in range(slots)]
-    executor = concurrent.futures.ThreadPoolExecutor(
-        min(ahead.blocks, slots), thread_name_prefix="outlast-stage"
-    )
+    workers = min(ahead.blocks, slots)
+    executor = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="outlast-stage")
 
     def read(number: int) -> memoryview:
         offset = offsets[number]
@@ -342,22 +337,21 @@ def _find(location: str, beside: Sequence[str]) -> Source:
         inside = sorted(item for item in path.rglob("*") if item.is_file())
         listed = [_local_file(file, file.relative_to(path).as_posix()) for file in inside]
         return Source(location, tuple(listed), is_folder=True)
-    companions = [path.with_name(name) for name in beside]
-    found = [_companion(companion) for companion in companions if companion.is_file()]
-    return Source(location, (_local_file(path, path.name), *found), is_folder=False)
+    found = [_local_file(path, path.name)]
+    for companion in (path.with_name(name) for name in beside):
+        if companion.is_file():
+            file = _local_file(companion, companion.name)
+            if file.size_bytes <= _SMALL_BYTES:
+                # Known by its content: copies of it are as good.
+                digest = xxhash.xxh3_128_hexdigest(companion.read_bytes())
+                file = replace(file, version=f"xxh3-128 {digest}")
+            found.append(file)
+    return Source(location, tuple(found), is_folder=False)
 
 
 def _local_file(path: Path, name: str) -> SourceFile:
     facts = path.stat()
     return SourceFile(name, str(path), facts.st_size, f"mtime {facts.st_mtime_ns}")
-
-
-def _companion(path: Path) -> SourceFile:
-    """A small file that belongs to another, known by its content: copies of it are as good."""
-    file = _local_file(path, path.name)
-    if file.size_bytes > _SMALL_BYTES:
-        return file
-    return replace(file, version=f"xxh3-128 {xxhash.xxh3_128_hexdigest(path.read_bytes())}")
 
 
 def _find_remote(location: str, beside: Sequence[str]) -> Source:
@@ -367,10 +361,12 @@ def _find_remote(location: str, beside: Sequence[str]) -> Source:
     if facts["type"] == "directory":
         inside: dict[str, Any] = filesystem.find(path, detail=True)
         root = path.rstrip("/") + "/"
-        listed = [
-            _remote_file(filesystem, item, _safe(name.removeprefix(root), location))
-            for name, item in sorted(inside.items())
-        ]
+        listed = []
+        for full, item in sorted(inside.items()):
+            name = full.removeprefix(root)
+            if name.startswith("/") or ".." in name.split("/"):
+                raise ClusterError(f"{location} lists the file {name!r}, which lies outside it")
+            listed.append(_remote_file(filesystem, item, name))
         return Source(location, tuple(listed), is_folder=True)
     files = [_remote_file(filesystem, facts, posixpath.basename(path))]
     for name in beside:
@@ -380,12 +376,6 @@ def _find_remote(location: str, beside: Sequence[str]) -> Source:
             continue
         files.append(_remote_file(filesystem, companion, name))
     return Source(location, tuple(files), is_folder=False)
-
-
-def _safe(name: str, location: str) -> str:
-    if name.startswith("/") or ".." in name.split("/"):
-        raise ClusterError(f"{location} lists the file {name!r}, which lies outside it")
-    return name
 
 
 def _remote_file(filesystem: Any, facts: dict[str, Any], name: str) -> SourceFile:
@@ -421,7 +411,7 @@ _NOTE = struct.Struct("<Q")
 
 
 class Pace(Protocol):
-    """Rate limit of a copy; `outlast.cluster.storage` has such."""
+    """Rate limit of a copy; `outlast.cluster.pace` has such."""
 
     @property
     def block_bytes(self) -> int:
@@ -431,47 +421,22 @@ class Pace(Protocol):
         """Wait until so many bytes may be copied; raises ClusterError at the deadline."""
 
 
-Pacing = Callable[[str], "AbstractContextManager[Pace | None]"]
-"""Gives the pace of the copy of a source; entered when it begins, left at its end."""
-
-
-@dataclass(frozen=True)
-class Copied:
-    """Result of copying one file.
-
-    Attributes:
-        digest: xxh3-128 of its content, hexadecimal.
-        copied_bytes: Read from the source now.
-        resumed_bytes: Found in the part that another process had left.
-    """
-
-    digest: str
-    copied_bytes: int
-    resumed_bytes: int
-
-
 def copy_file(
-    file: SourceFile,
-    target: Path,
-    ahead: ReadAhead,
-    deadline: float,
-    *,
-    read_back: bool = True,
-    direct: bool = True,
-    pace: Pace | None = None,
-    told: Callable[[int], None] = lambda done_bytes: None,
-) -> Copied:
+    file: SourceFile, target: Path, stage: Stage, deadline: float, told: Callable[[int], None]
+) -> tuple[str, int, int]:
     """Copy a file to `target`, going on with a part that is there.
 
     Args:
         file: What is copied.
         target: Its name; the part and the journal lie beside it.
-        ahead: How the source is read.
+        stage: Whose copy it is: how the source is read, how fast, and whether the copy is read from
+            the disk before it gets its name.
         deadline: Time of the monotonic clock by which all must be done.
-        read_back: Whether the copy is read from the disk before it gets its name.
-        direct: Whether it is written past the kernel's memory, where that can be done.
-        pace: How fast; None: as fast as can be.
         told: Called with the bytes of this file that are there, after every block.
+
+    Returns:
+        xxh3-128 of its content, hexadecimal; bytes read from the source now; bytes found in the
+        part that another process had left.
 
     Raises:
         OSError: A read or a write failed.
@@ -481,33 +446,29 @@ def copy_file(
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         target.replace(part)
+    ahead, pace = stage.ahead, stage.pace
     with journal.open("a+b", buffering=0) as notes:
         present = min(file.size_bytes, part.stat().st_size) if part.exists() else 0
         kept, whole = _keep(part, notes.fileno(), present, ahead, deadline)
         done = kept
         told(done)
-        reader, writer = open_reader(file), BlockWriter(part, kept, direct=direct)
-        try:
+        with closing(open_reader(file)) as reader, closing(BlockWriter(part, kept)) as writer:
             for block in blocks_of(reader, kept, file.size_bytes, ahead, deadline):
-                if pace is not None:
-                    size_bytes = len(block)
-                    while size_bytes > 0:
-                        piece = min(size_bytes, pace.block_bytes)
-                        try:
-                            pace.take(piece, max(deadline - time.monotonic(), 0.0))
-                        except ClusterError as error:
-                            raise ClusterError(f"{error} (staging.timeout_seconds)") from None
-                        size_bytes -= piece
+                waiting_bytes = 0 if pace is None else len(block)
+                while pace is not None and waiting_bytes > 0:
+                    piece = min(waiting_bytes, pace.block_bytes)
+                    try:
+                        pace.take(piece, max(deadline - time.monotonic(), 0.0))
+                    except ClusterError as error:
+                        raise ClusterError(f"{error} (staging.timeout_seconds)") from None
+                    waiting_bytes -= piece
                 whole.update(block)
                 writer.write(block)
                 _append(notes.fileno(), _NOTE.pack(_note(whole)))
                 done += len(block)
                 told(done)
             writer.sync()
-        finally:
-            writer.close()
-            reader.close()
-    if read_back and digest_of(part, ahead, deadline, from_disk=True) != whole.hexdigest():
+    if stage.read_back and digest_of(part, ahead, deadline, from_disk=True) != whole.hexdigest():
         part.unlink()
         journal.unlink()
         raise ClusterError(
@@ -515,7 +476,7 @@ def copy_file(
             "disk is failing; name another staging.directory"
         )
     part.replace(target)
-    return Copied(whole.hexdigest(), done - kept, kept)
+    return whole.hexdigest(), done - kept, kept
 
 
 def forget_journal(target: Path) -> None:
@@ -533,16 +494,13 @@ def _keep(
     stop = min(len(noted) // _NOTE.size * ahead.block_bytes, present_bytes)
     kept, whole = 0, xxhash.xxh3_128()
     if stop:
-        reader = LocalReader(part)
-        try:
+        with closing(LocalReader(part)) as reader:
             for number, block in enumerate(blocks_of(reader, 0, stop, ahead, deadline)):
                 longer = whole.copy()
                 longer.update(block)
                 if _NOTE.unpack_from(noted, number * _NOTE.size)[0] != _note(longer):
                     break
                 kept, whole = kept + len(block), longer
-        finally:
-            reader.close()
     os.ftruncate(notes, 0)
     _append(notes, header + noted[: -(-kept // ahead.block_bytes) * _NOTE.size])
     return kept, whole
@@ -567,26 +525,18 @@ def digest_of(path: Path, ahead: ReadAhead, deadline: float, *, from_disk: bool 
         ClusterError: It was not read in time.
     """
     digest = xxhash.xxh3_128()
-    reader = LocalReader(path)
-    try:
-        size = path.stat().st_size
+    with closing(LocalReader(path)) as reader:
         if from_disk:
             drop_from_memory(path)
-        for block in blocks_of(reader, 0, size, ahead, deadline):
+        for block in blocks_of(reader, 0, path.stat().st_size, ahead, deadline):
             digest.update(block)
-    finally:
-        reader.close()
     return digest.hexdigest()
 
 
 def drop_from_memory(path: Path) -> None:
     """Ask the kernel to forget its pages of a file that is synced; no more than a hint."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _append(descriptor: int, content: bytes) -> None:

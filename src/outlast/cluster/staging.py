@@ -1,4 +1,14 @@
-"""Section [staging] of a job: a stager for the trainer, prefetching, burst-buffer directives.
+"""Training data on the nodes that read it: the section [staging] of a job.
+
+    from outlast.cluster.staging import Stage
+    stage = Stage(Path("/local/scratch"), limit_bytes=200 << 30)
+    copy = stage.fetch("s3://corpus/train.bin", beside=["train.json"])   # one process copies
+    copy.path                                                            # on the node's own disk
+
+A stager for the trainer, prefetching, burst-buffer directives. As a program, ``python -m
+outlast.cluster.staging [--beside-training] JOB.TOML [section.key=value ...]`` prefetches on this
+node, for `prefetch_command`, once on each; ``outlast cluster prefetch`` does the same for a person.
+With --beside-training it makes way for what else runs there.
 
 A burst buffer: Slurm hands the lines that begin with the site's directive to its plugin, which
 makes room and copies files while the job still waits in the queue. They are in the plugin's own
@@ -9,32 +19,30 @@ Interactions".
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.cluster.staging.copying import ReadAhead, is_url
-from outlast.cluster.staging.stage import Stage, StagedCopy
-from outlast.cluster.storage.pace import GentlePace, TokenBucket
-from outlast.errors import ClusterError
+from outlast.cluster.copying import ReadAhead, is_url
+from outlast.cluster.pace import GentlePace, TokenBucket
+from outlast.cluster.stage import Stage, StagedCopy
+from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, ClusterError, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Mapping, Sequence
 
-    from outlast.cluster.staging.copying import Pace, Pacing
+    from outlast.cluster.copying import Pace
     from outlast.job import Job, StagingSection
 
 
 BESIDE = "--beside-training"
-"""Option of ``python -m outlast.cluster.staging``."""
+_NICE = 19
 _NOT_YET = "this node has no copy yet"
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 
@@ -82,7 +90,7 @@ class NodeStager:
         try:
             if (given := self._given(source, beside)) is not None:
                 return given
-            stage = stage_for(self.settings, self._pacing())
+            stage = self._stage()
             if not self.settings.wait and not is_url(source):
                 found = stage.find(source, beside=beside, digest=digest)
                 return found if found is not None else _in_place(source, _NOT_YET)
@@ -92,13 +100,21 @@ class NodeStager:
                 raise
             return _in_place(source, f"{error}", "staging.required = false")
 
-    def _pacing(self) -> Pacing | None:
-        if self.pace is not None:
-            return partial(_at, self.pace)
-        limits = [
-            item for item in (1e6 * self.settings.megabytes_per_s, self.most_bytes_per_s) if item
-        ]
-        return partial(_at, TokenBucket(min(limits))) if limits else None
+    def _stage(self) -> Stage:
+        """The stage of this node."""
+        settings, pace = self.settings, self.pace
+        if pace is None:
+            caps = [1e6 * settings.megabytes_per_s, self.most_bytes_per_s]
+            pace = TokenBucket(min(cap for cap in caps if cap)) if any(caps) else None
+        return Stage(
+            directory_of(settings),
+            limit_bytes=round(settings.limit_gigabytes * 1e9),
+            keep_free_bytes=round(settings.keep_free_gigabytes * 1e9),
+            timeout_seconds=settings.timeout_seconds,
+            read_back=settings.read_back,
+            ahead=ReadAhead(settings.block_megabytes << 20, settings.read_ahead),
+            pace=pace,
+        )
 
     def _given(self, source: str, beside: tuple[str, ...]) -> StagedCopy | None:
         if self.settings.burst_buffer == "off" or is_url(source):
@@ -133,27 +149,6 @@ def _in_place(source: str, why: str, setting: str = "staging.wait = false") -> S
     )
 
 
-def _at(pace: Pace, source: str) -> AbstractContextManager[Pace | None]:
-    return contextlib.nullcontext(pace)
-
-
-def stage_for(settings: StagingSection, pacing: Pacing | None = None) -> Stage:
-    """The stage of this node, whose copies have the pace given.
-
-    Raises:
-        ClusterError: The directory needs an environment variable that is not set here.
-    """
-    return Stage(
-        directory_of(settings),
-        limit_bytes=round(settings.limit_gigabytes * 1e9),
-        keep_free_bytes=round(settings.keep_free_gigabytes * 1e9),
-        timeout_seconds=settings.timeout_seconds,
-        read_back=settings.read_back,
-        ahead=ReadAhead(settings.block_megabytes << 20, settings.read_ahead),
-        pacing=pacing,
-    )
-
-
 def directory_of(settings: StagingSection, environment: Mapping[str, str] = os.environ) -> Path:
     """staging.directory with this node's environment variables in it.
 
@@ -179,8 +174,12 @@ def token_files_of(job: Job) -> list[str]:
     Text is tokenised into the run's directory when it first starts; before that there are none.
     """
     if job.data.source == "tokens":
-        named = [*job.data.train, *job.data.validation]
-        return [file for name in named for file in ([name] if is_url(name) else _matches(name))]
+        found = []
+        for name in (*job.data.train, *job.data.validation):
+            path = name if is_url(name) else str(Path(name).expanduser())
+            matches = [] if is_url(name) else sorted(glob.glob(path, recursive=True))  # noqa: PTH207
+            found += matches or [path]
+        return found
     folder = Path(job.run.directory) / job.run.name / "data"
     files = [folder / name for name in ("train.bin", "validation.bin")]
     return [str(file) for file in files if file.is_file()]
@@ -201,11 +200,6 @@ def stated_digest(file: str) -> str | None:
         return str(header["file_hash"]) if header["format"] == "outlast-tokens" else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _matches(pattern: str) -> list[str]:
-    path = str(Path(pattern).expanduser())
-    return sorted(glob.glob(path, recursive=True)) or [path]  # noqa: PTH207
 
 
 def prefetch(
@@ -271,17 +265,9 @@ def prefetch_command(
         nodes: Number of nodes.
         beside_training: As for `prefetch`.
     """
-    spread = (f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
-    return (
-        "srun",
-        "--overlap",
-        *spread,
-        python,
-        "-m",
-        "outlast.cluster.staging",
-        *((BESIDE,) if beside_training else ()),
-        str(job_file),
-    )
+    spread = ("--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1")
+    options = (BESIDE,) if beside_training else ()
+    return ("srun", *spread, python, "-m", "outlast.cluster.staging", *options, str(job_file))
 
 
 _LINES = {
@@ -347,13 +333,8 @@ def job_directives(job: Job) -> list[str]:
     Raises:
         ClusterError: As `directives`; also where a file does not exist, or is a URL.
     """
-    if job.staging.burst_buffer == "off":
-        return []
-    return directives(job.staging, list(_files_with_headers(token_files_of(job))))
-
-
-def _files_with_headers(files: Iterable[str]) -> Iterable[tuple[str, int]]:
-    for file in files:
+    found: list[tuple[str, int]] = []
+    for file in token_files_of(job) if job.staging.burst_buffer != "off" else ():
         if is_url(file):
             raise ClusterError(
                 f"{file} is a URL, which a burst buffer cannot copy; set staging.burst_buffer to "
@@ -362,7 +343,31 @@ def _files_with_headers(files: Iterable[str]) -> Iterable[tuple[str, int]]:
         path = Path(file).absolute()
         if not path.is_file():
             raise ClusterError(f"{path} does not exist, so no burst buffer can copy it")
-        yield str(path), path.stat().st_size
         header = path.with_name(header_name(file) or path.name)
-        if header != path and header.is_file():
-            yield str(header), header.stat().st_size
+        both = [path, header] if header != path and header.is_file() else [path]
+        found += [(str(item), item.stat().st_size) for item in both]
+    return directives(job.staging, found)
+
+
+def main(arguments: list[str]) -> int:
+    """Prefetch the tokens of a job; returns the exit code."""
+    from outlast.job import load_job
+
+    beside = arguments[:1] == [BESIDE]
+    arguments = arguments[1:] if beside else arguments
+    if not arguments:
+        print(__doc__, file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
+        job = load_job(Path(arguments[0]), arguments[1:])
+        if beside:
+            os.nice(_NICE)
+        print("\n".join(told(job, prefetch(job, beside_training=beside))), flush=True)
+    except OutlastError as error:
+        print(f"outlast: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_INPUT
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -4,9 +4,7 @@ It takes the fence, submits the link that follows, starts the run's processes wi
 when to save and stop, and says in the journal how it went. It needs neither torch nor the command
 line, so it is ready in half a second.
 
-Supervision of a link's program: when it is to stop, and its end where another link writes.
-
-The ranks read a file at step boundaries; signals are the back-up.
+The ranks read a file at step boundaries, which says when to stop; signals are the back-up.
 
 While a link waits in the queue no node is its own. Those of the link before are, and those of a
 filler that trains in the meantime, and the next link may well get them again: there the data that
@@ -16,6 +14,7 @@ it will need are copied beside the training (`Prefetching`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import signal
@@ -23,75 +22,137 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from outlast.cluster.chain import stopping
-from outlast.cluster.chain.fence import WAIT_SECONDS, Fence, FenceHeldError, read_holder
-from outlast.cluster.chain.files import (
+from outlast.cluster import stopping
+from outlast.cluster.chain_files import (
     entries,
     finished,
     is_filler,
+    links_submitted,
     note_or_print,
     of_kind,
     read_plan,
     reported_progress,
     run_log,
     script_has_stopped,
+    submitted_jobs,
     unfinished,
     write_progress,
 )
-from outlast.cluster.chain.filler import filler_plan, reason_to_yield
-from outlast.cluster.chain.margin import lead_seconds_of
-from outlast.cluster.chain.next_job import (
-    LinkEnd,
-    NextJob,
-    other_jobs,
-    submit_again,
-    waiting_link_cancelled,
+from outlast.cluster.choosing import reason_to_yield, submit_filler
+from outlast.cluster.fence import WAIT_SECONDS, Fence, FenceHeldError, read_holder
+from outlast.cluster.slurm import (
+    IMPATIENT,
+    Patience,
+    ask,
+    has_ended,
+    hosts_in,
+    installed,
+    is_live,
+    left_seconds_now,
+    state_now,
 )
-from outlast.cluster.chain.stopping import (
+from outlast.cluster.stopping import (
     RECORD_TELLS,
     LinkClock,
-    asking,
     countdown,
     known_left_seconds,
+    lead_seconds_of,
     write_countdown,
 )
-from outlast.cluster.chain.submission import cancel
-from outlast.cluster.chain.verdict import (
+from outlast.cluster.submission import BEGAN, cancel, submit_link
+from outlast.cluster.verdict import (
     TERMINATED,
     Verdict,
     fruitless_links,
     verdict_of,
     verdict_on_previous,
 )
-from outlast.cluster.slurm.commands import IMPATIENT, Patience, ask, installed
-from outlast.cluster.slurm.jobs import has_ended, is_live, left_seconds_now, state_now
-from outlast.cluster.slurm.partitions import hosts_in
-from outlast.cluster.slurm.script import BEGAN
 from outlast.errors import EXIT_DONE, EXIT_GIVE_UP, EXIT_TO_BE_CONTINUED, ClusterError, OutlastError
 from outlast.records.directory import replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
     from types import FrameType
 
-    from outlast.cluster.chain.fence import Holder
-    from outlast.cluster.chain.files import ChainFiles, ChainPlan, RunLog
+    from outlast.cluster.chain_files import ChainFiles, ChainPlan, Entry, RunLog
+    from outlast.cluster.fence import Holder
 
-
-_PATIENCE_SECONDS = 5.0
+HANDOVER_SECONDS = 900.0
+"""A filler's step and its save; then its processes end."""
+_PREFETCH_END_SECONDS = 5.0
+_LOOK_SECONDS = 0.5
+# Ranks read the file that tells them to stop; where a shared file system shows it late, a signal
+# does the same.
+_SIGNAL_AFTER_SECONDS = 10.0
+# Slurm's documentation lets a warning come a minute before the lead that it was asked for.
+_EARLIEST_WARNING_SECONDS = 120.0
+_QUEUE_SECONDS = 60.0
+_LEAD_EVERY_SECONDS = 10.0
+# Slurm may end the job soon.
+_ENDING_PATIENCE = Patience(answer_seconds=5.0, total_seconds=4.0, first_pause_seconds=1.0)
+_SIGNAL_DELAY_SECONDS = 1.0
+# Within which Slurm says of a job that its node is lost, after srun has ended for it.
+_LOSS_SECONDS = 3.0
+# Longest wait for sbatch to submit the next link, for one answer of Slurm at the link's end, and
+# for the thread that submits.
+_SUBMIT_SECONDS = 600.0
+_ANSWER_SECONDS = 30.0
+_SHORTEST_ANSWER_SECONDS = 5.0
+_JOIN_SECONDS = 30.0
+# For what a link writes down at its end.
+_KEPT_SECONDS = 5.0
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
-class Prefetching:
-    """The copying beside the training of link `number`, which is job `job`."""
+class LinkJob:
+    """The job that is a link.
+
+    Attributes:
+        files: Of the chain.
+        plan: Of the chain, with the nodes and the limit of this link.
+        number: Of the link, from 1.
+        job: Slurm's number of the job; of a place of an array, ``7_2``.
+    """
 
     files: ChainFiles
     plan: ChainPlan
     number: int
     job: str
+
+    @property
+    def is_filler(self) -> bool:
+        """True if it trains while link `number` waits."""
+        return self.plan.kind == "filler"
+
+    @property
+    def is_last(self) -> bool:
+        """True if the chain may have no link after this one."""
+        return 0 < self.plan.links <= self.number
+
+    def note(self, kind: str, **fields: object) -> None:
+        """Append an entry about this job to the journal."""
+        note_or_print(self.files, kind, job=self.job, **fields)
+
+    def other_jobs(self, journal: Sequence[Entry]) -> list[str]:
+        """The chain's other jobs, and the places of this job's own array that come after it."""
+        array, _, place = self.job.partition("_")
+        others = [job for job in submitted_jobs(journal) if job != array]
+        last = self.plan.links - 1 - (self.number - int(place or 0) - 1)
+        if place and int(place) < last:
+            others.append(f"{array}_[{int(place) + 1}-{last}]")
+        return others
+
+
+@dataclass
+class Prefetching:
+    """The copying beside the training of a link."""
+
+    link: LinkJob
     _begun: bool = False
     _kill_at: float = math.inf
     _process: subprocess.Popen[bytes] | None = None
@@ -107,16 +168,14 @@ class Prefetching:
             self._ask_to_end()
         elif under_way and not self._begun:
             self._begun = True
+            plan, job = self.link.plan, self.link.files.job
             # A program of one's own has data of its own.
-            if not self.plan.command and wants_prefetch(self.files.job):
-                nodes = self.plan.nodes_of(self.number)
+            if not plan.command and wants_prefetch(job):
                 known = {stopping.CHAIN, stopping.JOB}
                 try:
                     self._process = subprocess.Popen(
-                        prefetch_words(self.plan.python, self.files.job, nodes),
-                        env={
-                            name: value for name, value in os.environ.items() if name not in known
-                        },
+                        prefetch_words(plan.python, job, plan.nodes_of(self.link.number)),
+                        env={name: text for name, text in os.environ.items() if name not in known},
                     )
                 except OSError as error:
                     print(f"data are not prefetched for the next link: {error}", flush=True)
@@ -129,12 +188,12 @@ class Prefetching:
             # srun takes its tasks on other nodes with it only where it is asked to end.
             self._ask_to_end()
             try:
-                self._process.wait(_PATIENCE_SECONDS)
+                self._process.wait(_PREFETCH_END_SECONDS)
             except subprocess.TimeoutExpired:
                 # The next link waits for this job's end; what is half copied does no harm.
                 self._process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_PATIENCE_SECONDS)
+                    self._process.wait(_PREFETCH_END_SECONDS)
             self._note()
 
     def _ask_to_end(self) -> None:
@@ -143,13 +202,13 @@ class Prefetching:
             return
         if math.isinf(self._kill_at):
             self._process.terminate()
-            self._kill_at = time.monotonic() + _PATIENCE_SECONDS
+            self._kill_at = time.monotonic() + _PREFETCH_END_SECONDS
         elif time.monotonic() > self._kill_at:
             self._process.kill()
 
     def _note(self) -> None:
         assert self._process is not None
-        note_or_print(self.files, "prefetched", job=self.job, code=self._process.returncode)
+        self.link.note("prefetched", code=self._process.returncode)
         self._process = None
 
 
@@ -166,7 +225,7 @@ def wants_prefetch(job_file: Path) -> bool:
 
 def prefetch_words(python: str, job_file: Path, nodes: int) -> Sequence[str]:
     """Command that prefetches on all nodes of this job; one node needs no srun."""
-    from outlast.cluster.staging.job import prefetch_command
+    from outlast.cluster.staging import prefetch_command
 
     words = prefetch_command(python, job_file, nodes, beside_training=True)
     if nodes == 1 and not installed("srun"):
@@ -174,63 +233,35 @@ def prefetch_words(python: str, job_file: Path, nodes: int) -> Sequence[str]:
     return words
 
 
-def program_of(files: ChainFiles, plan: ChainPlan, number: int) -> list[str]:
-    """Name and arguments of the program of link `number`.
+def program_of(link: LinkJob) -> list[str]:
+    """Name and arguments of the program of a link.
 
     ``outlast train`` as a step of all processes, or the job's own shell line. One process needs no
     srun, which containers may lack.
     """
+    plan = link.plan
     if plan.command:
         return ["bash", "-c", plan.command]
-    train = [plan.python, "-m", "outlast", "train", str(files.job)]
-    nodes, processes = plan.nodes_of(number), plan.processes_of(number)
+    train = [plan.python, "-m", "outlast", "train", str(link.files.job)]
+    nodes, processes = plan.nodes_of(link.number), plan.processes_of(link.number)
     if processes == 1 and not installed("srun"):
         return train
     # A rank that died must not leave the others waiting for it. Those that stop to be continued end
     # with 0 here, one after the other.
-    return [
-        "srun",
-        f"--nodes={nodes}",
-        f"--ntasks={processes}",
-        "--kill-on-bad-exit=1",
-        f"--export=ALL,{RECORD_TELLS}=1",
-        *train,
-    ]
-
-
-HANDOVER_SECONDS = 900.0
-
-
-"""A filler's step and its save; then its processes end."""
-
-
-_LOOK_SECONDS = 0.5
-
-
-# Ranks read the file that tells them to stop; where a shared file system shows it late, a signal
-# does the same.
-_SIGNAL_AFTER_SECONDS = 10.0
-
-
-# Slurm's documentation lets a warning come a minute before the lead that it was asked for.
-_EARLIEST_WARNING_SECONDS = 120.0
-
-
-_QUEUE_SECONDS = 60.0
-
-
-_LEAD_EVERY_SECONDS = 10.0
-
-
-_ENDING_PATIENCE = Patience(answer_seconds=5.0, total_seconds=4.0, first_pause_seconds=1.0)
+    step = ["srun", f"--nodes={nodes}", f"--ntasks={processes}", "--kill-on-bad-exit=1"]
+    return [*step, f"--export=ALL,{RECORD_TELLS}=1", *train]
 
 
 @dataclass
 class Watch:
-    """Runs the program of link `number`, which is job `job`.
+    """Runs the program of a link.
 
     Attributes:
+        link: The job.
         began: When the job's script began, seconds since the epoch.
+        fence: Which the link holds.
+        clock: Time that is left to the link.
+        log: Of the run.
         signals: Names of those that the link has been sent, as they come.
         stop: Why the program was told to stop, or an empty text.
         state: What Slurm said of the job when it was told to end.
@@ -238,10 +269,7 @@ class Watch:
         lead_seconds: How long before the link's end the last save begins.
     """
 
-    files: ChainFiles
-    plan: ChainPlan
-    number: int
-    job: str
+    link: LinkJob
     began: float
     fence: Fence
     clock: LinkClock
@@ -262,7 +290,7 @@ class Watch:
         clock = self.clock
         left = clock.left_seconds()
         self.lead_seconds = lead_seconds_of(
-            self.plan,
+            self.link.plan,
             self.log.save_seconds,
             at_risk_seconds=left + max(time.time() - self.began, 0.0),
             hard_end=clock.limit_left_seconds() <= left + 60.0,
@@ -274,16 +302,16 @@ class Watch:
         """Run the program of the link and tell it when to stop; returns its exit code."""
         self._publish()
         process = subprocess.Popen(
-            program_of(self.files, self.plan, self.number),
+            program_of(self.link),
             env={
                 **os.environ,
-                stopping.CHAIN: str(self.files.path),
-                stopping.JOB: self.job,
+                stopping.CHAIN: str(self.link.files.path),
+                stopping.JOB: self.link.job,
                 **self.fence.lease,
                 "PYTHONUNBUFFERED": "1",
             },
         )
-        prefetching = Prefetching(self.files, self.plan, self.number, self.job)
+        prefetching = Prefetching(self.link)
         try:
             return self._watch(process, prefetching)
         finally:
@@ -322,7 +350,7 @@ class Watch:
             if now > signal_at and not signalled:
                 signalled = True
                 # A program that is not ours may die of it, and so may ranks that stop already.
-                if not self.plan.command and log.stops == stops:
+                if not self.link.plan.command and log.stops == stops:
                     process.send_signal(signal.SIGUSR1)
 
     def _publish(self) -> None:
@@ -332,15 +360,25 @@ class Watch:
         unmoved = end == clock.end or abs(end - clock.end) <= 1.0
         if unmoved and abs(lead - self.lead_seconds) <= 0.02 * lead and stop == self.stop:
             return
-        state = countdown(self.job, clock, self.lead_seconds, self.stop)
-        if write_countdown(self.files.clock, state):
+        state = countdown(self.link.job, clock, self.lead_seconds, self.stop)
+        if write_countdown(self.link.files.clock, state):
             self._published = (clock.end, self.lead_seconds, self.stop)
 
     def _why_stop(self) -> str:
         """Reason, besides the clock and signals, for the link to end."""
-        if self.files.stop.exists():
+        if self.link.files.stop.exists():
             return "outlast cluster stop"
-        return self._make_way() if self.plan.kind == "filler" else ""
+        if not self.link.is_filler:
+            return ""
+        # A filler ends when the link has started, or somebody could on these nodes.
+        if self.link.files.handover.exists():
+            return "the link has started"
+        now = time.monotonic()
+        if now - self._looked_at_queue > _QUEUE_SECONDS:
+            self._looked_at_queue = now
+            # The queue is asked beside the loop, which must not wait.
+            threading.Thread(target=self._look_at_queue, daemon=True).start()
+        return self._reason_to_yield
 
     def note_signals(self) -> None:
         """Tell the ranks to stop; on TERM also find out why, while Slurm still says so."""
@@ -359,27 +397,14 @@ class Watch:
                     state = state_now(os.environ["SLURM_JOB_ID"], _ENDING_PATIENCE)
                     self.state = state if has_ended(state or "") else None
             left = clock.limit_left_seconds()
-            note_or_print(
-                self.files, "signalled", job=self.job, signal=name, left=left, state=self.state
-            )
-
-    def _make_way(self) -> str:
-        """Why a filler ends now: the link has started, or somebody could on these nodes."""
-        if self.files.handover.exists():
-            return "the link has started"
-        now = time.monotonic()
-        if now - self._looked_at_queue > _QUEUE_SECONDS:
-            self._looked_at_queue = now
-            # The queue is asked beside the loop, which must not wait.
-            threading.Thread(target=self._look_at_queue, daemon=True).start()
-        return self._reason_to_yield
+            self.link.note("signalled", signal=name, left=left, state=self.state)
 
     def _look_at_queue(self) -> None:
-        left = self.plan.limit_seconds or 0.0
+        link = self.link
         with contextlib.suppress(OutlastError):
-            self._reason_to_yield = waiting_link_cancelled(
-                self.files, self.number
-            ) or reason_to_yield(self.files, self.job, self.plan, left, self.began)
+            self._reason_to_yield = waiting_link_cancelled(link) or reason_to_yield(
+                link.files, link.job, link.plan, self.began
+            )
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Ask a program that runs to save and end, and wait for it; kill it where that is in vain.
@@ -404,8 +429,8 @@ class Watch:
         process.kill()
         # Tasks on other nodes outlive an srun that is killed. A later start of this very job has
         # its number: then they are left to find out by themselves that they have lost the lease.
-        holder = read_holder(self.files.fence)
-        if holder is not None and holder.job != self.job:
+        holder = read_holder(self.link.files.fence)
+        if holder is not None and holder.job != self.link.job:
             with contextlib.suppress(ClusterError):
                 ask(["scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"]], IMPATIENT)
 
@@ -419,15 +444,93 @@ class Watch:
         return self.clock.source == "squeue" and self.lead_seconds < left < earliest
 
 
-_SIGNAL_DELAY_SECONDS = 1.0
+@dataclass
+class NextJob:
+    """Submits the link after `link`, to start when that has ended.
+
+    Attributes:
+        link: The running one.
+        lead_seconds: How long before its end that link's last save should begin, by what is known
+            when it is submitted.
+        left_seconds: Until Slurm ends this link; nothing is waited for any longer.
+    """
+
+    link: LinkJob
+    lead_seconds: float = 0.0
+    left_seconds: Callable[[], float] = lambda: math.inf
+    _job: str = ""
+    _problem: str = ""
+    _thread: threading.Thread | None = None
+    _submitting: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> None:
+        """Submit in a thread where links submit each other: sbatch may wait, training need not."""
+        if self.link.plan.kind == "dependent" and not self.link.is_last:
+            self._thread = threading.Thread(target=self.submit, daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait a while for that thread."""
+        if self._thread is not None:
+            self._thread.join(timeout=min(_JOIN_SECONDS, self._spare_seconds()))
+
+    def submit(self) -> tuple[str, str]:
+        """Submit, unless that is done; returns the job's number, or why there is none."""
+        # The thread that does so first may still be waiting for the controller.
+        longest = _SUBMIT_SECONDS + _ANSWER_SECONDS + _JOIN_SECONDS
+        if not self._submitting.acquire(timeout=min(longest, self._spare_seconds())):
+            return "", "Slurm has not answered sbatch, and this link must end"
+        try:
+            if not self._job:
+                try:
+                    self._job = self._submitted()
+                except ClusterError as error:
+                    self._problem = str(error)
+                    print(f"the next link could not be submitted: {error}", flush=True)
+            return self._job, self._problem
+        finally:
+            self._submitting.release()
+
+    def _spare_seconds(self) -> float:
+        return max(self.left_seconds() - _KEPT_SECONDS, 0.0)
+
+    def _patience(self) -> Patience:
+        spare = self._spare_seconds()
+        return Patience(
+            answer_seconds=min(_ANSWER_SECONDS, max(spare, _SHORTEST_ANSWER_SECONDS)),
+            total_seconds=min(_SUBMIT_SECONDS, spare),
+        )
+
+    def _submitted(self) -> str:
+        files, plan, number = self.link.files, self.link.plan, self.link.number + 1
+        after, patience = self.link.job.partition("_")[0], self._patience()
+        if not plan.chooses:
+            lead = self.lead_seconds
+            return submit_link(
+                files, plan, number, after=after, lead_seconds=lead, patience=patience
+            )
+        # Needs NumPy, which other links do not wait for.
+        from outlast.cluster.choosing import choose_next, submit_chosen
+
+        chosen = choose_next(files, plan, number, after)
+        job = submit_chosen(files, chosen, number, after=after, patience=self._patience())
+        print(f"link {number} is job {job}: {chosen.plan.reason}", flush=True)
+        return job
 
 
-# What a link waits for Slurm's word at its end.
-_ANSWER_SECONDS = 30.0
+def waiting_link_cancelled(filler: LinkJob) -> str:
+    """Sentence that the link for which a filler trains was cancelled; else an empty text."""
+    submitted = links_submitted(entries(filler.files))
+    jobs = [str(entry["job"]) for entry in submitted if entry["number"] == filler.number]
+    if jobs and _was_cancelled(jobs[-1]):
+        return f"job {jobs[-1]}, the waiting link, was cancelled"
+    return ""
 
 
-# Within which Slurm says of a job that its node is lost, after srun has ended for it.
-_LOSS_SECONDS = 3.0
+def _was_cancelled(job: str) -> bool:
+    with contextlib.suppress(ClusterError):
+        return state_now(job, _ENDING_PATIENCE) == "CANCELLED"
+    return False
 
 
 def run_link(
@@ -450,7 +553,7 @@ def run_link(
     """
     plan = read_plan(files)
     if shape is not None:
-        plan = filler_plan(plan, *shape) if filler else plan.shaped(*shape)
+        plan = plan.shaped(*shape, filler=filler)
     job = os.environ.get("SLURM_JOB_ID", "")
     if not job:
         raise ClusterError("a link is started by Slurm: submit it with `outlast submit job.toml`")
@@ -468,17 +571,10 @@ def run_link(
             signal.signal(key, handler)
 
 
-_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-
-
 @dataclass
-class Link:
+class Link(LinkJob):
     """A running link."""
 
-    files: ChainFiles
-    plan: ChainPlan
-    number: int
-    job: str
     signals: list[str] = field(default_factory=list)
     _fenced: bool = False
     _told_to_stop: bool = False
@@ -490,7 +586,7 @@ class Link:
             self.began = float(os.environ.get(BEGAN, ""))
         except ValueError:
             self.began = time.time()
-        self._next_job = NextJob(self.files, self.plan, self.number, self.job.partition("_")[0])
+        self._next_job = NextJob(self)
 
     def signalled(self, number: int, frame: FrameType | None) -> None:
         """Handle Slurm's warning (USR1) and its request to end (TERM): only remember it."""
@@ -517,8 +613,7 @@ class Link:
             if self._fenced or not fence.held(at_once=True):
                 return EXIT_TO_BE_CONTINUED
             # Under the fence, so that who gets it next knows whether the chain has ended.
-            last = LinkEnd(self.files, self.plan, self.number, self.job)
-            verdict = last.conclude(verdict, self._next_job.submit, told_to_stop=self._told_to_stop)
+            verdict = self._conclude(verdict)
         finally:
             fence.release()
         print(f"link {self.number}: {verdict.outcome}: {verdict.reason}", flush=True)
@@ -530,30 +625,33 @@ class Link:
         if (ending := finished(journal)) is None:
             return None
         print(f"the chain has ended: {ending['reason']}", flush=True)
-        cancel(other_jobs(self.plan, self.number, self.job, journal))
+        cancel(self.other_jobs(journal))
         return EXIT_DONE if ending["outcome"] == "done" else EXIT_GIVE_UP
 
     def _fenced_out(self, error: FenceHeldError) -> int:
         """Another link is alive, and this one goes away; where no link follows, it comes again."""
         holder = error.holder.job
-        note_or_print(self.files, "fenced", job=self.job, holder=holder)
+        self.note("fenced", holder=holder)
         print(error, flush=True)
         if (code := self._ended_before()) is not None:
             return code
+        submitted = links_submitted(entries(self.files))
+        # Others go on with the chain where a link was submitted after this one, or where this is a
+        # copy that was submitted by hand.
+        if self.plan.kind != "dependent" or not submitted or str(submitted[-1]["job"]) != self.job:
+            return EXIT_TO_BE_CONTINUED
         try:
-            again = submit_again(self.files, self.plan, self.number, self.job, holder)
+            again = submit_link(self.files, self.plan, self.number, after=holder)
+            print(f"job {again} goes on when job {holder} has ended", flush=True)
         except ClusterError as problem:
             reason = f"job {holder} goes on writing the run, and no link follows: {problem}"
             print(reason, flush=True)
             note_or_print(self.files, "finished", outcome="stopped", reason=reason)
-            return EXIT_TO_BE_CONTINUED
-        if again:
-            print(f"job {again} goes on when job {holder} has ended", flush=True)
         return EXIT_TO_BE_CONTINUED
 
     def _patience(self, holder: Holder) -> float:
         """Seconds to wait for a live holder of the fence; a filler is asked to save and end."""
-        if self.plan.kind == "filler":
+        if self.is_filler:
             return 0.0
         submitted = of_kind(entries(self.files), "submitted")
         if holder.job not in {str(entry["job"]) for entry in submitted if is_filler(entry)}:
@@ -584,38 +682,23 @@ class Link:
         known = known_left_seconds(os.environ, self.plan.limit_seconds, self.began)
         passed = max(time.time() - self.began, 0.0)
         longest = self.plan.link_seconds - passed if self.plan.link_seconds else math.inf
-        number = os.environ["SLURM_JOB_ID"]
-        clock = LinkClock(
-            asking(number, left_seconds_now), known_seconds=known, longest_seconds=longest
-        )
+        asked = partial(left_seconds_now, os.environ["SLURM_JOB_ID"])
+        clock = LinkClock(asked, known_seconds=known, longest_seconds=longest)
         clock.refresh()
-        filler = self.plan.kind == "filler"
-        note_or_print(
-            self.files,
+        self.note(
             "started",
-            job=self.job,
             number=self.number,
             began=self.began,
             step=first,
             nodes=self.plan.nodes_of(self.number),
             processes=self.plan.processes_of(self.number),
             hosts=hosts_in(os.environ.get("SLURM_JOB_NODELIST", "")),
-            **({"role": "filler"} if filler else {}),
+            **({"role": "filler"} if self.is_filler else {}),
         )
-        if not filler:
+        if not self.is_filler:
             with contextlib.suppress(OSError):
                 self.files.handover.unlink()
-        watch = Watch(
-            self.files,
-            self.plan,
-            self.number,
-            self.job,
-            self.began,
-            fence,
-            clock,
-            log,
-            self.signals,
-        )
+        watch = Watch(self, self.began, fence, clock, log, self.signals)
         self._next_job.lead_seconds = watch.measure_lead()
         self._next_job.left_seconds = clock.limit_left_seconds
         self._next_job.begin()
@@ -634,10 +717,8 @@ class Link:
             code = EXIT_TO_BE_CONTINUED
         self._next_job.join()
         verdict = self._verdict(code, first, last, fruitless, watch)
-        note_or_print(
-            self.files,
+        self.note(
             "ended",
-            job=self.job,
             number=self.number,
             code=code,
             verdict=verdict.outcome,
@@ -695,3 +776,54 @@ class Link:
             failure=watch.log.failure,
             unfinished=doubts,
         )
+
+    def _conclude(self, verdict: Verdict) -> Verdict:
+        """See to the jobs that follow.
+
+        Returns:
+            The verdict, or another one where no link can follow.
+        """
+        if self.is_filler:
+            verdict = self._after_filler(verdict)
+        elif not verdict.ends_the_chain:
+            verdict = self._followed(verdict)
+        if verdict.ends_the_chain:
+            note_or_print(self.files, "finished", outcome=verdict.outcome, reason=verdict.reason)
+            # Those that cannot be cancelled from here find that the chain has ended.
+            cancel(self.other_jobs(entries(self.files)))
+            with contextlib.suppress(OSError):
+                self.files.stop.unlink()
+        return verdict
+
+    def _after_filler(self, verdict: Verdict) -> Verdict:
+        """Submit the job after a filler: nothing but its link, or a filler for the next window."""
+        if verdict.outcome != "done" and (gone := waiting_link_cancelled(self)):
+            return Verdict("cancelled", gone)
+        if verdict.outcome in ("gave_up", "cancelled"):
+            return Verdict("continue", f"the filler: {verdict.reason}")
+        if not (verdict.ends_the_chain or self._told_to_stop):
+            # A filler is a gain, never a reason to fail.
+            with contextlib.suppress(OutlastError):
+                submit_filler(self.files)
+        return verdict
+
+    def _followed(self, verdict: Verdict) -> Verdict:
+        """Submit or find the next link; a user who cancelled it has cancelled the chain."""
+        if self.is_last:
+            used = self.plan.links - self.plan.first_number + 1
+            return Verdict(
+                "stopped", f"slurm.links: all {used} links are used up ({verdict.reason})"
+            )
+        array, _, place = self.job.partition("_")
+        if self.plan.kind == "dependent":
+            following, problem = self._next_job.submit()
+            if not following:
+                return Verdict("stopped", f"no link follows: {problem}")
+        elif self.plan.kind == "array":
+            following = f"{array}_{int(place or 0) + 1}"
+        else:
+            jobs = [str(entry["job"]) for entry in links_submitted(entries(self.files))]
+            following = dict(itertools.pairwise(jobs)).get(array, "")
+        if following and _was_cancelled(following):
+            return Verdict("cancelled", f"job {following}, the next link, was cancelled")
+        return verdict

@@ -1,1 +1,0 @@
-"""Job chains: a run as short jobs that follow each other on a queue with a time limit."""

@@ -1,1 +1,0 @@
-"""Discrete-event simulation of a cluster's scheduler."""

@@ -1,1 +1,0 @@
-"""Interface to the batch system Slurm: commands, their output, batch scripts."""
