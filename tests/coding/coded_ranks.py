@@ -13,9 +13,8 @@ import torch.distributed as dist
 from scipy.sparse import csr_array
 from torch import nn
 
-from outlast.coding.code import GradientCode
-from outlast.coding.codes.cyclic import CyclicRepetition
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import FractionalRepetition, GradientCode
+from outlast.coding.cyclic import CyclicRepetition
 from outlast.coding.protocol.all_reduce import CodedAllReduce
 from outlast.errors import CodingError
 
