@@ -181,6 +181,12 @@ def _guard(job: Job) -> Iterator[str]:
 
 def _coding(job: Job) -> Iterator[str]:
     coding, parallel = job.coding, job.parallel
+    if coding.protocol != "all_reduce" and coding.scheme in {"off", "coverage"}:
+        yield (
+            f'coding.protocol = "{coding.protocol}" carries the messages of fixed codes, and '
+            f'coding.scheme = "{coding.scheme}" has none; take e.g. coding.scheme = '
+            '"fractional_repetition", or coding.protocol = "all_reduce"'
+        )
     if coding.scheme == "off":
         return
     split = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]

@@ -223,6 +223,7 @@ GuardLevel = Literal["off", "light", "linear", "full"]
 CodingScheme = Literal[
     "off", "coverage", "fractional_repetition", "cyclic_repetition", "cyclic_mds", "graph"
 ]
+CodingProtocol = Literal["all_reduce", "server", "gossip"]
 TensorForm = Literal[
     "off", "low_rank", "cola", "lax", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain"
 ]
@@ -520,6 +521,13 @@ class CodingSection(Section):
         "off",
         "coverage: replicas that are done take over micro-batches of slow ones, exact and free "
         "while nobody is slow; the others: every replica computes `copies` shares of the batch",
+        identity=False,
+    )
+    protocol: CodingProtocol = setting(
+        "all_reduce",
+        "fixed codes: all_reduce: one collective, which late replicas join with zeros; server: "
+        "replica 0 adds messages up and sends the sum; gossip: pairs of replicas exchange sums; "
+        "with the last two a stopped replica holds nobody up",
         identity=False,
     )
     copies: Positive = setting(

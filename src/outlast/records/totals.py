@@ -43,6 +43,7 @@ class CodedStep:
         error: Certified error, 0 where the gradient is exact.
         seconds: Time that the gradient took.
         waiting_seconds: What waiting for every replica would have taken at least.
+        protocol: As in coding.protocol.
     """
 
     step: int
@@ -55,6 +56,7 @@ class CodedStep:
     error: float
     seconds: float
     waiting_seconds: float
+    protocol: str = "all_reduce"
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,12 @@ class CodingTotals:
     def scheme(self) -> str:
         """The code of the last step."""
         return self.steps[-1].scheme
+
+    @property
+    def description(self) -> str:
+        """The code of the last step, and the way of its sum where that is no all-reduce."""
+        protocol = self.steps[-1].protocol
+        return self.scheme if protocol == "all_reduce" else f"{self.scheme} ({protocol})"
 
     @property
     def replicas(self) -> int:
@@ -264,8 +272,22 @@ def _each_step(event: GradientsCoded) -> Iterator[CodedStep]:
         event.waiting_seconds,
         strict=False,
     )
-    for step, (stragglers, *counts) in enumerate(rows, start=first):
-        yield CodedStep(step, event.scheme, event.replicas, tuple(stragglers), *counts)
+    step = first
+    for stragglers, claims, duplicates, lost, error, seconds, waiting_seconds in rows:
+        yield CodedStep(
+            step,
+            event.scheme,
+            event.replicas,
+            tuple(stragglers),
+            claims,
+            duplicates,
+            lost,
+            error,
+            seconds,
+            waiting_seconds,
+            event.protocol,
+        )
+        step += 1
 
 
 def _steps(count: int) -> str:
