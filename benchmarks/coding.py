@@ -1,4 +1,4 @@
-"""Gradient coding: step times, exactness, stability, decoding, bytes, and time to a loss.
+"""Gradient coding: step times, exactness, stability, decoding, and time to a loss.
 
     python benchmarks/coding.py [--quick] [--json FILE]
 
@@ -11,26 +11,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from coding_curves import curve_bars
-from coding_partial import partial_bars
 from coding_stability import stability_bars
 from coding_workload import SCHEMES, Course, Setting, alternate, on_ranks, train
 from harness import Bar, arguments, at_most, median, publish
 
-from outlast.coding import FractionalRepetition, GradientCode, GraphCode
+from outlast.coding import (
+    BernoulliCode,
+    FractionalRepetition,
+    GradientCode,
+    GraphCode,
+    SoftDesign,
+    SymmetricDesign,
+)
 from outlast.coding.assignment import spread
-from outlast.coding.codes.bernoulli import BernoulliCode
-from outlast.coding.codes.design import SoftDesign, SymmetricDesign
-from outlast.coding.delays import Additive, Delays, Markov, Pareto, ShiftedExponential, Slow, sample
+from outlast.coding.delays import Delays, Markov, ShiftedExponential, Slow, sample
 from outlast.coding.simulate import cover, wait_all
 
 CHUNKS, COPIES = 8, 3
 WAIT, COVERAGE = "wait for all (DDP)", "micro-coverage"
 DROP = "drop the slowest and rescale"
 LOSSY = (DROP, "deadline per micro-batch (DropCompute)")
+
+
+@dataclass(frozen=True)
+class Pareto:
+    """Slowdown of at least 1 with P(slowdown > x) = x^-shape, anew for every worker and step."""
+
+    shape: float
+
+    def draw(self, shape: tuple[int, int, int], generator: np.random.Generator) -> Delays:
+        """Delays of shape (draws, steps, workers)."""
+        slowdown = 1.0 + generator.pareto(self.shape, shape)
+        return Delays(np.zeros(shape), slowdown, np.ones(shape))
+
+
+@dataclass(frozen=True)
+class Additive:
+    """An exponential wait of so many seconds before the first chunk, however many follow."""
+
+    scale: float
+
+    def draw(self, shape: tuple[int, int, int], generator: np.random.Generator) -> Delays:
+        """Delays of shape (draws, steps, workers)."""
+        return Delays(generator.exponential(self.scale, shape), np.ones(shape), np.ones(shape))
 
 
 def simulated(bar: Bar) -> Bar:
@@ -93,8 +120,8 @@ def realised(quick: bool) -> Iterator[Bar]:
         course: Course = on_ranks(workers, train, setting)[0]
         # A chunk's time at slowdown 1 includes its arithmetic and its claim.
         chunk = median(course.seconds[1:4]) / CHUNKS
-        delays = Delays.none((1, len(slow), workers))
-        delays = Delays(delays.start_seconds, slow[None], delays.chunk_cost)
+        shape = (1, len(slow), workers)
+        delays = Delays(np.zeros(shape), slow[None], np.ones(shape))
         foreseen = cover(spread(workers, CHUNKS, COPIES), delays, chunk).seconds
         real = median(course.seconds[4:])
         expected = float(np.median(foreseen))
@@ -237,7 +264,6 @@ def main() -> None:
         simulated_bars(quick),
         decoding_bars(),
         stability_bars(quick),
-        partial_bars(quick),
         curve_bars(quick),
     ]
     publish("coding", [bar for part in parts for bar in part], options.json)

@@ -8,6 +8,8 @@ decoded sum; "debiased" means that alpha is divided by its mean before.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +18,9 @@ from typing import Any
 import numpy as np
 from harness import Bar
 
-from outlast.coding.code import Decoder, GradientCode
-from outlast.coding.codes import graph
-from outlast.coding.codes.bernoulli import BernoulliCode, bernoulli_one_step_error, one_step_error
-from outlast.coding.codes.design import SoftDesign
-from outlast.coding.codes.graph import Expander, GraphCode, worst_case_lower_bound
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import Decoder, FractionalRepetition, GradientCode
+from outlast.coding.design import BernoulliCode, SoftDesign
+from outlast.coding.graph import Expander, Graph, GraphCode, one_step_error
 
 BATCH = 200
 PROBABILITIES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -35,6 +34,11 @@ BLUE, ORANGE, GREEN, GREY, BLACK = "#0072B2", "#D55E00", "#009E73", "#8C8C8C", "
 def lower_bound(probability: float, degree: int) -> float:
     """p^d / (1 - p^d): no code with d copies has a smaller debiased error per chunk."""
     return probability**degree / (1.0 - probability**degree)
+
+
+def bernoulli_error(workers: int, mean_copies: float, survivors: int) -> float:
+    """N (n - d) / (u d): the one-step decoder's mean error over Bernoulli(d / n) codes."""
+    return workers * (workers - mean_copies) / (survivors * mean_copies)
 
 
 def debiased_error(code: GraphCode, probability: float, draws: int, seed: int = 0) -> float:
@@ -95,7 +99,62 @@ def small_graph() -> GraphCode:
 
 def ramanujan_graph() -> GraphCode:
     """6552 workers, 2184 chunks with 6 copies: the graph of Lubotzky, Phillips and Sarnak."""
-    return GraphCode.of(graph.ramanujan(5, 13))
+    return GraphCode.of(ramanujan(5, 13))
+
+
+def ramanujan(p: int, q: int) -> Graph:
+    """The (p + 1)-regular Ramanujan graph X^{p,q} of Lubotzky, Phillips and Sarnak (1988).
+
+    The Cayley graph of PGL(2, q) where p is no square modulo q (bipartite, q^3 - q vertices), else
+    of PSL(2, q) (half as many), by the p + 1 integer quaternions of norm p with odd positive real
+    part and even rest. All eigenvalues but +-(p + 1) are at most 2 sqrt(p). p = 5, q = 13 has 2184
+    vertices and 6552 edges, as in Glasgow and Wootters (2021). p and q are different primes, both
+    1 mod 4, with q > 2 sqrt(p).
+    """
+    # (p + 1, 2, 2) matrices over F_q of the quaternions a + bi + cj + dk of norm p.
+    root = next(x for x in range(1, q) if x * x % q == q - 1)
+    reach = math.isqrt(p)
+    odd = range(1, reach + 1, 2)
+    even = range(-(reach // 2) * 2, reach + 1, 2)
+    found = [
+        [[a + root * b, c + root * d], [-c + root * d, a - root * b]]
+        for a, b, c, d in itertools.product(odd, even, even, even)
+        if a * a + b * b + c * c + d * d == p
+    ]
+    generators = _normalised(np.array(found, dtype=np.int64) % q, q)
+    # (elements, 2, 2) invertible matrices over F_q up to factors, first non-zero entry 1.
+    square_determinant = pow(p, (q - 1) // 2, q) == 1
+    grid = np.indices((q, q, q)).reshape(3, -1).T
+    first = np.column_stack([np.ones(len(grid), np.int64), grid])
+    pairs = np.indices((q, q)).reshape(2, -1).T
+    second = np.column_stack([np.zeros(len(pairs), np.int64), np.ones(len(pairs), np.int64), pairs])
+    entries = np.concatenate([first, second])
+    determinants = (entries[:, 0] * entries[:, 3] - entries[:, 1] * entries[:, 2]) % q
+    squares = np.unique(np.arange(1, q) ** 2 % q)
+    kept = np.isin(determinants, squares) if square_determinant else determinants != 0
+    elements = entries[kept].reshape(-1, 2, 2).astype(np.int64)
+    keys = _keys(elements, q)
+    order = np.argsort(keys)
+    parts = []
+    for generator in generators:
+        products = _normalised(np.matmul(elements, generator) % q, q)
+        targets = order[np.searchsorted(keys[order], _keys(products, q))]
+        starts = np.arange(len(elements))
+        parts.append(np.stack([starts, targets], axis=1)[starts < targets])
+    return Graph(np.concatenate(parts), len(elements), transitive=True)
+
+
+def _normalised(matrices: np.ndarray, q: int) -> np.ndarray:
+    """Each matrix over F_q divided by its first non-zero entry."""
+    inverses = np.array([0, *(pow(x, -1, q) for x in range(1, q))], dtype=np.int64)
+    flat = matrices.reshape(-1, 4)
+    leading = np.where(flat[:, 0] != 0, flat[:, 0], flat[:, 1])
+    return (flat * inverses[leading][:, None] % q).reshape(-1, 2, 2)
+
+
+def _keys(matrices: np.ndarray, q: int) -> np.ndarray:
+    """One number for each matrix over F_q."""
+    return matrices.reshape(-1, 4) @ np.array([q**3, q**2, q, 1], dtype=np.int64)
 
 
 def curve_bars(quick: bool) -> Iterator[Bar]:
@@ -149,7 +208,7 @@ def random_bars(quick: bool) -> Iterator[Bar]:
                 mean_error(BernoulliCode(100, degree, seed=s), stragglers, draws // codes, "fixed")
                 for s in range(codes)
             )
-            closed = bernoulli_one_step_error(100, degree, survivors) / 100
+            closed = bernoulli_error(100, degree, survivors) / 100
             name = f"Bernoulli code, n = 100, d = {degree}, s = {stragglers}, one-step"
             yield within(name, figure / codes, closed, 0.1, "n (n - d) / (u d)")
             repetition = FractionalRepetition(100, degree - 1)
@@ -167,7 +226,7 @@ def expander_bars(quick: bool) -> Iterator[Bar]:
     for stragglers in STRAGGLERS:
         found = worst_found(code, stragglers, 5 if quick else 50, "fixed") ** 0.5
         bound = code.worst_error(stragglers).value ** 0.5
-        least = worst_case_lower_bound(3, stragglers) ** 0.5
+        least = float(stragglers // 3) ** 0.5
         name = f"expander, n = 50, d = 3, s = {stragglers}, fixed decoder, worst found"
         limits = f"{least:.3g} to {bound:.3g}"
         holds = least <= found <= bound
@@ -267,7 +326,7 @@ def random_figure() -> Any:
         soft, repetition = SoftDesign(100, degree), FractionalRepetition(100, degree - 1)
         lines = (
             ("Bernoulli, one-step", ORANGE, "--",
-             [bernoulli_one_step_error(100, degree, 100 - s) / 100 for s in gone]),
+             [bernoulli_error(100, degree, 100 - s) / 100 for s in gone]),
             ("regular, one-step", GREEN, "--",
              [one_step_error(100, degree, 100 - s) / 100 for s in gone]),
             ("Bernoulli, optimal", ORANGE, "-",
@@ -316,7 +375,7 @@ def expander_figure() -> Any:
         ("optimal weights, mean", BLUE, ":",
          [(mean_error(code, x, 2000) * 50) ** 0.5 for x in STRAGGLERS]),
         ("any code, worst \u2265 \u221a\u230as/d\u230b", GREY, "-",
-         [worst_case_lower_bound(3, x) ** 0.5 for x in STRAGGLERS]),
+         [float(x // 3) ** 0.5 for x in STRAGGLERS]),
         ("\u221a(s/d), as published", GREY, ":", list((s / 3.0) ** 0.5)),
     )  # fmt: skip
     apart = {lines[2][0]: 4.0, lines[5][0]: -4.0}

@@ -16,11 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from harness import Bar, at_least, at_most
 
-from outlast.coding.code import GradientCode, straggler_patterns
-from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
-from outlast.coding.codes.heterogeneous import HeterogeneityAware
-from outlast.coding.codes.reed_solomon import RealReedSolomon, ReedSolomon
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import FractionalRepetition, GradientCode, straggler_patterns
+from outlast.coding.cyclic import CyclicMDS, CyclicRepetition, RealReedSolomon, ReedSolomon
 from outlast.errors import CodingError
 
 Builder = Callable[..., GradientCode]
@@ -141,14 +138,12 @@ def stability_bars(quick: bool) -> Iterator[Bar]:
 
 def refusal_bars() -> Iterator[Bar]:
     """Codes that amplify too much are not built; good ones are."""
-    even = {"speeds": [1.0] * 24, "stragglers": 5, "dtype": "bfloat16"}
     alike = {"workers": 24, "stragglers": 5, "dtype": "bfloat16"}
     bad = [
         *(
             refused(build, **alike)
             for build in (CyclicRepetition, CyclicMDS, ReedSolomon, RealReedSolomon)
         ),
-        refused(HeterogeneityAware, **even),
         refused(CyclicMDS, workers=31, stragglers=10),
         refused(CyclicMDS, workers=50, stragglers=9),
         refused(ReedSolomon, workers=60, stragglers=9, mask="consecutive"),

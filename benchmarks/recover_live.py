@@ -23,9 +23,7 @@ import torch
 from harness import Bar, arguments, at_least, at_most, median, publish
 from torch import nn
 
-from outlast.recover.live import Lighthouse, LiveGroups
-from outlast.recover.live.groups import state_digest
-from outlast.recover.live.lighthouse import SILENCE_SHARE
+from outlast.recover.live import SILENCE_SHARE, Lighthouse, LiveGroups, state_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -39,9 +39,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outlast.errors import RecoverError
-from outlast.recover.parity import ParityGroup
-from outlast.recover.parity.code import STRIPE_BYTES
-from outlast.recover.parity.group import Update
+from outlast.recover.parity import ParityGroup, Update
+from outlast.recover.parity_code import STRIPE_BYTES
 
 DEADLINE_SECONDS = 3000
 BAR = 0.03

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from scipy.sparse import csr_array
 from torch import nn
 
-from outlast.coding.code import GradientCode
-from outlast.coding.codes.cyclic import CyclicRepetition
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import FractionalRepetition, GradientCode
+from outlast.coding.cyclic import CyclicRepetition
 from outlast.coding.protocol.all_reduce import CodedAllReduce
 from outlast.errors import CodingError
 
@@ -98,10 +97,22 @@ def wait_for_the_others(coded):
         time.sleep(0.005)
 
 
-def work(code, steps, *, pause=None, slow=None, at=None, after=None, patient=False, **settings):
+def work(
+    code,
+    steps,
+    *,
+    protocol=CodedAllReduce,
+    pause=None,
+    slow=None,
+    at=None,
+    after=None,
+    patient=False,
+    **settings,
+):
     """Train for some steps on the same weights; the record ends at the first CodingError.
 
     Args:
+        protocol: The class that sums.
         pause: (worker, step, chunk) -> seconds that the chunk takes.
         slow: (worker, step) -> whether its first chunk lasts until the others do without it.
         at: (worker, step) -> None, called before the worker's last chunk.
@@ -110,7 +121,7 @@ def work(code, steps, *, pause=None, slow=None, at=None, after=None, patient=Fal
     """
     rank = start()
     model = model_of()
-    coded = CodedAllReduce(model, code, **settings)
+    coded = protocol(model, code, **settings)
     record = Record()
     chunks = code.assignment.chunks_of(rank).tolist()
     every = [(chunk, float(code.matrix[rank, chunk])) for chunk in chunks]
@@ -136,6 +147,8 @@ def work(code, steps, *, pause=None, slow=None, at=None, after=None, patient=Fal
         record.outcomes.append(outcome)
         record.gradients.append(gradient_of(model))
         model.zero_grad()
+    if record.error is None:
+        coded.close()
     return record
 
 

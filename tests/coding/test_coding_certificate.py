@@ -4,13 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.coding.certificate import certify, roundoff
-from outlast.coding.codes.bernoulli import BernoulliCode, StochasticCode
-from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
-from outlast.coding.codes.design import BlockDesign, SoftDesign, SymmetricDesign
-from outlast.coding.codes.graph import Expander, GraphCode
-from outlast.coding.codes.heterogeneous import GroupedBySpeed, HeterogeneityAware
-from outlast.coding.codes.reed_solomon import RealReedSolomon, ReedSolomon
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import FractionalRepetition
+from outlast.coding.cyclic import CyclicMDS, CyclicRepetition, RealReedSolomon, ReedSolomon
+from outlast.coding.design import (
+    BernoulliCode,
+    SoftDesign,
+    SymmetricDesign,
+)
+from outlast.coding.graph import Expander, GraphCode
 from outlast.errors import CodingError
 
 ANY = float("inf")
@@ -20,7 +21,6 @@ CODES = {
     "mds": CyclicMDS(12, 3, dtype="bfloat16", tolerance=ANY),
     "roots": ReedSolomon(12, 2, dtype="bfloat16", tolerance=ANY),
     "real roots": RealReedSolomon(12, 2, dtype="bfloat16", tolerance=ANY),
-    "speeds": HeterogeneityAware([1, 2, 3] * 4, 2, dtype="bfloat16", tolerance=ANY),
 }
 EVERY = pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 
@@ -165,13 +165,9 @@ def test_bounds_for_stragglers_that_there_are_not_are_refused(code, stragglers):
     [
         lambda dtype: FractionalRepetition(6, 2, dtype=dtype),
         lambda dtype: CyclicMDS(6, 3, dtype=dtype, tolerance=ANY),
-        lambda dtype: GroupedBySpeed([1, 2, 3], 1, dtype=dtype),
         lambda dtype: SymmetricDesign(7, dtype=dtype),
-        lambda dtype: BlockDesign.affine_plane(2, dtype=dtype),
-        lambda dtype: BlockDesign.all_pairs(4, dtype=dtype),
         lambda dtype: SoftDesign(6, 2, dtype=dtype),
         lambda dtype: BernoulliCode(6, 2, dtype=dtype),
-        lambda dtype: StochasticCode(6, 2, 0.1, dtype=dtype),
         lambda dtype: GraphCode.random_regular(workers=12, degree=3, dtype=dtype),
         lambda dtype: Expander(6, 3, dtype=dtype),
     ],

@@ -35,9 +35,8 @@ from outlast.coding.protocol.all_reduce import (
     Consensus,
     Decision,
     Decoding,
-    DecodingRules,
-    LossWeights,
     WorkerSet,
+    loss_weights,
     synchronise,
 )
 from outlast.coding.protocol.key_value_store import KeyValueStore
@@ -177,25 +176,6 @@ def test_work_can_be_given_up_between_layers(workers):
     assert seconds < 1.0
     assert np.array_equal(gradient, other)
     assert np.linalg.norm(gradient) > 0
-
-
-def one_batch():
-    rank = start()
-    code = cyclic(3, 1)
-    model = model_of()
-    coded = CodedAllReduce(model, code)
-    chunks = code.assignment.chunks_of(rank)
-    samples = torch.cat([samples_of(0, int(chunk)) for chunk in chunks])
-    chunk_of_sample = torch.from_numpy(np.repeat(chunks, 5))
-    (coded.sample_weights(chunk_of_sample) * losses_of(model, samples)).sum().backward()
-    assert coded.reduce(0).exact
-    return gradient_of(model)
-
-
-@processes
-def test_one_batch_with_weighted_samples_encodes_as_well(workers):
-    for gradient in workers(3)(one_batch):
-        assert relative(gradient, full_gradient(0, np.ones(3))) < CLOSE
 
 
 def without_a_message():
@@ -665,22 +645,20 @@ def test_settings_out_of_range_are_refused(workers, settings, words):
     assert words in workers(1)(refuse, settings)[0]
 
 
-def test_complex_codes_and_foreign_chunks_are_refused():
+def test_complex_codes_are_refused():
     imaginary = Code(np.eye(2), 0)
     imaginary.matrix = imaginary.matrix.astype(np.complex128)
     with pytest.raises(CodingError, match="complex"):
-        LossWeights(imaginary, 0)
-    with pytest.raises(CodingError, match=r"chunks \[2\], but its chunks are \[0, 1\]"):
-        LossWeights(repetition(4, 1), 0).of_samples(torch.tensor([0, 2]))
+        loss_weights(imaginary, 0)
 
 
 def test_gradients_that_round_more_than_the_code_was_examined_for_are_refused():
     with pytest.raises(CodingError, match='dtype = "bfloat16"'):
-        Decoding(cyclic(4, 1, "float32"), DecodingRules(), {torch.bfloat16, torch.float32})
+        Decoding(cyclic(4, 1, "float32"), {torch.bfloat16, torch.float32})
 
 
 def test_a_binary_code_is_certified_for_the_gradients_type():
-    decoding = Decoding(repetition(4, 1), DecodingRules(), {torch.bfloat16})
+    decoding = Decoding(repetition(4, 1), {torch.bfloat16})
     certificate = decoding.of(frozenset({0, 2})).certificate
     assert certificate.dtype == "bfloat16"
     assert certificate.rounding >= 2**-8

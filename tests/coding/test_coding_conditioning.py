@@ -3,9 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from outlast.coding.code import conditioning, refuse_ill_conditioned, straggler_patterns
-from outlast.coding.codes.cyclic import CyclicMDS
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import FractionalRepetition, conditioning, straggler_patterns
+from outlast.coding.cyclic import CyclicMDS
 from outlast.errors import CodingError
 
 
@@ -70,7 +69,7 @@ def test_the_condition_number_of_a_large_code_is_left_out():
 def test_the_refusal_gives_the_figures_and_the_advice():
     code = CyclicMDS(12, 3)
     with pytest.raises(CodingError) as refused:
-        refuse_ill_conditioned(code, 1e-9, advice="take another")
+        code.accept(1e-9, "take another")
     figure = conditioning(code)
     assert str(refused.value) == (
         f"cyclic MDS for 12 workers and 3 stragglers multiplies messages by weights that sum to "
@@ -86,4 +85,4 @@ def test_a_longer_sample_continues_a_shorter_one():
 
 def test_codes_within_the_tolerance_are_returned_with_their_report():
     code = CyclicMDS(12, 3)
-    assert refuse_ill_conditioned(code, 1e-2, advice="none") == conditioning(code)
+    assert code.accept(1e-2, "none") == code.conditioning

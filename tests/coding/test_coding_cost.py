@@ -15,11 +15,12 @@ from closed_forms import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_workers import Additive, FailStop, Fixed, Pareto
 
 from outlast.coding.assignment import spread
 from outlast.coding.certificate import certify
 from outlast.coding.cost import CostModel, all_reduce_bytes, coding_cost, dropped_error, lost_chunks
-from outlast.coding.delays import Additive, FailStop, Fixed, Pareto, ShiftedExponential, Slow
+from outlast.coding.delays import ShiftedExponential, Slow, sample
 from outlast.coding.simulate import cover, fixed_load, repetition, wait_all
 from outlast.errors import CodingError
 
@@ -60,7 +61,7 @@ def test_a_tail_without_a_mean_has_none() -> None:
 @pytest.mark.parametrize(("scale", "copies"), [(0.1, 2), (0.5, 2), (0.5, 4), (3.0, 3)])
 def test_ratios_of_fixed_codes_are_those_of_the_simulation(scale: float, copies: int) -> None:
     for additive, model in ((False, ShiftedExponential(scale)), (True, Additive(scale))):
-        delays = model.sample(4000, 24, seed=1)
+        delays = sample(model, 4000, 24, seed=1)
         plain = wait_all(delays, 1.0).seconds.mean()
         cyclic = fixed_load(delays, 1.0, copies).seconds.mean() / plain
         assert fixed_code_ratio(24, copies, scale, additive=additive) == pytest.approx(
@@ -103,7 +104,7 @@ def test_one_copy_is_no_code() -> None:
 
 
 def test_lost_chunks_are_those_of_the_simulation() -> None:
-    delays = FailStop(0.2).sample(2000, 12, seed=3)
+    delays = sample(FailStop(0.2), 2000, 12, seed=3)
     covered = cover(spread(12, 4, 2), delays, 1.0)
     expected = lost_chunks(12, 4, 2, 0.2)
     assert expected == pytest.approx(12 * 4 * 0.04)

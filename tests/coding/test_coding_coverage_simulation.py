@@ -7,24 +7,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from outlast.coding.assignment import Spread, spread
-from outlast.coding.delays import (
+from late_workers import (
     Additive,
     ChunkCosts,
     Combined,
-    DelayModel,
-    Delays,
     FailStop,
     Fixed,
     LoadIndependent,
-    Markov,
     Pareto,
-    ShiftedExponential,
-    Slow,
     Trace,
-    sample,
 )
+
+from outlast.coding.assignment import Spread, spread
+from outlast.coding.delays import DelayModel, Delays, Markov, ShiftedExponential, Slow, sample
 from outlast.coding.simulate import cover, fluid, wait_all
 from outlast.errors import CodingError
 
@@ -206,7 +201,7 @@ def test_chunks_are_lost_only_if_all_their_holders_are_dead(
 
 
 def test_a_step_in_which_nobody_is_slow_is_as_long_as_without_coverage() -> None:
-    covered = cover(spread(16, 8, 3), Fixed((1.0,) * 16).sample(3, 16), 0.125)
+    covered = cover(spread(16, 8, 3), sample(Fixed((1.0,) * 16), 3, 16), 0.125)
     assert covered.seconds == pytest.approx(1.0)
     assert np.all(covered.helped == 0)
     assert np.all(covered.duplicates == 0)
@@ -214,7 +209,7 @@ def test_a_step_in_which_nobody_is_slow_is_as_long_as_without_coverage() -> None
 
 
 def test_one_copy_is_training_without_coverage() -> None:
-    delays = Pareto(2.0).sample(50, 10, seed=2)
+    delays = sample(Pareto(2.0), 50, 10, seed=2)
     covered = cover(spread(10, 4, 1), delays, 0.25)
     assert covered.seconds == pytest.approx(wait_all(delays, 1.0).seconds.ravel())
 
@@ -223,18 +218,18 @@ def test_two_ranks_share_the_work_of_a_slow_one_by_hand() -> None:
     # Rank 1 takes 10 s per chunk: rank 0 finishes its two at 2 s, then rank 1's last at 3 s, waits
     # one chunk's time for the other, and has it at 5 s.
     held = spread(2, 2, 2)
-    covered = cover(held, Fixed((1.0, 10.0)).sample(1, 2), 1.0, patience=1.0)
+    covered = cover(held, sample(Fixed((1.0, 10.0)), 1, 2), 1.0, patience=1.0)
     assert covered.seconds[0] == pytest.approx(5.0)
     assert covered.finished[0].tolist() == [4, 0]
     assert covered.helped[0] == 2
     assert covered.duplicates[0] == 1
     assert covered.shares[0].tolist() == [1.0, 0.0]
-    hurried = cover(held, Fixed((1.0, 10.0)).sample(1, 2), 1.0, patience=0.0)
+    hurried = cover(held, sample(Fixed((1.0, 10.0)), 1, 2), 1.0, patience=0.0)
     assert hurried.seconds[0] == pytest.approx(4.0)
 
 
 def test_ranks_that_notice_late_that_a_chunk_is_finished_make_steps_longer() -> None:
-    delays = Pareto(1.5).sample(300, 16, seed=5)
+    delays = sample(Pareto(1.5), 300, 16, seed=5)
     held = spread(16, 4, 3)
     at_once, midway, at_end = (
         cover(held, delays, 0.25, patience=0.0, granularity=part).seconds.mean()
@@ -244,7 +239,7 @@ def test_ranks_that_notice_late_that_a_chunk_is_finished_make_steps_longer() -> 
 
 
 def test_a_deadline_ends_the_step_and_counts_what_is_lost() -> None:
-    delays = Pareto(1.5).sample(100, 12, seed=4)
+    delays = sample(Pareto(1.5), 100, 12, seed=4)
     held = spread(12, 4, 2)
     free = cover(held, delays, 0.25)
     limited = cover(held, delays, 0.25, deadline_seconds=1.5)
@@ -279,7 +274,7 @@ def test_median_steps_are_at_least_as_short_as_the_published_prototypes(
 
 
 def test_the_bar_holds_with_the_default_patience_and_few_duplicates() -> None:
-    delays = Slow(0.05, 10.0).sample(60, 240, seed=1)
+    delays = sample(Slow(0.05, 10.0), 60, 240, seed=1)
     covered = cover(spread(240, 8, 3), delays, 0.125)
     assert np.median(covered.seconds) <= 1.28
     assert covered.duplicates.mean() < 0.04 * 240 * 8
@@ -288,7 +283,7 @@ def test_the_bar_holds_with_the_default_patience_and_few_duplicates() -> None:
 
 
 def test_many_draws_are_the_same_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    delays = Pareto(1.5).sample(30, 6, steps=2, seed=9)
+    delays = sample(Pareto(1.5), 30, 6, steps=2, seed=9)
     held = spread(6, 3, 2)
     whole = cover(held, delays, 1.0)
     monkeypatch.setattr("outlast.coding.simulate._ENTRIES", 7 * held.chunks)
@@ -309,9 +304,9 @@ def test_many_draws_are_the_same_as_each_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_impossible_settings_are_refused(settings_: dict[str, float], named: str) -> None:
     given_ = {"chunk_seconds": 1.0, **settings_}
     with pytest.raises(CodingError, match=named):
-        cover(spread(4, 2, 2), Slow(0.1, 2.0).sample(1, 4), **given_)  # type: ignore[arg-type]
+        cover(spread(4, 2, 2), sample(Slow(0.1, 2.0), 1, 4), **given_)  # type: ignore[arg-type]
 
 
 def test_delays_of_other_workers_are_refused() -> None:
     with pytest.raises(CodingError, match="delays of 5 workers, but 4 hold"):
-        cover(spread(4, 2, 2), Slow(0.1, 2.0).sample(1, 5), 1.0)
+        cover(spread(4, 2, 2), sample(Slow(0.1, 2.0), 1, 5), 1.0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.coding.code import GradientCode, conditioning
-from outlast.coding.codes.cyclic import CyclicMDS, CyclicRepetition
+from outlast.coding.cyclic import CyclicMDS, CyclicRepetition
 from outlast.errors import CodingError
 
 SIZES = [(n, s) for n in range(1, 9) for s in range(n)]

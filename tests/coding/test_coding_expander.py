@@ -1,20 +1,15 @@
-import math
-
 import numpy as np
 import pytest
 from every_pattern import check_every_pattern, every_mask, holds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.codes import graph
-from outlast.coding.codes.bernoulli import one_step_error
-from outlast.coding.codes.graph import Expander, worst_case_lower_bound
+from outlast.coding.graph import Expander, one_step_error
 from outlast.errors import CodingError
 
 SMALL = {
     "cubic": Expander(8, 3, seed=1),
-    "complete": Expander.of(graph.complete(5)),
-    "bipartite": Expander.of(graph.hypercube(3)),
+    "complete": Expander(5, 4),
     "cycle": Expander(7, 2),
 }
 
@@ -45,11 +40,12 @@ def test_the_fixed_decoder_keeps_the_bound_and_has_the_stated_mean(name):
         assert optimal.mean() <= code.expected_error(stragglers).value + 1e-6 <= code.chunks + 1e-6
         mean = one_step_error(code.workers, code.degree, code.workers - stragglers)
         assert found.mean() == pytest.approx(mean, abs=1e-12)
-        assert found.max() >= worst_case_lower_bound(code.degree, stragglers) - 1e-9
+        # An adversary can stop all workers of so many chunks.
+        assert found.max() >= stragglers // code.degree - 1e-9
 
 
 def test_the_bound_is_reached_by_complete_graphs():
-    code = Expander.of(graph.complete(5))  # |lambda| = 1 for all but the first eigenvalue
+    code = Expander(5, 4)  # |lambda| = 1 for all but the first eigenvalue
     assert code.expansion == pytest.approx(1.0)
     worst = code.worst_error(2).value
     assert worst == pytest.approx((1 / 4) ** 2 * 5 * 2 / 3)
@@ -93,19 +89,9 @@ def test_nobody_there_leaves_everything_undone():
         (lambda: Expander(7, 3), "take degree = 4 or 8 vertices"),
         (lambda: Expander(4, 5), "take 2 to 3"),
         (lambda: Expander(8, 3).worst_error(9), "stragglers = 9"),
-        (
-            lambda: Expander.of(graph.circulant(8, [4])),
-            "not regular and connected|not connected",
-        ),
-        (lambda: worst_case_lower_bound(0, 3), "copies = 0"),
         (lambda: one_step_error(5, 6, 3), "copies = 6"),
     ],
 )
 def test_what_cannot_be_built_is_refused(build, words):
     with pytest.raises(CodingError, match=words):
         build()
-
-
-def test_the_lower_bound_counts_whole_chunks():
-    assert [worst_case_lower_bound(3, s) for s in (2, 3, 7)] == [0, 1, 2]
-    assert math.isclose(worst_case_lower_bound(1, 4), 4)

@@ -5,26 +5,33 @@ import time
 import numpy as np
 import pytest
 from every_pattern import check_every_pattern, every_mask, least_error
+from graph_families import circulant, complete_bipartite, hypercube
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.coding.code import decode
-from outlast.coding.codes import graph as graph_families
-from outlast.coding.codes.graph import GraphCode
+from outlast.coding.graph import (
+    Graph,
+    GraphCode,
+    complete,
+    edge_connectivity,
+    extreme_eigenvalues,
+    random_regular,
+)
 from outlast.errors import CodingError
 
 TWO_TRIANGLES_AND_A_BRIDGE = [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3), (0, 3)]
 SMALL = {
-    "two vertices": graph_families.complete(2),
-    "odd cycle": graph_families.circulant(7, [1]),
-    "even cycle": graph_families.circulant(8, [1]),
-    "complete on four": graph_families.complete(4),
-    "complete on five": graph_families.complete(5),
-    "complete bipartite": graph_families.complete_bipartite(3),
-    "prism": graph_families.random_regular(6, 3, seed=3),
-    "parallel edges": graph_families.Graph(np.array([[0, 1], [0, 1], [1, 2], [2, 0], [2, 0]]), 3),
-    "not regular": graph_families.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6),
-    "star": graph_families.Graph(np.array([[0, 1], [0, 2], [0, 3]]), 4),
+    "two vertices": complete(2),
+    "odd cycle": circulant(7, [1]),
+    "even cycle": circulant(8, [1]),
+    "complete on four": complete(4),
+    "complete on five": complete(5),
+    "complete bipartite": complete_bipartite(3),
+    "prism": random_regular(6, 3, seed=3),
+    "parallel edges": Graph(np.array([[0, 1], [0, 1], [1, 2], [2, 0], [2, 0]]), 3),
+    "not regular": Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6),
+    "star": Graph(np.array([[0, 1], [0, 2], [0, 3]]), 4),
 }
 
 
@@ -67,7 +74,7 @@ def regular_codes(draw):
     degree = draw(st.integers(2, 6))
     vertices = draw(st.integers(degree + 1, 40))
     vertices += vertices * degree % 2
-    return GraphCode.of(graph_families.random_regular(vertices, degree, draw(st.integers(0, 1000))))
+    return GraphCode.of(random_regular(vertices, degree, draw(st.integers(0, 1000))))
 
 
 @settings(max_examples=50, deadline=None)
@@ -104,21 +111,11 @@ def test_weights_do_not_amplify_rounding():
 
 
 def test_long_paths_are_decoded_exactly_where_gradient_steps_do_not_reach():
-    code = GraphCode.of(graph_families.circulant(4001, [1]))
+    code = GraphCode.of(circulant(4001, [1]))
     decoded = code.decode(np.arange(4001) != 17)
     assert decoded.certificate.error == pytest.approx(1 / 4001)
     full = code.decode(np.ones(4001, dtype=bool))
     assert full.error == 0.0
-
-
-def test_the_mean_coefficient_makes_a_transitive_graph_unbiased():
-    code = GraphCode.of(graph_families.hypercube(3))
-    masks = every_mask(code.workers)
-    alive_counts = masks.sum(axis=1)
-    chances = 0.7**alive_counts * 0.3 ** (code.workers - alive_counts)
-    exact = chances @ code.optimal_coefficients(masks)
-    np.testing.assert_allclose(exact, exact[0])
-    assert code.mean_coefficient(0.3, draws=20_000) == pytest.approx(exact[0], abs=2e-3)
 
 
 def test_lost_chunks_are_a_lower_bound_that_random_stragglers_nearly_reach():
@@ -135,62 +132,36 @@ def test_lost_chunks_are_a_lower_bound_that_random_stragglers_nearly_reach():
     assert bound.value * 0.9 < mean < bound.value * 1.3
 
 
-def test_permuted_chunks_change_places_and_nothing_else():
-    code = GraphCode.random_regular(workers=24, degree=3)
-    other = code.permuted(1)
-    masks = np.random.default_rng(0).random((50, 24)) >= 0.3
-    np.testing.assert_allclose(code.errors(masks), other.errors(masks), atol=1e-12)
-    assert (code.matrix != other.matrix).nnz
-    assert not (other.matrix != code.permuted(1).matrix).nnz
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(2, 12), st.integers(0, 60), st.integers(0, 1000))
 def test_random_regular_graphs_are_simple_regular_and_connected(degree, more, seed):
     vertices = degree + 1 + more
     vertices += vertices * degree % 2
-    graph = graph_families.random_regular(vertices, degree, seed)
+    graph = random_regular(vertices, degree, seed)
     assert set(graph.degrees) == {degree}
     assert graph.connected
     assert graph.adjacency.max() == 1
     assert graph.adjacency.diagonal().max() == 0
 
 
-def test_the_ramanujan_graph_of_the_literature_has_its_size_and_its_gap():
-    graph = graph_families.ramanujan(5, 13)
-    assert (graph.vertices, len(graph.edges), set(graph.degrees)) == (2184, 6552, {6})
-    assert graph.connected
-    assert graph.adjacency.max() == 1
-    assert graph_families.second_eigenvalue(graph) <= 2 * math.sqrt(5) + 1e-6
-    assert GraphCode.of(graph).tolerance == 5  # bipartite
-
-
-def test_the_other_kind_of_ramanujan_graph_is_not_bipartite():
-    graph = graph_families.ramanujan(5, 29)  # 5 is a square modulo 29
-    assert graph.vertices == (29**3 - 29) // 2
-    assert graph.connected
-    assert graph_families.expansion(graph) <= 2 * math.sqrt(5) + 1e-6
-
-
 @pytest.mark.parametrize(
     ("graph", "second", "smallest"),
     [
-        (graph_families.complete(6), -1, -1),
-        (graph_families.hypercube(4), 2, -4),
-        (graph_families.complete_bipartite(4), 0, -4),
-        (graph_families.circulant(500, [1]), 2 * math.cos(2 * math.pi / 500), -2),
-        (graph_families.circulant(6, [1, 3]), 0, -3),
+        (complete(6), -1, -1),
+        (hypercube(4), 2, -4),
+        (complete_bipartite(4), 0, -4),
+        (circulant(500, [1]), 2 * math.cos(2 * math.pi / 500), -2),
+        (circulant(6, [1, 3]), 0, -3),
     ],
 )
 def test_spectra_are_those_of_textbooks(graph, second, smallest):
-    assert graph_families.second_eigenvalue(graph) == pytest.approx(second, abs=1e-6)
-    assert graph_families.smallest_eigenvalue(graph) == pytest.approx(smallest, abs=1e-6)
+    assert extreme_eigenvalues(graph) == pytest.approx((smallest, second), abs=1e-6)
 
 
 def test_edge_connectivity_finds_the_bridge():
-    graph = graph_families.Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6)
-    assert graph_families.edge_connectivity(graph) == 1
-    assert graph_families.edge_connectivity(graph_families.complete(5)) == 4
+    graph = Graph(np.array(TWO_TRIANGLES_AND_A_BRIDGE), 6)
+    assert edge_connectivity(graph) == 1
+    assert edge_connectivity(complete(5)) == 4
 
 
 REFUSED = {
@@ -198,17 +169,13 @@ REFUSED = {
     "take degree = 2 or 4, or workers = 12": lambda: GraphCode.random_regular(workers=10, degree=3),
     "workers = 6": lambda: GraphCode.random_regular(workers=5, degree=3),
     "degree = 1": lambda: GraphCode.random_regular(workers=9, degree=1),
-    "both odd": lambda: graph_families.random_regular(7, 3),
-    "take 2 to 3": lambda: graph_families.random_regular(4, 4),
+    "both odd": lambda: random_regular(7, 3),
+    "take 2 to 3": lambda: random_regular(4, 4),
     "has no edge": lambda: GraphCode(np.array([[0, 1]]), 3),
     "with itself": lambda: GraphCode(np.array([[0, 0]]), 1),
     "not in": lambda: GraphCode(np.array([[0, 4]]), 3),
     "shape": lambda: GraphCode(np.array([0, 4]), 5),
-    "not a prime that is 1 mod 4; take 5": lambda: graph_families.ramanujan(3, 13),
-    "above 2 sqrt": lambda: graph_families.ramanujan(13, 5),
-    "offsets": lambda: graph_families.circulant(8, [1, 5]),
     "stragglers = 25": lambda: GraphCode.random_regular(workers=24, degree=3).worst_error(25),
-    "probability": lambda: GraphCode.of(graph_families.complete(3)).mean_coefficient(1.0),
     "not regular": lambda: GraphCode.of(SMALL["star"]).spectral_gap,
 }
 

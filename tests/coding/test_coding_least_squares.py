@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.code import by_gram, by_products
-from outlast.coding.codes.bernoulli import BernoulliCode
-from outlast.coding.codes.design import SoftDesign
-from outlast.coding.codes.reed_solomon import RealReedSolomon
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import FractionalRepetition, by_gram, by_products
+from outlast.coding.cyclic import RealReedSolomon
+from outlast.coding.design import BernoulliCode, SoftDesign
 from outlast.errors import CodingError
 
 

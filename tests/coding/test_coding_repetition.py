@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.coding.code import GradientCode, decode
-from outlast.coding.codes.repetition import FractionalRepetition
+from outlast.coding.code import FractionalRepetition, GradientCode, decode
 from outlast.errors import CodingError
 
 SMALL = [(1, 0), (4, 0), (4, 1), (6, 1), (6, 2), (8, 3), (9, 2), (5, 4)]

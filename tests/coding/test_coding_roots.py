@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.coding.code import GradientCode
-from outlast.coding.codes.cyclic import CyclicMDS
-from outlast.coding.codes.reed_solomon import RealReedSolomon, ReedSolomon
+from outlast.coding.cyclic import CyclicMDS, RealReedSolomon, ReedSolomon
 from outlast.errors import CodingError
 
 SIZES = [(n, s) for n in range(1, 9) for s in range(n)]

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.errors import OutlastError
-from outlast.recover.live import Lighthouse
-from outlast.recover.live.groups import state_digest
+from outlast.recover.live import Lighthouse, state_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -210,6 +210,21 @@ def test_coverage_has_a_deadline_in_place_of_an_error() -> None:
     assert check(coded("graph"), "coding.largest_error = 0.05") == []
 
 
+@pytest.mark.parametrize("protocol", ["server", "gossip"])
+@pytest.mark.parametrize("scheme", ["off", "coverage"])
+def test_a_server_and_gossip_carry_messages_of_fixed_codes(protocol: str, scheme: str) -> None:
+    way = f'coding.protocol = "{protocol}"'
+    (problem,) = check(coded(scheme), way)
+    assert problem == (
+        f'coding.protocol = "{protocol}" carries the messages of fixed codes, and coding.scheme = '
+        f'"{scheme}" has none; take e.g. coding.scheme = "fractional_repetition", or '
+        'coding.protocol = "all_reduce"'
+    )
+    assert check(coded("graph"), way) == []
+    (problem,) = check(coded("graph"), way, "parallel.shard = 2")
+    assert problem.startswith('coding.scheme = "graph" cannot be combined with parallel.shard')
+
+
 @pytest.mark.parametrize("scheme", ["coverage", *FIXED_CODES])
 def test_the_guard_drops_no_gradient_out_of_a_code(scheme: str) -> None:
     drop = 'guard.persistent = "drop"'

@@ -10,7 +10,7 @@ from plan_runs import H100, LLAMA_8B, configuration
 from plan_spaces import candidates_of
 
 from outlast.coding.cost import CostModel, coding_cost
-from outlast.coding.delays import FailStop, ShiftedExponential
+from outlast.coding.delays import Delays, ShiftedExponential
 from outlast.errors import PlanError
 from outlast.plan.api import Training, context_of, predict, search
 from outlast.plan.batch import cases
@@ -160,9 +160,17 @@ def test_late_workers_cost_time_and_a_code_takes_most_of_it_away():
     assert plain.finish_seconds.middle > 1.5 * punctual.finish_seconds.middle
 
 
+class HalfDead:
+    """Each worker is dead for a step with probability 1/2: it never begins."""
+
+    def draw(self, shape, generator):
+        starts = np.where(generator.random(shape) < 0.5, np.inf, 0.0)
+        return Delays(starts, np.ones(shape), np.ones(shape))
+
+
 def test_delays_that_never_end_are_refused_in_a_sentence():
     with pytest.raises(PlanError, match="a step without a code never ends"):
-        predict(TRAINING, SITE, delays=FailStop(0.5))
+        predict(TRAINING, SITE, delays=HalfDead())
 
 
 def test_checks_take_as_long_whatever_the_rest_of_the_step_does():

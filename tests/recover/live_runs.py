@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from outlast.errors import OutlastError
-from outlast.recover.live import Lighthouse, LiveGroups, SavedElsewhere, reduce
-from outlast.recover.live import groups as heal
-from outlast.recover.live.groups import state_digest
+from outlast.recover import live as heal
+from outlast.recover import quorum as reduce
+from outlast.recover.live import Lighthouse, LiveGroups, SavedElsewhere, state_digest
 
 BATCH = 12
 DEADLINE_SECONDS = 90.0

@@ -11,7 +11,7 @@ from live_runs import require_torchft
 @pytest.mark.slow
 def test_a_peer_that_takes_nothing_does_not_hold_up_who_serves_it() -> None:
     require_torchft()
-    from outlast.recover.live.groups import Transfer
+    from outlast.recover.live import Transfer
 
     # More than the network's buffers hold.
     model = torch.nn.Linear(4096, 4096)

@@ -9,8 +9,8 @@ import pytest
 from live_runs import require_torchft
 
 from outlast.errors import RecoverError
+from outlast.recover import live as module
 from outlast.recover.live import Lighthouse
-from outlast.recover.live import lighthouse as module
 from outlast.recover.live import require_torchft as require
 
 

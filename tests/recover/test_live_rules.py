@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
-from outlast.recover.live.quorum import (
+from outlast.recover.quorum import (
     Member,
     committed_lineage,
     initial_lineage,

@@ -12,7 +12,7 @@ from live_runs import require_torchft
 
 from outlast.errors import RecoverError
 from outlast.recover.live import LiveGroups
-from outlast.recover.live.reduce import Buckets, PartSums, halves, nodes_within, span_of
+from outlast.recover.quorum import Buckets, PartSums, halves, nodes_within, span_of
 
 COUNTS = st.integers(1, 40)
 

@@ -9,7 +9,7 @@ from kept_models import join, keeper_for, model_and_optimizer, reference, train,
 from parity_members import die_at
 
 from outlast.recover import slot
-from outlast.recover.parity.transport import Transport
+from outlast.recover.parity import Transport
 from outlast.recover.redundancy import Redundancy
 
 pytestmark = pytest.mark.distributed

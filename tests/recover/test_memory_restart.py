@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.errors import RecoverError
+from outlast.recover import restart as keeping
 from outlast.recover import slot as room
-from outlast.recover import snapshot as keeping
 from outlast.recover.restart import newest_whole, scan
 from outlast.recover.slot import Claim, remove_old_runs, run_folder
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
 from outlast.recover.redundancy import Redundancy, Spread, even_parts, nodes_of, roles
-from outlast.recover.snapshot import Holding, Part
+from outlast.recover.restart import Holding, Part
 from outlast.state.box import Box
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.recover.parity import code as module
-from outlast.recover.parity.code import (
+from outlast.recover import parity_code as module
+from outlast.recover.parity_code import (
     Bytes,
     Layout,
     Stripe,

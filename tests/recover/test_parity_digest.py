@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outlast.recover.parity.code import Layout, digest, hash_stripe, hash_stripes
+from outlast.recover.parity_code import Layout, digest, hash_stripe, hash_stripes
 
 DATA = np.random.default_rng(1).integers(0, 256, 50_000, np.uint8)
 

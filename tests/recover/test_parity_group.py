@@ -28,11 +28,8 @@ from parity_members import (
 )
 
 from outlast.errors import RecoverError
-from outlast.recover.parity import ParityGroup
-from outlast.recover.parity.code import as_bytes
-from outlast.recover.parity.group import Rebuild, Update
-from outlast.recover.parity.store import ParityFile
-from outlast.recover.parity.transport import Transport
+from outlast.recover.parity import ParityGroup, Rebuild, Transport, Update
+from outlast.recover.parity_code import ParityFile, as_bytes
 
 pytestmark = pytest.mark.distributed
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.code import Layout
+from outlast.recover.parity_code import Layout
 
 
 @st.composite
@@ -30,7 +30,7 @@ def test_stripes_are_numbered_along_the_rows_without_gaps(layout: Layout) -> Non
             assert layout.row_of_data(member, data[member]) == row
             data[member] += 1
         for member in range(layout.members):
-            assert layout.parity_stripes(member, row) == parity[member]
+            assert layout.parity_stripe(member, row) == parity[member]
         for member in layout.holders(row):
             assert layout.parity_stripe(member, row) == parity[member]
             parity[member] += 1
@@ -73,7 +73,7 @@ def test_rows_reach_just_as_far_as_the_data(layout: Layout, lengths: list[int]) 
 def test_parity_takes_its_share_and_no_more(layout: Layout, nbytes: int) -> None:
     rows = layout.rows([nbytes] * layout.members)
     for member in range(layout.members):
-        kept = layout.parity_stripes(member, rows) * layout.stripe_bytes
+        kept = layout.parity_stripe(member, rows) * layout.stripe_bytes
         share = nbytes * layout.losses / (layout.members - layout.losses)
         assert kept <= share + 2 * layout.losses * layout.stripe_bytes
 

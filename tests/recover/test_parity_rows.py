@@ -8,17 +8,24 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.recover.parity.code import Bytes, Layout, combine, products, weight
-from outlast.recover.parity.group import (
+from outlast.recover.parity import (
     Change,
     Rebuild,
     RecoverableEpoch,
     RowMethod,
+    RowWork,
     Update,
     changed_stripes,
 )
-from outlast.recover.parity.store import ParityFile, ParityMark
-from outlast.recover.parity.transport import RowWork
+from outlast.recover.parity_code import (
+    Bytes,
+    Layout,
+    ParityFile,
+    ParityMark,
+    combine,
+    products,
+    weight,
+)
 
 STRIPE = 64
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.code import Layout
-from outlast.recover.parity.group import MemberReport, RecoverableEpoch, recoverable_epochs
-from outlast.recover.parity.store import ParityFile, ParityMark
+from outlast.recover.parity import MemberReport, RecoverableEpoch, recoverable_epochs
+from outlast.recover.parity_code import Layout, ParityFile, ParityMark
 
 LAYOUT = Layout(4, 1, 64)
 LENGTHS = (640, 640, 640, 640)
@@ -25,7 +24,7 @@ def _mark(epoch: int, digest: int = 0) -> ParityMark:
 
 def _write(file: ParityFile, epoch: int) -> None:
     file.begin(LAYOUT.rows(LENGTHS))
-    for stripe in range(LAYOUT.parity_stripes(2, LAYOUT.rows(LENGTHS))):
+    for stripe in range(LAYOUT.parity_stripe(2, LAYOUT.rows(LENGTHS))):
         file.place(stripe)[:] = epoch
 
 
@@ -138,7 +137,7 @@ def _judge(slots: list[dict[int, int]], marks: list[list[ParityMark]]) -> list[R
         MemberReport({epoch: (640, digest) for epoch, digest in each.items()}, tuple(kept))
         for each, kept in zip(slots, marks, strict=True)
     ]
-    return recoverable_epochs(LAYOUT, [MemberReport.from_json(each.to_json()) for each in reports])
+    return recoverable_epochs(LAYOUT, reports)
 
 
 def test_the_newest_epoch_that_survives_is_first() -> None:

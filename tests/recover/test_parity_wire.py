@@ -5,7 +5,7 @@ import torch.distributed as dist
 from forked import run_ranks
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.transport import Transport
+from outlast.recover.parity import Transport
 
 pytestmark = pytest.mark.distributed
 

@@ -22,6 +22,7 @@ from outlast.coding.protocol import CodedAllReduce
 from outlast.distributed.ranks import ranks_from
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.guard.inject import inject, parse_faults
+from outlast.job.sections import CodingSection
 from outlast.records import (
     AttemptStarted,
     CodingTotals,
@@ -55,12 +56,15 @@ COVERAGE = "coding.scheme=coverage"
 SLOW_SECONDS = 0.1
 """Added to each of the four blocks of the slow rank."""
 
+REPETITION = ("coding.scheme=fractional_repetition", "coding.copies=2")
 SCHEMES = {
     "coverage": (COVERAGE,),
-    "fractional repetition": ("coding.scheme=fractional_repetition", "coding.copies=2"),
+    "fractional repetition": REPETITION,
     "cyclic repetition": ("coding.scheme=cyclic_repetition", "coding.copies=2"),
     "cyclic MDS": ("coding.scheme=cyclic_mds", "coding.copies=2"),
     "graph": ("coding.scheme=graph", "coding.copies=2"),
+    "server": (*REPETITION, "coding.protocol=server"),
+    "gossip": ("coding.scheme=cyclic_mds", "coding.copies=2", "coding.protocol=gossip"),
 }
 
 
@@ -118,6 +122,7 @@ def test_a_scheme_gives_the_losses_of_the_run_without_it(
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     found = totals(job)
     assert (found.scheme, found.replicas) == (job.coding.scheme, 4)
+    assert {each.protocol for each in found.steps} == {job.coding.protocol}
     assert [each.step for each in found.steps] == [1, 2, 3, 4, 5, 6]
     assert found.inexact == ()
     assert all(each.seconds > 0 for each in found.steps)
@@ -188,12 +193,13 @@ def test_a_slow_replicas_work_is_taken_over_and_the_run_is_shorter(
     assert found.advice.startswith("replica 2 was slow in ")
 
 
-@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "protocol", [pytest.param("all_reduce", marks=pytest.mark.smoke), "server", "gossip"]
+)
 def test_a_fixed_code_decodes_without_the_slow_replica(
-    uncoded: list[float], tmp_path: Path
+    protocol: str, uncoded: list[float], tmp_path: Path
 ) -> None:
-    settings = (*SHORT, "coding.scheme=fractional_repetition", "coding.copies=2")
-    job = tiny_job(tmp_path, "coded", *settings)
+    job = tiny_job(tmp_path, "coded", *SHORT, *REPETITION, f"coding.protocol={protocol}")
     assert train_slowly(job, 4, 1) == EXIT_DONE
     assert losses(job) == pytest.approx(uncoded, abs=TOLERANCE)
     found = totals(job)
@@ -296,7 +302,7 @@ def _reduce_without_the_second(step_loss: float) -> float:
             return torch.ones(1, 1)
 
     coded = CodedAllReduce(model, FractionalRepetition(2, 1))
-    notes = CodingNotes("fractional_repetition", dist.get_rank(), 2, True)
+    notes = CodingNotes(CodingSection(), dist.get_rank(), 2, True)
     engine = CodedEngine(cast("Any", Passes()), coded, cast("Any", Samples()), 2, notes)
     loss = float(engine.forward_backward([], 0, 1))
     # The first rank holds the store, in which the second one still reads.
@@ -431,18 +437,56 @@ def test_every_steps_events_are_kept_when_several_are_recorded_together(tmp_path
     assert [each.step for each in totals(job).steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_killed_replica_is_restarted_with_its_group_and_the_run_ends(tmp_path: Path) -> None:
-    settings = ("train.steps=30", "checkpoint.every_steps=5", "launch.nproc=3", COVERAGE)
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes of the ranks, in their order."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    return [int(number) for number in found.stdout.split()]
+
+
+@pytest.mark.parametrize(
+    ("coding", "victim"),
+    [
+        ((COVERAGE,), -1),
+        ((*REPETITION, "coding.copies=3", "coding.protocol=server"), -1),
+        ((*REPETITION, "coding.copies=3", "coding.protocol=server"), 0),
+        ((*REPETITION, "coding.copies=3", "coding.protocol=gossip"), 0),
+    ],
+    ids=["coverage", "server", "server itself", "gossip"],
+)
+def test_a_killed_replica_is_restarted_with_its_group_and_the_run_ends(
+    coding: tuple[str, ...], victim: int, tmp_path: Path
+) -> None:
+    settings = ("train.steps=30", "checkpoint.every_steps=5", "launch.nproc=3", *coding)
     job = tiny_job(tmp_path, "killed", *settings)
     process = start_process(job, tmp_path)
     wait_for_step(job, 10, process)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    os.kill(children_of(process)[victim], signal.SIGKILL)
     code, output = finish(process)
     assert code == EXIT_DONE, output
     assert [each.outcome for each in records(job).attempts] == ["died", "completed"]
     found = totals(job)
     assert [each.step for each in found.steps] == list(range(1, 31))
     assert found.inexact == ()
+
+
+@pytest.mark.parametrize("protocol", ["server", "gossip"])
+def test_a_replica_that_stands_still_for_a_while_costs_the_run_no_attempt(
+    protocol: str, tmp_path: Path
+) -> None:
+    settings = ("train.steps=20", "checkpoint.every_steps=0", "launch.nproc=4", *REPETITION)
+    job = tiny_job(tmp_path, "stopped", *settings, f"coding.protocol={protocol}")
+    process = start_process(job, tmp_path)
+    wait_for_step(job, 5, process)
+    stopped = children_of(process)[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(2.0)
+    os.kill(stopped, signal.SIGCONT)
+    code, output = finish(process)
+    assert code == EXIT_DONE, output
+    assert [each.outcome for each in records(job).attempts] == ["completed"]
+    found = totals(job)
+    assert [each.step for each in found.steps] == list(range(1, 21))
+    assert found.inexact == ()
+    assert found.description == f"fractional_repetition ({protocol})"

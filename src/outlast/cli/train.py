@@ -364,7 +364,7 @@ def _coded(run: Run) -> str | None:
     )
     advice = f"; {totals.advice}" if totals.advice else ""
     return (
-        f"{totals.scheme}: {len(totals.slow_steps):,} of {len(totals.steps):,} steps had a "
+        f"{totals.description}: {len(totals.slow_steps):,} of {len(totals.steps):,} steps had a "
         f"straggler, {totals.claims:,} micro-batches taken over, {inexact}; saved at least "
         f"{totals.saved_seconds:.1f} s{advice}".removesuffix(".")
     )

@@ -19,7 +19,6 @@ from outlast.coding.simulate import (
     fixed_load,
     fluid,
     graph_code,
-    partial,
     rebalance,
     repetition,
     repetition_on_demand,
@@ -134,7 +133,6 @@ class Bench:
         for copies in (2, 3):
             if copies <= workers:
                 found += self.covered(copies, recompute=recompute)
-                found.append(self.partial(copies, 1))
             if workers % copies == 0:
                 found += [self.repeated(copies), self.repeated_on_demand(copies)]
                 found += self.erased(copies)
@@ -142,8 +140,6 @@ class Bench:
             # A real cyclic MDS code needs n and s of different parity.
             if stragglers < workers and (workers - stragglers) % 2:
                 found.append(self.cyclic(stragglers))
-        if workers >= 3:
-            found += [self.shortened(), self.partial(3, 2)]
         for degree in GRAPH_DEGREES:
             # A regular graph with 2 n / d vertices, more than d of them.
             if 2 * workers % degree == 0 and 2 * workers // degree > degree:
@@ -197,19 +193,10 @@ class Bench:
         cut = judged(np.minimum(course.seconds, early), kept, f"{settings}, {early:.4g} s")
         return [found, replace(cut, copies=copies, deadline_seconds=early, lossy=True)]
 
-    def partial(self, copies: int, parts: int) -> Candidate:
-        """Partial-straggler coding in the order of matchings; it keeps its chunks' gradients."""
-        steps = partial(self.delays, self.costs.share_seconds, copies, math.inf, parts=parts)
-        settings = f"d = {copies}, l = {parts}, matchings"
-        judged = replace(self.judge("partial", settings, steps, buffers=copies), copies=copies)
-        # Shorter messages go to a parameter server.
-        shorter = self.costs.gradient_bytes / parts
-        return judged if parts == 1 else replace(judged, sent_bytes=shorter)
-
     def graph(self, degree: int) -> list[Candidate]:
         """A graph code that stops at the deadline that serves best."""
         # Imported here, since the graphs' modules take longer to import than all others.
-        from outlast.coding.codes.graph import GraphCode
+        from outlast.coding.graph import GraphCode
 
         share, delays = self.costs.share_seconds, self.delays
         code = GraphCode.random_regular(workers=delays.workers, degree=degree, seed=self.seed)
@@ -250,12 +237,6 @@ class Bench:
         steps = fixed_load(self.delays, self.costs.share_seconds, copies)
         judged = self.judge("cyclic-mds", f"s = {stragglers}, d = {copies}", steps, buffers=1)
         return replace(judged, copies=copies)
-
-    def shortened(self) -> Candidate:
-        """Ye and Abbe's code with d = 3, s = 1 and messages of one half, to a parameter server."""
-        steps = fixed_load(self.delays, self.costs.share_seconds, 3, 1)
-        judged = self.judge("ye-abbe", "s = 1, d = 3, m = 2", steps, buffers=1)
-        return replace(judged, copies=3, sent_bytes=self.costs.gradient_bytes / 2)
 
     def dropped(self) -> list[Candidate]:
         """Backup workers, at the share that serves best."""

@@ -1,9 +1,8 @@
-"""Scalar gradient codes: assignment, encoding matrix, decoders, guarantees and conditioning.
+"""Gradient codes: assignment, encoding matrix, decoders, guarantees, conditioning; repetition.
 
 Worker w sends y_w = sum_c B[w, c] g_c, one vector as long as a gradient. From the messages of the
 survivors S a decoder makes sum_w a_w y_w = sum_c alpha_c g_c with alpha = B^T a, which is the
-gradient where alpha = 1. Codes whose workers send shorter messages are in
-`outlast.coding.codes.blocks`.
+gradient where alpha = 1.
 
 Weights of least error come from the normal equations B_S B_S^T a = B_S 1, by conjugate gradients
 for large codes. Every iterate is a combination of images of B_S, so what they converge to has no
@@ -25,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array
 
-from outlast.coding.assignment import Assignment
 from outlast.coding.certificate import Decoded, certify, roundoff
 from outlast.errors import CodingError
 
@@ -148,8 +146,42 @@ class Bound:
     source: str
 
 
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """A sparse 0/1 matrix: entry (w, c) is 1 where worker w computes chunk c.
+
+    Attributes:
+        incidence: (workers, chunks), CSR, float64, with sorted column indices.
+    """
+
+    incidence: csr_array
+
+    @property
+    def loads(self) -> npt.NDArray[np.int64]:
+        """(workers,) chunks that each worker computes."""
+        return np.asarray(np.diff(self.incidence.indptr), dtype=np.int64)
+
+    @property
+    def copies(self) -> npt.NDArray[np.int64]:
+        """(chunks,) workers that compute each chunk."""
+        chunks = self.incidence.shape[1]
+        return np.bincount(self.incidence.indices, minlength=chunks).astype(np.int64)
+
+    def chunks_of(self, worker: int) -> npt.NDArray[np.int64]:
+        """The chunks of one worker, ascending.
+
+        Raises:
+            CodingError: For a worker that does not exist.
+        """
+        workers = self.incidence.shape[0]
+        if not 0 <= worker < workers:
+            raise CodingError(f"worker = {worker} is not in [0, {workers})")
+        start, stop = self.incidence.indptr[worker : worker + 2]
+        return np.asarray(self.incidence.indices[start:stop], dtype=np.int64)
+
+
 class GradientCode(ABC):
-    """A scalar linear gradient code.
+    """A linear gradient code.
 
     Subclasses set `matrix` in their constructor, name themselves, and override what has a closed
     form. Workers and chunks are counted from 0.
@@ -534,31 +566,6 @@ def condition_number(rows: npt.NDArray[Any]) -> float:
     return float(kept[0] / kept[-1]) if len(kept) else 1.0
 
 
-def refuse_ill_conditioned(
-    code: GradientCode, tolerance: float, *, advice: str, found: Conditioning | None = None
-) -> Conditioning:
-    """The conditioning of a code that rounds its messages to `code.dtype`, if it is good enough.
-
-    Args:
-        code: The code.
-        tolerance: Largest rounding error, as a share of the gradient.
-        advice: What to take instead.
-        found: The conditioning where it is known; else it is measured.
-
-    Raises:
-        CodingError: When rounding could exceed `tolerance`, with the figure and `advice`.
-    """
-    found = conditioning(code) if found is None else found
-    if not found.rounding <= tolerance:
-        raise CodingError(
-            f"{code.name} for {code.workers} workers and {code.tolerance} stragglers multiplies "
-            f"messages by weights that sum to {found.amplification:.3g}; in {code.dtype} (unit "
-            f"roundoff {roundoff(code.dtype):.2g}) rounding could be {found.rounding:.2g} of the "
-            f"gradient, above tolerance = {tolerance:g}; {advice}"
-        )
-    return found
-
-
 def check_positive(name: str, value: int) -> None:
     """Refuse a count that is below 1.
 
@@ -591,6 +598,105 @@ def check_workers(workers: int, stragglers: int, most: int | None = None) -> Non
         )
 
 
-def is_prime(number: int) -> bool:
-    """Test by trial division."""
-    return number > 1 and all(number % x for x in range(2, math.isqrt(number) + 1))
+class FractionalRepetition(GradientCode):
+    """Workers in groups of s + 1; each worker of a group sends the sum of the group's s + 1 chunks.
+
+    Workers and chunks g (s + 1) to g (s + 1) + s make group g. One survivor per group is enough,
+    and its message enters with weight 1: nothing amplifies rounding.
+
+    Args:
+        workers: Number of workers and of chunks, n; a multiple of s + 1.
+        stragglers: Any so many may be missing, s; every worker computes s + 1 chunks.
+        dtype: Type of the messages.
+
+    Raises:
+        CodingError: When the groups do not come out even, or for stragglers outside [0, workers).
+    """
+
+    name = "fractional repetition"
+    source = (
+        "Tandon, Lei, Dimakis and Karampatziakis, Gradient Coding: Avoiding Stragglers in "
+        "Distributed Learning (ICML 2017)"
+    )
+
+    def __init__(self, workers: int, stragglers: int, *, dtype: str = "float32") -> None:
+        check_workers(workers, stragglers)
+        if workers % (stragglers + 1):
+            raise CodingError(_uneven(workers, stragglers))
+        copies = stragglers + 1
+        first = np.arange(workers) // copies * copies
+        columns = (first[:, None] + np.arange(copies)).ravel()
+        pointers = np.arange(0, workers * copies + 1, copies)
+        entries = (np.ones(len(columns)), columns, pointers)
+        self.matrix = csr_array(entries, shape=(workers, workers))
+        self.tolerance = stragglers
+        roundoff(dtype)
+        self.dtype = dtype
+
+    @property
+    def copies(self) -> int:
+        """Workers that compute each chunk, d = s + 1."""
+        return self.tolerance + 1
+
+    def decodable(self, alive: npt.NDArray[np.bool_]) -> bool:
+        """Return whether each group has a survivor, so that the gradient is exact.
+
+        Args:
+            alive: (workers,) mask.
+        """
+        return bool(alive.reshape(-1, self.copies).any(axis=1).all())
+
+    def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+        """(workers,) 1 for the first survivor of each group, else 0; O(n).
+
+        The replicas' mean would be as good and shorter, but would need every survivor's message,
+        and replicas are equal to the last bit.
+        """
+        groups = alive.reshape(-1, self.copies)
+        weights = np.zeros(groups.shape)
+        present = np.flatnonzero(groups.any(axis=1))
+        weights[present, groups.argmax(axis=1)[present]] = 1.0
+        return weights.ravel()
+
+    def errors(
+        self, alive: npt.NDArray[np.bool_], decoder: Decoder = "optimal"
+    ) -> npt.NDArray[np.float64]:
+        """As `GradientCode.errors`; the optimal decoder's are the chunks of groups that are gone.
+
+        These are exact.
+        """
+        check_decoder(decoder)
+        if decoder == "fixed":
+            return super().errors(alive, decoder)
+        groups = alive.reshape(len(alive), -1, self.copies)
+        return np.asarray(self.copies * (~groups.any(axis=2)).sum(axis=1), dtype=np.float64)
+
+    def worst_error(self, stragglers: int) -> Bound:
+        """Exactly d floor(s / d): whoever chooses the stragglers takes out whole groups."""
+        dead = (self.workers - survivors_of(self.workers, stragglers)) // self.copies
+        return Bound(
+            float(self.copies * dead), "exact", "Charles, Papailiopoulos and Ellenberg (2017)"
+        )
+
+    def expected_error(self, stragglers: int) -> Bound:
+        """E err = n C(n - d, u) / C(n, u) over random sets of u = n - `stragglers` survivors.
+
+        A group is gone when all survivors are among the n - d workers outside it.
+        """
+        survivors = survivors_of(self.workers, stragglers)
+        outside = math.comb(self.workers - self.copies, survivors)
+        mean = self.workers * outside / math.comb(self.workers, survivors)
+        return Bound(mean, "exact", "Charles, Papailiopoulos and Ellenberg (2017)")
+
+
+def _uneven(workers: int, stragglers: int) -> str:
+    """Why groups of s + 1 do not make up all workers, and what would."""
+    copies = stragglers + 1
+    fitting = [index for index in range(workers) if workers % (index + 1) == 0]
+    lower = max(item for item in fitting if item < stragglers)
+    upper = min(item for item in fitting if item > stragglers)
+    fewer = workers // copies * copies
+    return (
+        f"workers = {workers} is not a multiple of stragglers + 1 = {copies}; take stragglers = "
+        f"{lower} or {upper}, or workers = {fewer} or {fewer + copies}"
+    )

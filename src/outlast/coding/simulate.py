@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from outlast.coding.delays import Array, Delays
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from outlast.coding.codes.graph import GraphCode
+    from outlast.coding.graph import GraphCode
 
 
 _HALVINGS = 60
@@ -65,24 +65,16 @@ def wait_all(delays: Delays, share_seconds: float) -> Steps:
     return Steps.whole(_own(delays, share_seconds).max(axis=-1))
 
 
-def fixed_load(
-    delays: Delays, share_seconds: float, copies: int, stragglers: int | None = None
-) -> Steps:
-    """An exact code with d cyclic shares per worker, done when n - s workers are.
+def fixed_load(delays: Delays, share_seconds: float, copies: int) -> Steps:
+    """An exact code with d cyclic shares per worker, done when n - d + 1 workers are.
 
-    With s = d - 1, the default, that is every code that meets the bound d >= s + 1 of Tandon et al.
-    (2017): cyclic repetition, cyclic MDS, Reed-Solomon. Ye and Abbe (2018)'s codes with messages of
-    one m-th have s = d - m.
+    That is every code that meets the bound d >= s + 1 of Tandon et al. (2017): cyclic repetition,
+    cyclic MDS, Reed-Solomon.
     """
     _check_copies(delays, copies)
-    behind = copies - 1 if stragglers is None else stragglers
-    if not 0 <= behind < copies:
-        raise CodingError(
-            f"stragglers = {behind} is not possible with copies = {copies}: at most {copies - 1}"
-        )
     cost = np.sum([np.roll(delays.chunk_cost, -i, axis=-1) for i in range(copies)], axis=0)
     ends = delays.start_seconds + delays.slowdown * cost * share_seconds
-    return Steps.whole(_smallest(ends, delays.workers - behind))
+    return Steps.whole(_smallest(ends, delays.workers - copies + 1))
 
 
 def repetition(delays: Delays, share_seconds: float, copies: int) -> Steps:
@@ -176,51 +168,6 @@ def rebalance(delays: Delays, share_seconds: float, chunks_per_worker: int) -> S
     with np.errstate(invalid="ignore"):
         ends = np.where(loads > 0, delays.start_seconds + loads * pace, 0.0)
     return Steps.whole(ends.max(axis=-1))
-
-
-def partial(
-    delays: Delays,
-    share_seconds: float,
-    copies: int,
-    deadline_seconds: float,
-    *,
-    parts: int = 1,
-    order: Literal["matching", "random"] = "matching",
-    seed: int = 0,
-) -> Steps:
-    """Coding with the results of partial stragglers (Ramamoorthy, Meng and Girimaji, 2024).
-
-    Worker w holds the shares w to w + d - 1, and computes them one after the other until every
-    share is finished by l workers, or until the deadline. A share with fewer copies is kept for so
-    many l-ths, which is what the certificate of the decoding says.
-
-    Args:
-        delays: The draws.
-        share_seconds: See above; a chunk is a share here.
-        copies: Shares that each worker holds, d.
-        deadline_seconds: What is not finished by then is lost; may be infinite.
-        parts: Messages are one so-many-th of a gradient, and shares need so many copies, l.
-        order: ``matching`` computes them in that cyclic order, in which the t-th shares of all
-            workers are all different; ``random`` in an order of each worker's own.
-        seed: Of the random orders.
-    """
-    _check_copies(delays, copies)
-    if not 1 <= parts <= copies:
-        raise CodingError(f"parts = {parts} is not in [1, {copies}], as copies = {copies} allow")
-    shape = delays.slowdown.shape
-    place = np.broadcast_to(np.arange(copies), (*shape, copies))
-    if order == "random":
-        place = np.argsort(np.random.default_rng(seed).random(place.shape), axis=-1)
-    costs = np.stack([np.roll(delays.chunk_cost, -i, axis=-1) for i in range(copies)], axis=-1)
-    spent = np.cumsum(np.take_along_axis(costs, place, axis=-1), axis=-1)
-    ends = delays.start_seconds[..., None] + delays.slowdown[..., None] * spent * share_seconds
-    # ends[..., w, t] is when worker w has finished share w + place[..., w, t].
-    of_share = np.empty(ends.shape)
-    np.put_along_axis(of_share, place, ends, axis=-1)
-    copied = np.sort([np.roll(of_share[..., i], i, axis=-1) for i in range(copies)], axis=0)
-    needed = copied[:parts]
-    kept = (needed <= deadline_seconds).mean(axis=(0, -1))
-    return Steps(np.minimum(needed[-1].max(axis=-1), deadline_seconds), kept)
 
 
 def graph_code(

@@ -24,7 +24,7 @@ from outlast.checkpoint import CheckpointStore
 from outlast.errors import CheckpointError, IntegrationError, RecoverError, WrongNumbersError
 from outlast.guard.handle import remedy
 from outlast.integrations.installed import require
-from outlast.recover.live.quorum import must_restore
+from outlast.recover.quorum import must_restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

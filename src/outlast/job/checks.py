@@ -185,6 +185,12 @@ def _guard(job: Job) -> Iterator[str]:
 
 def _coding(job: Job) -> Iterator[str]:
     coding, parallel, scheme = job.coding, job.parallel, _said(job, "coding.scheme")
+    if coding.protocol != "all_reduce" and coding.scheme in {"off", "coverage"}:
+        yield (
+            f"{_said(job, 'coding.protocol')} carries the messages of fixed codes, and {scheme} "
+            'has none; take e.g. coding.scheme = "fractional_repetition", or coding.protocol = '
+            '"all_reduce"'
+        )
     if coding.scheme == "off":
         return
     split = [name for name in ("tensor", "pipeline") if getattr(parallel, name) > 1]

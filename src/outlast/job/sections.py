@@ -147,6 +147,7 @@ GuardLevel = Literal["off", "light", "linear", "full"]
 CodingScheme = Literal[
     "off", "coverage", "fractional_repetition", "cyclic_repetition", "cyclic_mds", "graph"
 ]
+CodingProtocol = Literal["all_reduce", "server", "gossip"]
 TensorForm = Literal[
     "off", "low_rank", "cola", "lax", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain"
 ]
@@ -400,6 +401,10 @@ class CodingSection(ChangeableSection):
     scheme: CodingScheme = "off"
     """coverage: replicas that are done take over micro-batches of slow ones, exact and free while
     nobody is slow; the others: every replica computes `copies` shares of the batch"""
+    protocol: CodingProtocol = "all_reduce"
+    """fixed codes: all_reduce: one collective, which late replicas join with zeros; server:
+    replica 0 adds messages up and sends the sum; gossip: pairs of replicas exchange sums; with the
+    last two a stopped replica holds nobody up"""
     copies: Positive = 3
     """replicas that may compute each micro-batch, its owner among them; a fixed code stands copies
     - 1 stragglers"""

@@ -299,6 +299,7 @@ class GradientsCoded(Event):
         coded_seconds: Time of the gradient's computation, all replicas together.
         waiting_seconds: What waiting for every replica's own work (its load, with a fixed code)
             would have taken at least, from measured chunk times.
+        protocol: The way of the sum, as in ``coding.protocol``.
     """
 
     kind: ClassVar[str] = "gradients_coded"
@@ -312,6 +313,7 @@ class GradientsCoded(Event):
     errors: list[float]
     coded_seconds: list[float]
     waiting_seconds: list[float]
+    protocol: str = "all_reduce"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class CodedStep:
         error: Certified error, 0 where the gradient is exact.
         seconds: Time that the gradient took.
         waiting_seconds: What waiting for every replica would have taken at least.
+        protocol: As in coding.protocol.
     """
 
     step: int
@@ -54,6 +55,7 @@ class CodedStep:
     error: float
     seconds: float
     waiting_seconds: float
+    protocol: str = "all_reduce"
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,12 @@ class CodingTotals:
     def scheme(self) -> str:
         """The code of the last step."""
         return self.steps[-1].scheme
+
+    @property
+    def description(self) -> str:
+        """The code of the last step, and the way of its sum where that is no all-reduce."""
+        protocol = self.steps[-1].protocol
+        return self.scheme if protocol == "all_reduce" else f"{self.scheme} ({protocol})"
 
     @property
     def replicas(self) -> int:
@@ -241,7 +249,9 @@ def coding_totals(run: Run) -> CodingTotals | None:
         for step, (stragglers, *counts) in enumerate(rows, start=first):
             if step <= run.kept_until[record.attempt]:
                 slow = tuple(stragglers)
-                steps[step] = CodedStep(step, event.scheme, event.replicas, slow, *counts)
+                steps[step] = CodedStep(
+                    step, event.scheme, event.replicas, slow, *counts, event.protocol
+                )
     if not steps:
         return None
     disagreements = tuple(

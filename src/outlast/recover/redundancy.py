@@ -1,24 +1,30 @@
-"""Groups of processes that keep parity of each other, and replacements after a loss."""
+"""Parity of the slots that processes keep: who keeps it of whom, and the rebuilding."""
 
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
 from outlast.errors import RecoverError
+from outlast.recover.slot import generation_folder, generations, read_slot, reserved
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from outlast.recover.snapshot import Holding
-
+    from outlast.distributed.group import Group
+    from outlast.recover.parity import ParityGroup
+    from outlast.recover.restart import Holding
 
 FILE = "spread.json"
-
-
 Domain = Literal["node", "process"]
+_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -60,27 +66,21 @@ class Spread:
                 "recover.parity = 0"
             )
         smallest = min(len(group) for group in self.groups())
-        count = sum(map(len, self.nodes)) if self.domain == "process" else len(self.nodes)
+        count = f"{len(self.nodes)} nodes"
+        if self.domain == "process":
+            count = f"{sum(map(len, self.nodes))} processes"
         if smallest <= self.losses:
             return (
                 f"recover.parity = {self.losses} needs groups of at least {self.losses + 1}, but "
-                f"recover.parity_group = {self.largest} and {count} "
-                f"{'process' if self.domain == 'process' else 'node'}"
-                f"{'es' if self.domain == 'process' else 's'} make one of {smallest}; raise the "
-                f"former, or set recover.parity = {max(smallest - 1, 0)}"
+                f"recover.parity_group = {self.largest} and {count} make one of {smallest}; raise "
+                f"the former, or set recover.parity = {max(smallest - 1, 0)}"
             )
         return ""
 
     def write(self, folder: Path, node: int) -> None:
         """Keep it beside the slots of the node number `node`."""
-        content = {
-            "nodes": self.nodes,
-            "losses": self.losses,
-            "largest": self.largest,
-            "domain": self.domain,
-            "node": node,
-        }
-        (folder / FILE).write_text(json.dumps(content), encoding="ascii")
+        content = json.dumps({**asdict(self), "node": node})
+        (folder / FILE).write_text(content, encoding="ascii")
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,17 @@ class Redundancy:
         nodes = nodes_of([held.node for held in holdings])
         if self.losses == "auto":
             spread = Spread(nodes, 1, self.largest, self.domain)
-            wanted = needs_parity(holdings, self.domain) and not spread.problem()
-            return spread if wanted else None
+            # Whether what is lost together holds a box of a tensor that nobody else holds.
+            holders: dict[object, set[object]] = {}
+            domains = [
+                held.node if self.domain == "node" else rank for rank, held in enumerate(holdings)
+            ]
+            for domain, held in zip(domains, holdings, strict=True):
+                for name, part in held.parts.items():
+                    if part.size:
+                        holders.setdefault((name, part.box), set()).add(domain)
+            alone = any(len(holder) == 1 for holder in holders.values())
+            return spread if len(set(domains)) > 1 and alone and not spread.problem() else None
         self.check([held.node for held in holdings])
         losses = int(self.losses)
         return Spread(nodes, losses, self.largest, self.domain) if losses else None
@@ -182,14 +191,115 @@ def roles(
     }
 
 
-def needs_parity(holdings: Sequence[Holding], domain: Domain) -> bool:
-    """Return whether what is lost together holds a box of a tensor that nobody else holds."""
-    holders: dict[object, set[object]] = {}
-    domains: set[object] = set()
-    for rank, held in enumerate(holdings):
-        own: object = held.node if domain == "node" else rank
-        domains.add(own)
-        for name, part in held.parts.items():
-            if part.size:
-                holders.setdefault((name, part.box), set()).add(own)
-    return len(domains) > 1 and any(len(holder) == 1 for holder in holders.values())
+def parity_group(spread: Spread, folder: Path, role: int, name: str) -> ParityGroup:
+    """The group of the process that stands for rank `role` of `spread`; all make theirs together.
+
+    Args:
+        spread: Of the processes of now, or of those that they stand for.
+        folder: Of the generation.
+        role: A rank of `spread`.
+        name: Of the making, new each time; tells it from those before.
+    """
+    # Loads a compiled kernel, which others need not wait for.
+    from outlast.recover.parity import ParityGroup
+
+    number, members = next(
+        (number, group) for number, group in enumerate(spread.groups()) if role in group
+    )
+    store = dist.PrefixStore(f"outlast/parity/{name}/{number}", _get_default_store())
+    # A group of torch's own would number its members by their ranks of now.
+    group = dist.ProcessGroupGloo(
+        store, members.index(role), len(members), timeout=timedelta(seconds=_TIMEOUT_SECONDS)
+    )
+    return ParityGroup(
+        group,  # type: ignore[arg-type]  # has all that is used of a ProcessGroup
+        losses=spread.losses,
+        directory=folder,
+        name=f"parity-{number}",
+        timeout_seconds=_TIMEOUT_SECONDS,
+    )
+
+
+def rebuild(folder: Path, identity: str, peers: Group) -> bool:
+    """Rebuild the slots of lost nodes from parity, if that is there; all call it together.
+
+    Afterwards they lie where slots lie, on the nodes that stand for the lost ones.
+
+    Args:
+        folder: Of the run.
+        identity: Of the run.
+        peers: The processes.
+
+    Returns:
+        Whether something was rebuilt; False where there was nothing to rebuild from.
+
+    Raises:
+        RecoverError: When more is lost than the parity makes good.
+    """
+    numbers = {number for found in peers.gather(generations(folder)) for number in found}
+    problem = None
+    for number in sorted(numbers, reverse=True):
+        try:
+            if _rebuilt(folder, number, identity, peers):
+                return True
+        except RecoverError as error:
+            # An older one is whole until the first state of a newer one is.
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return False
+
+
+def _rebuilt(folder: Path, generation: int, identity: str, peers: Group) -> bool:
+    """Rebuild the slots of one generation; the same result, or error, on all processes."""
+    place = generation_folder(folder, generation)
+    found = peers.gather((peers.node, read_spread(place)))
+    spread = next((item[0] for _, item in found if item is not None), None)
+    if spread is None:
+        return False
+    nodes = nodes_of([node for node, _ in found])
+    survived = {}
+    for number, ranks in enumerate(nodes):
+        known = found[ranks[0]][1]
+        if known is not None and known[0] == spread:
+            survived[number] = known[1]
+    standing = roles(spread, nodes, survived)
+    if standing is None:
+        raise RecoverError(
+            f"what is left in memory needs the parity of {_counted(spread.nodes)}, but these are "
+            f"{_counted(nodes)}; start as many on each again, or resume from a checkpoint"
+        )
+    role = standing[peers.rank]
+    # Step to the whole file of each state that this role has kept here.
+    slots = {}
+    for path in sorted(place.glob(f"rank-{role}.*")):
+        kept = read_slot(path, identity)
+        if kept is not None:
+            with path.open("rb") as file:
+                slots[kept.step] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    name = f"rebuild-{generation}"
+    group = peers.raise_together(lambda: parity_group(spread, place, role, name))
+    try:
+        epochs = peers.raise_together(lambda: group.epochs(slots))
+        possible = set.intersection(*map(set, peers.gather(epochs)))
+        if not possible:
+            raise RecoverError(
+                f"no step's state can be rebuilt: more than {spread.losses} of a group have lost "
+                "theirs"
+            )
+        path = place / f"rank-{role}.rebuilt"
+        recovered = peers.raise_together(
+            lambda: group.recover(slots, lambda size: reserved(path, size), max(possible))
+        )
+    finally:
+        group.close()
+    return any(peers.gather(bool(recovered.lost_data)))
+
+
+def _counted(nodes: tuple[tuple[int, ...], ...]) -> str:
+    sizes = [len(node) for node in nodes]
+    counted = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} with"
+    if len(set(sizes)) == 1:
+        return f"{counted} {sizes[0]} process{'es' if sizes[0] > 1 else ''} each"
+    # In their order, which counts as well.
+    return f"{counted} {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} processes"

@@ -119,7 +119,7 @@ def coding_part(overview: Overview, plot: str) -> str:
 
 def _done(totals: CodingTotals) -> str:
     done = (
-        f"{totals.scheme} over {text.plural(totals.replicas, 'replica')}: "
+        f"{totals.description} over {text.plural(totals.replicas, 'replica')}: "
         f"{text.plural(totals.claims, 'chunk')} taken over, {totals.duplicates:,} computed twice; "
         f"saved at least {text.duration(totals.saved_seconds)}."
     )

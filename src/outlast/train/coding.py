@@ -2,7 +2,7 @@
 
 Both wrap a `ReplicaEngine`, which knows how to run a micro-batch. `CoverageEngine` hands out
 micro-batches dynamically (`outlast.coding.protocol.coverage`); `CodedEngine` gives every replica a
-fixed, larger load (`outlast.coding.protocol.all_reduce`).
+fixed, larger load (`outlast.coding.protocol.all_reduce` and `outlast.coding.protocol.peers`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,17 @@ from outlast.coding import (
     GradientCode,
     GraphCode,
 )
-from outlast.coding.protocol import CodedAllReduce, Coverage, CoverageOutcome, ReduceOutcome
+from outlast.coding.protocol import (
+    CodedAllReduce,
+    CodedGossip,
+    CodedReduce,
+    CodedServer,
+    Coverage,
+    CoverageOutcome,
+    ReduceOutcome,
+)
 from outlast.distributed.group import gather_on_first
-from outlast.errors import CodingError, JobError
+from outlast.errors import CodingError
 from outlast.records import CorruptionDetected, GradientsCoded
 from outlast.records.totals import DUPLICATE
 
@@ -32,10 +40,16 @@ if TYPE_CHECKING:
 
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job
-    from outlast.job.sections import CodingScheme
+    from outlast.job.sections import CodingSection
     from outlast.train.engine import ReplicaEngine
     from outlast.train.layout import Layout
 
+PROTOCOLS: dict[str, type[CodedReduce]] = {
+    "all_reduce": CodedAllReduce,
+    "server": CodedServer,
+    "gossip": CodedGossip,
+}
+"""Ways of the sum of a fixed code, by ``coding.protocol``."""
 
 _SLOWNESS = 1.2
 """A replica is slow when it takes so many times as long as the median of them."""
@@ -47,27 +61,23 @@ def code_of(job: Job, replicas: int) -> GradientCode:
     Raises:
         CodingError: When the replicas do not fit the code, with the nearest that do.
     """
-    settings = job.coding
+    scheme, copies = job.coding.scheme, job.coding.copies
     try:
-        return _scalar_code(settings.scheme, replicas, settings.copies, job.run.seed)
+        match scheme:
+            case "fractional_repetition":
+                return FractionalRepetition(workers=replicas, stragglers=copies - 1)
+            case "cyclic_repetition":
+                return CyclicRepetition(workers=replicas, stragglers=copies - 1)
+            case "cyclic_mds":
+                return CyclicMDS(workers=replicas, stragglers=copies - 1)
+            case _:
+                seed = job.run.seed
+                return GraphCode.random_regular(workers=replicas, degree=copies, seed=seed)
     except CodingError as error:
         raise CodingError(
-            f'coding.scheme = "{settings.scheme}" with coding.copies = {settings.copies} (1 more '
-            f"than stragglers) does not fit {replicas} replicas (workers): {error}"
+            f'coding.scheme = "{scheme}" with coding.copies = {copies} (1 more than stragglers) '
+            f"does not fit {replicas} replicas (workers): {error}"
         ) from None
-
-
-def _scalar_code(scheme: CodingScheme, replicas: int, copies: int, seed: int) -> GradientCode:
-    match scheme:
-        case "fractional_repetition":
-            return FractionalRepetition(workers=replicas, stragglers=copies - 1)
-        case "cyclic_repetition":
-            return CyclicRepetition(workers=replicas, stragglers=copies - 1)
-        case "cyclic_mds":
-            return CyclicMDS(workers=replicas, stragglers=copies - 1)
-        case "graph":
-            return GraphCode.random_regular(workers=replicas, degree=copies, seed=seed)
-    raise JobError([f'coding.scheme = "{scheme}" has no encoding matrix'])
 
 
 @dataclass
@@ -89,13 +99,13 @@ class CodingNotes:
     """Gradient coding since the last record, put together from all ranks.
 
     Args:
-        scheme: As in coding.scheme.
+        settings: The scheme and its protocol.
         replica: This rank's replica.
         replicas: Number of replicas.
         speaks: Whether this rank's notes count: one rank of every replica.
     """
 
-    scheme: str
+    settings: CodingSection
     replica: int
     replicas: int
     speaks: bool
@@ -162,14 +172,11 @@ class CodingNotes:
         if not spoken:
             return []
         wrong = [event for _, _, events in everyone for event in events]
-        return [self._event(step, spoken), *wrong]
-
-    def _event(self, step: int, spoken: Sequence[tuple[int, list[_Step]]]) -> GradientsCoded:
         rows = list(zip(*(steps for _, steps in spoken), strict=True))
         names = [replica for replica, _ in spoken]
-        return GradientsCoded(
+        coded = GradientsCoded(
             step=step,
-            scheme=self.scheme,
+            scheme=self.settings.scheme,
             replicas=self.replicas,
             stragglers=[_stragglers(names, row) for row in rows],
             claims=[sum(item.claims for item in row) for row in rows],
@@ -178,7 +185,9 @@ class CodingNotes:
             errors=[max(item.error for item in row) for row in rows],
             coded_seconds=[round(max(item.seconds for item in row), 6) for row in rows],
             waiting_seconds=[round(max(item.own_seconds for item in row), 6) for row in rows],
+            protocol=self.settings.protocol,
         )
+        return [coded, *wrong]
 
 
 def _stragglers(names: Sequence[int], row: Sequence[_Step]) -> list[int]:
@@ -256,7 +265,7 @@ class CodedEngine:
     """
 
     inner: ReplicaEngine
-    coded: CodedAllReduce
+    coded: CodedReduce
     loader: BatchLoader
     load: int
     notes: CodingNotes

@@ -97,7 +97,7 @@ def _launch(start: Start) -> int:
         # Some 2 s of imports, at every restart, too.
         load_code(start.job.model)
         if start.job.recover.mode == "restart":
-            importlib.import_module("outlast.recover.slot_parity")
+            importlib.import_module("outlast.recover.parity")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

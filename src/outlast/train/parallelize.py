@@ -268,14 +268,14 @@ def coded_engine(
 ) -> tuple[Engine, CodingNotes]:
     """The engine of [coding] around the one that runs a replica's micro-batches."""
     # Codes need scipy, which other runs need not load.
-    from outlast.coding.protocol import CodedAllReduce, Coverage
-    from outlast.train.coding import CodedEngine, CodingNotes, CoverageEngine, code_of
+    from outlast.coding.protocol import Coverage
+    from outlast.train.coding import PROTOCOLS, CodedEngine, CodingNotes, CoverageEngine, code_of
 
     job, layout, rank = setup.job, setup.plan.layout, setup.ranks.rank
     settings, timeout = job.coding, job.launch.timeout_seconds
     replicas = mesh["replicate"].get_group()
     replica, shard_rank = divmod(layout.data_rank(rank), layout.shard)
-    notes = CodingNotes(settings.scheme, replica, layout.replicate, speaks=shard_rank == 0)
+    notes = CodingNotes(settings, replica, layout.replicate, speaks=shard_rank == 0)
     if settings.scheme == "coverage":
         coverage = Coverage(
             inner.model,
@@ -292,7 +292,7 @@ def coded_engine(
         )
         return CoverageEngine(inner, coverage, loader, layout, shard_rank, notes), notes
     code = code_of(job, layout.replicate)
-    coded = CodedAllReduce(
+    coded = PROTOCOLS[settings.protocol](
         inner.model,
         code,
         group=replicas,

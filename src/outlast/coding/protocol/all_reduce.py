@@ -25,9 +25,8 @@ What can be hoped for. A process that is slow but alive takes part in the sum, s
 until it notices, at most one chunk (or one layer, inside `computing`). Redundant work is computed
 always; where slowness is proportional to work, that costs more than it saves.
 
-Agreement, through a key-value store, on whose messages make a step and on its commit.
-
-Nobody is in charge. What must be equal everywhere is written once by compare-and-set, so any
+Nobody is in charge of the agreement on whose messages make a step and on its commit, which goes
+through a key-value store. What must be equal everywhere is written once by compare-and-set, so any
 worker may write it and all read what the first one wrote:
 
 - the decision of a round: whose messages are added up;
@@ -44,6 +43,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -64,30 +64,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from outlast.coding.certificate import Certificate
-    from outlast.coding.code import Decoder, GradientCode
+    from outlast.coding.code import GradientCode
 
 
+OnLost = Literal["raise", "rescale"]
 _WORD_BITS = 62
-
-
 _COMMITTED, _BROKEN = "committed", "broken"
-
-
 _GRACE = 1.25
-
-
-_POLL_SECONDS = 0.05
-
-
-_SHORTEST_POLL_SECONDS = 0.001
-
-
-_POLL_SHARE = 0.02
-
+_POLL_SECONDS, _SHORTEST_POLL_SECONDS, _POLL_SHARE = 0.05, 0.001, 0.02
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS, _LOOK_SHARE = 0.01, 0.5, 0.01
+_WHOLE = 1e-6
 
 _GROUP_TIMEOUTS = 2.0
-
-
 """Longest time in which a process group fails: gloo waits for addresses, then for connections."""
 
 
@@ -158,6 +146,7 @@ class Consensus:
 
     Attributes:
         name: That of the store, equal on all workers.
+        meanwhile: Called now and then during waits.
     """
 
     def __init__(
@@ -169,6 +158,7 @@ class Consensus:
         self._marks = WorkerSet(key_values, workers)
         self._joined: dict[str, str] = {}
         self.name = key_values.name
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def agree(
         self,
@@ -256,6 +246,20 @@ class Consensus:
         """Return whether a member has lost a peer; to be asked before this worker's own vote."""
         return self._key_values.has(f"{round_}/{epoch}/outcome")
 
+    def outcome(
+        self, round_: int, epoch: int, seconds: float, given_up: Callable[[], bool]
+    ) -> bool | None:
+        """Return whether a round is committed; None where that is open after so many seconds.
+
+        Args:
+            round_: The round.
+            epoch: The epoch.
+            seconds: Longest wait.
+            given_up: Whether there is nobody any more who could commit it.
+        """
+        text = self._await(f"{round_}/{epoch}/outcome", seconds, given_up)
+        return None if text is None else text == _COMMITTED
+
     def vote(self, round_: int, epoch: int, *, voters: int, well: bool) -> bool:
         """Say whether this worker's sum succeeded; returns whether all of them did.
 
@@ -263,12 +267,12 @@ class Consensus:
         longer than the timeout.
         """
         key = f"{round_}/{epoch}/outcome"
-        if not well:
-            return self._key_values.publish(key, _BROKEN) == _COMMITTED
-        if self._key_values.add(f"{round_}/{epoch}/well") == voters:
-            return self._key_values.publish(key, _COMMITTED) == _COMMITTED
-        outcome = self._await(key, self._timeout_seconds) or self._key_values.publish(key, _BROKEN)
-        return outcome == _COMMITTED
+        outcome = None if well else _BROKEN
+        if well and self._key_values.add(f"{round_}/{epoch}/well") == voters:
+            outcome = _COMMITTED
+        elif well and (found := self._await(key, self._timeout_seconds)):
+            return found == _COMMITTED
+        return self._key_values.publish(key, outcome or _BROKEN) == _COMMITTED
 
     def roll_call(
         self,
@@ -336,6 +340,15 @@ class Consensus:
             return None
         return float(self._key_values.read(key, self._timeout_seconds, "a late worker's estimate"))
 
+    def lose(self, worker: int) -> None:
+        """Say that `worker` is dead or silent, and that the others go on without it for good."""
+        if self._key_values.add(f"losing/{worker}") == 1:
+            self._marks.join("lost", worker)
+
+    def lost(self) -> frozenset[int]:
+        """Workers that the others go on without."""
+        return self._marks.read("lost")
+
     def forget(self, round_: int, epoch: int, members: Collection[int]) -> None:
         """Remove what nobody reads any more, if it is this worker's turn.
 
@@ -344,21 +357,43 @@ class Consensus:
             epoch: The epoch of that round.
             members: Who takes turns, equal on all of them.
         """
-        if round_ < 0 or sorted(members)[round_ % len(members)] != self._worker:
-            return
-        prefix = f"{round_}/{epoch}"
-        late = [f"{round_}/late/{worker}" for worker in self._marks.read(f"{prefix}/entered")]
-        self._key_values.remove(
-            [
-                *self._marks.keys(f"{round_}/announced"),
-                *self._marks.keys(f"{prefix}/entered"),
-                *(f"{prefix}/{name}" for name in ("decision", "well", "outcome")),
-                *late,
-            ]
-        )
+        if round_ >= 0 and sorted(members)[round_ % len(members)] == self._worker:
+            late = self._marks.read(f"{round_}/{epoch}/entered")
+            self._remove(round_, range(epoch, epoch + 1), late)
 
-    def _await(self, key: str, seconds: float) -> str | None:
-        """Return the text under `key`; None if nothing is written within `seconds`.
+    def ask(self, round_: int) -> None:
+        """Say that this worker has lost who was to pass the sum of a round on to it."""
+        self._key_values.publish(f"{round_}/asked/{self._worker}", "")
+
+    def is_asked(self, round_: int, worker: int) -> bool:
+        """Return whether `worker` has said so."""
+        return self._key_values.has(f"{round_}/asked/{worker}")
+
+    def behind(self, round_: int, members: frozenset[int]) -> frozenset[int]:
+        """Members that are not done with a round, one of this worker's last two."""
+        return members - self._marks.read(f"{round_}/left")
+
+    def leave(self, round_: int, epochs: int, members: frozenset[int]) -> None:
+        """Say that this worker is done with a round; the last member to do so removes its keys."""
+        if members <= self._join("left", f"{round_}/left"):
+            late = members - self.announced(round_)
+            self._key_values.remove(f"{round_}/asked/{worker}" for worker in late)
+            self._remove(round_, range(epochs), late)
+            # Nobody asks any more who is done with the round before the last.
+            self._key_values.remove(self._marks.keys(f"{round_ - 2}/left"))
+
+    def _remove(self, round_: int, epochs: Iterable[int], late: Iterable[int]) -> None:
+        names = ("decision", "well", "outcome")
+        keys = [f"{round_}/{epoch}/{name}" for epoch in epochs for name in names]
+        for epoch in epochs:
+            keys += self._marks.keys(f"{round_}/{epoch}/entered")
+        keys += self._marks.keys(f"{round_}/announced")
+        self._key_values.remove([*keys, *(f"{round_}/late/{worker}" for worker in late)])
+
+    def _await(
+        self, key: str, seconds: float, given_up: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Return the text under `key`; None if nothing is written within `seconds`, or `given_up`.
 
         It asks again and again, after 2 % of the time that has passed. A wait of torch's TCPStore
         that expires looks up the store's host name for its message, which takes five seconds where
@@ -367,8 +402,9 @@ class Consensus:
         begun = time.monotonic()
         while not self._key_values.has(key):
             waited = time.monotonic() - begun
-            if waited >= seconds:
+            if waited >= seconds or given_up():
                 return None
+            self.meanwhile()
             pause = min(max(waited * _POLL_SHARE, _SHORTEST_POLL_SECONDS), _POLL_SECONDS)
             time.sleep(min(pause, seconds - waited))
         return self._key_values.read(key, self._timeout_seconds, key)
@@ -406,84 +442,60 @@ def _workers_in(mask: int) -> frozenset[int]:
     return frozenset(place for place in range(mask.bit_length()) if mask >> place & 1)
 
 
-OnLost = Literal["raise", "rescale"]
-
-
-_WHOLE = 1e-6
-
-
-_LOOK_SECONDS = 0.01
-
-
-_LONGEST_LOOK_SECONDS = 0.5
-
-
-_LOOK_SHARE = 0.01
-
-
-@dataclass(frozen=True)
-class DecodingRules:
-    """Settings of the decoding.
-
-    Attributes:
-        on_lost: When the survivors do not decode well enough: ``raise``, or ``rescale``.
-        largest_error: The `Certificate.error` that is good enough.
-        decoder: See `GradientCode.decode`.
-
-    Raises:
-        CodingError: For an `on_lost` that does not exist.
-    """
-
-    on_lost: OnLost = "raise"
-    largest_error: float = 0.0
-    decoder: Decoder = "optimal"
-
-    def __post_init__(self) -> None:
-        if self.on_lost not in {"raise", "rescale"}:
-            raise CodingError(f'on_lost = {self.on_lost!r} is neither "raise" nor "rescale"')
-
-
 class Decoding:
     """A code's decoder with the rules of its use.
 
     Args:
         code: The code.
-        rules: What is asked.
         dtypes: Types of the gradients.
-
-    Attributes:
-        rules: As given.
+        on_lost: When the survivors do not decode well enough: ``raise``, or ``rescale``.
+        largest_error: The `Certificate.error` that is good enough.
 
     Raises:
-        CodingError: For a `largest_error` that admits a gradient of nothing, and for gradients that
-            round more than the type that the code was examined for.
+        CodingError: For an `on_lost` that does not exist, a `largest_error` that admits a gradient
+            of nothing, and gradients that round more than the type that the code was examined for.
     """
 
     def __init__(
-        self, code: GradientCode, rules: DecodingRules, dtypes: Iterable[torch.dtype]
+        self,
+        code: GradientCode,
+        dtypes: Iterable[torch.dtype],
+        on_lost: OnLost = "raise",
+        largest_error: float = 0.0,
     ) -> None:
-        if not 0 <= rules.largest_error < code.chunks:
+        if on_lost not in {"raise", "rescale"}:
+            raise CodingError(f'on_lost = {on_lost!r} is neither "raise" nor "rescale"')
+        if not 0 <= largest_error < code.chunks:
             raise CodingError(
-                f"largest_error = {rules.largest_error} is not in [0, {code.chunks}): with an "
+                f"largest_error = {largest_error} is not in [0, {code.chunks}): with an "
                 f"error of {code.chunks}, the number of chunks, no gradient at all would do"
             )
         self._code = code
-        self.rules = rules
-        self._dtype = _message_dtype(code, dtypes)
+        self._on_lost, self._largest_error = on_lost, largest_error
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        if not names:
+            raise CodingError("the model has no parameter that is trained")
+        self._dtype = max(names, key=roundoff)
+        if not code.binary and roundoff(self._dtype) > roundoff(code.dtype):
+            raise CodingError(
+                f"{code.name} was examined for messages in {code.dtype}, but gradients are "
+                f'{self._dtype}; build it with dtype = "{self._dtype}", which refuses a code that '
+                "loses too much"
+            )
         self._last: tuple[frozenset[int], Decoded] | None = None
 
     def of(self, survivors: frozenset[int]) -> Decoded:
         """The decoding for these survivors, certified for the gradients' type."""
         if self._last is None or self._last[0] != survivors:
-            decoded = self._code.decode(sorted(survivors), self.rules.decoder)
+            decoded = self._code.decode(sorted(survivors))
             weights, coefficients = decoded.weights, decoded.coefficients
             worth = certify(coefficients, weights, self._code.message_norms, self._dtype)
             self._last = survivors, Decoded(weights, coefficients, worth)
         return self._last[1]
 
     def good_enough(self, survivors: frozenset[int]) -> bool:
-        """Return whether these survivors meet `DecodingRules.largest_error`."""
-        return bool(survivors) and self.of(survivors).error <= self.rules.largest_error
+        """Return whether the error that these survivors leave is allowed."""
+        return bool(survivors) and self.of(survivors).error <= self._largest_error
 
     def scale(self, survivors: frozenset[int]) -> float | None:
         """Factor of the decoding under the rules; None if they cannot use it.
@@ -492,9 +504,9 @@ class Decoding:
         """
         certificate = self.of(survivors).certificate
         good_enough = self.good_enough(survivors)
-        if good_enough and (certificate.exact or self.rules.on_lost == "raise"):
+        if good_enough and (certificate.exact or self._on_lost == "raise"):
             return 1.0
-        if self.rules.on_lost == "rescale" and math.isfinite(certificate.scale):
+        if self._on_lost == "rescale" and math.isfinite(certificate.scale):
             return certificate.scale
         return None
 
@@ -505,87 +517,33 @@ class Decoding:
         return LostChunksError(
             f"step {step} has messages from workers {sorted(survivors)} of {self._code.workers} "
             f"only, in which chunks {list(missing)} are missing or not whole (error "
-            f"{decoded.error:.3g}, largest_error = {self.rules.largest_error:g}): "
+            f"{decoded.error:.3g}, largest_error = {self._largest_error:g}): "
             'wait longer, take a code with more copies, or set on_lost = "rescale"',
             missing,
         )
 
 
-def _message_dtype(code: GradientCode, dtypes: Iterable[torch.dtype]) -> str:
-    """The gradients' type that rounds most."""
-    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    if not names:
-        raise CodingError("the model has no parameter that is trained")
-    coarsest = max(names, key=roundoff)
-    if not code.binary and roundoff(coarsest) > roundoff(code.dtype):
-        raise CodingError(
-            f"{code.name} was examined for messages in {code.dtype}, but gradients are {coarsest}; "
-            f'build it with dtype = "{coarsest}", which refuses a code that loses too much'
-        )
-    return coarsest
-
-
-class LossWeights:
-    """One worker's row of the encoding matrix, as weights of losses.
-
-    Args:
-        code: A code with real coefficients.
-        worker: The worker's number.
-
-    Attributes:
-        coefficients: B[w, c] by chunk c, for the chunks of this worker in ascending order.
+def loss_weights(code: GradientCode, worker: int) -> dict[int, float]:
+    """B[w, c] by chunk c, for the chunks of worker w in ascending order.
 
     Raises:
-        CodingError: For a complex code, or a worker that the code does not have.
+        CodingError: For a code with complex coefficients.
     """
-
-    def __init__(self, code: GradientCode, worker: int) -> None:
-        if np.iscomplexobj(code.matrix.data):
-            raise CodingError(
-                f"{code.name} has complex coefficients, which losses cannot be multiplied by; "
-                "take a real code with the same tolerance, such as cyclic MDS"
-            )
-        if not 0 <= worker < code.workers:
-            raise CodingError(
-                f"worker = {worker} is not in [0, {code.workers}), the code's workers"
-            )
-        self.code = code
-        self.worker = worker
-        start, stop = code.matrix.indptr[worker : worker + 2]
-        chunks = code.matrix.indices[start:stop].tolist()
-        values = code.matrix.data[start:stop].tolist()
-        self.coefficients: dict[int, float] = dict(sorted(zip(chunks, values, strict=True)))
-
-    def of_samples(
-        self, chunk_of_sample: torch.Tensor, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """Weights of the samples' losses, where one batch holds all of a worker's chunks.
-
-        Args:
-            chunk_of_sample: (samples,) integers, the chunk that each sample belongs to.
-            dtype: Of the result.
-
-        Returns:
-            (samples,) weights on the same device.
-
-        Raises:
-            CodingError: For a chunk that is not this worker's.
-        """
-        foreign = set(chunk_of_sample.tolist()) - self.coefficients.keys()
-        if foreign:
-            raise CodingError(
-                f"worker {self.worker} was given samples of chunks {sorted(foreign)}, but its "
-                f"chunks are {list(self.coefficients)}"
-            )
-        table = torch.zeros(self.code.chunks, dtype=dtype)
-        for chunk, coefficient in self.coefficients.items():
-            table[chunk] = coefficient
-        return table.to(chunk_of_sample.device)[chunk_of_sample.long()]
+    if np.iscomplexobj(code.matrix.data):
+        raise CodingError(
+            f"{code.name} has complex coefficients, which losses cannot be multiplied by; "
+            "take a real code with the same tolerance, such as cyclic MDS"
+        )
+    start, stop = code.matrix.indptr[worker : worker + 2]
+    chunks = code.matrix.indices[start:stop].tolist()
+    return dict(sorted(zip(chunks, code.matrix.data[start:stop].tolist(), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class ReduceOutcome:
     """Composition of a step's gradient. Equal on all workers, but for the times.
+
+    Where messages go from process to process, `late` and `lost` are what this worker knows of.
 
     Attributes:
         step: The training step.
@@ -615,18 +573,19 @@ class ReduceOutcome:
     saved_seconds: float | None
 
 
-class CodedAllReduce:
+class CodedReduce(ABC):
     """Sums gradients over workers, of which some may be slow or dead.
 
-    All processes make it with equal arguments, in the same order if they make several. The model's
-    parameters must be equal on all of them, or be equally placed shards of such (FSDP2 over a mesh
-    whose other dimension is `group`): then a worker is a replica, nobody gives up in the middle of
-    a step, since the replica's collectives are under way, and each shard decides for itself.
+    Subclasses say on which way the messages become one sum. All processes make it with equal
+    arguments, in the same order if they make several. The model's parameters must be equal on all
+    of them, or be equally placed shards of such (FSDP2 over a mesh whose other dimension is
+    `group`): then a worker is a replica, nobody gives up in the middle of a step, since the
+    replica's collectives are under way, and each shard decides for itself.
 
     Args:
         model: Its trained parameters' gradients are summed.
-        code: A real scalar code with as many workers as `group` has processes; the number of a
-            worker is its rank in the group.
+        code: A real code with as many workers as `group` has processes; the number of a worker is
+            its rank in the group.
         group: The processes; all if None.
         key_values: Where they agree; one of its own in the process group's store if None.
         deadline_seconds: How long a worker that is done waits for others before the step is decided
@@ -638,7 +597,6 @@ class CodedAllReduce:
             `largest_error` admits an approximate gradient, ``rescale`` scales that too.
         largest_error: The `Certificate.error` that is good enough to decide a step with; 0 asks for
             the exact gradient.
-        decoder: See `GradientCode.decode`.
 
     Attributes:
         worker: This process's number in the code.
@@ -659,7 +617,6 @@ class CodedAllReduce:
         timeout_seconds: float = 60.0,
         on_lost: OnLost = "raise",
         largest_error: float = 0.0,
-        decoder: Decoder = "optimal",
     ) -> None:
         deadline = timeout_seconds if deadline_seconds is None else deadline_seconds
         if not 0 < timeout_seconds < math.inf:
@@ -674,11 +631,8 @@ class CodedAllReduce:
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        self._decoding = Decoding(
-            code,
-            DecodingRules(on_lost, largest_error, decoder),
-            {parameter.dtype for parameter in self._parameters},
-        )
+        dtypes = {parameter.dtype for parameter in self._parameters}
+        self._decoding = Decoding(code, dtypes, on_lost, largest_error)
         if key_values is None:
             key_values = KeyValueStore(store_name("coded", group))
         self._members = Members(group, timeout_seconds)
@@ -689,49 +643,32 @@ class CodedAllReduce:
                 f"processes: build it for {len(self._ranks)}"
             )
         self.worker = self._members.index
-        self._losses = LossWeights(code, self.worker)
+        self._weights = loss_weights(code, self.worker)
         self._model = model
         self._consensus = Consensus(
             key_values, worker=self.worker, workers=code.workers, timeout_seconds=timeout_seconds
         )
         self._deadline_seconds = deadline
         self._sharded = any(local(parameter) is not parameter for parameter in self._parameters)
-        # Two, since gradients of the step before may still live in the other one.
-        self._buffers = [FlatGradients(self._parameters), FlatGradients(self._parameters)]
         self._interrupt: Interrupt | None = None
         self._unwanted, self._next_look = False, 0.0
+        self._set_up()
         self._begin_round(0)
 
     def chunks(self) -> Iterator[tuple[int, float]]:
         """This worker's chunks of the step and the weights B[w, c] of their losses.
 
         Ends early when the step was decided without this worker. A loop that is left before the end
-        makes the worker join with zeros.
+        makes the worker join without a message.
         """
         self._chunks_done, self._finished = 0, False
         self._begun = time.monotonic()
-        for chunk, weight in self._losses.coefficients.items():
+        for chunk, weight in self._weights.items():
             if self.decided():
                 return
             yield chunk, weight
             self._chunks_done += 1
         self._finished = True
-
-    def sample_weights(self, chunk_of_sample: torch.Tensor) -> torch.Tensor:
-        """Weights of the samples' losses, for one batch with all of this worker's chunks.
-
-        Args:
-            chunk_of_sample: (samples,) integers, the chunk that each sample belongs to.
-
-        Returns:
-            (samples,) weights, float32, or float64 where a parameter is.
-
-        Raises:
-            CodingError: For a chunk that is not this worker's.
-        """
-        dtypes = (parameter.dtype for parameter in self._parameters)
-        wide = torch.float64 if torch.float64 in dtypes else torch.float32
-        return self._losses.of_samples(chunk_of_sample, wide)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -759,7 +696,7 @@ class CodedAllReduce:
         """
         now = time.monotonic()
         if not self._unwanted and not self._sharded and now >= self._next_look:
-            self._unwanted = self._consensus.is_decided_without(self._round, self._members.epoch)
+            self._unwanted = self._consensus.is_decided_without(self._round, self._epoch)
             ended = time.monotonic()
             pause = max((ended - now) / _LOOK_SHARE, _LOOK_SECONDS)
             self._next_look = ended + min(pause, _LONGEST_LOOK_SECONDS)
@@ -791,44 +728,42 @@ class CodedAllReduce:
         """
         finished = finished and self._finished
         before = self._alive()
-        if self._consensus.has_gone_on(self._members.epoch):
+        if self._is_left_behind():
             raise self._left_behind()
         remaining = None
         if not finished and self._chunks_done:
             # This worker's estimate of the time that its other chunks would have taken.
             elapsed = time.monotonic() - self._begun
-            total = elapsed * len(self._losses.coefficients) / self._chunks_done
-            remaining = max(total - elapsed, 0.0)
+            remaining = max(elapsed * len(self._weights) / self._chunks_done - elapsed, 0.0)
         if finished:
             synchronise(parameter.device for parameter in self._parameters)
+        round_ = self._round
         decision = self._consensus.agree(
-            self._round,
-            self._members.epoch,
+            round_,
+            self._epoch,
             step=step,
-            members=before,
+            members=self._alive(),
             sufficient=self._decoding.good_enough,
             seconds=self._deadline_seconds if finished else None,
         )
         decided_seconds = time.monotonic() - self._begun
         if remaining is not None and self.worker not in decision.survivors:
-            self._consensus.publish_late(self._round, remaining)
+            self._consensus.publish_late(round_, remaining)
         while not self._add_up(decision):
             decision = self._consensus.decide(
-                self._round,
-                self._members.epoch,
-                Decision(step, self._consensus.announced(self._round) & self._alive()),
+                round_,
+                self._epoch,
+                Decision(step, self._consensus.announced(round_) & self._alive()),
             )
         decoded = self._decoding.of(decision.survivors)
         scale = self._decoding.scale(decision.survivors)
-        round_ = self._round
-        # All members' votes on this round say that they have left the one before.
-        self._consensus.forget(round_ - 1, self._members.epoch, self._alive())
+        late = self._alive() - decision.survivors
+        estimates = [self._consensus.read_late(round_, worker) for worker in sorted(late)]
+        self._leave()
         self._begin_round(round_ + 1)
         if scale is None:
             raise self._decoding.lost(decision.survivors, step)
-        self._buffers[round_ % 2].write_back()
-        late = self._alive() - decision.survivors
-        estimates = [self._consensus.read_late(round_, worker) for worker in sorted(late)]
+        self._write_back(round_)
         return ReduceOutcome(
             step=step,
             survivors=tuple(sorted(decision.survivors)),
@@ -848,20 +783,80 @@ class CodedAllReduce:
             self._interrupt.remove()
             self._interrupt = None
 
+    def _set_up(self) -> None:
+        """Make the buffers, and what else this way of summing needs."""
+        # Two, since gradients of the step before may still live in the other one.
+        self._buffers = [FlatGradients(self._parameters), FlatGradients(self._parameters)]
+
+    @property
+    @abstractmethod
+    def _epoch(self) -> int:
+        """Number of the present use of the round's keys."""
+
+    @abstractmethod
+    def _alive(self) -> frozenset[int]:
+        """Workers that are members."""
+
+    @abstractmethod
+    def _is_left_behind(self) -> bool:
+        """Return whether the others have gone on without this worker, after a look at the store."""
+
+    @abstractmethod
+    def _add_up(self, decision: Decision) -> bool:
+        """Sum the messages; False if members were lost in it, so that a new decision is needed."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Forget what nobody reads any more, at the end of a round."""
+
+    def _write_back(self, round_: int) -> None:
+        """Make the sum of a round the parameters' gradients."""
+        self._buffers[round_ % 2].write_back()
+
+    def _begin_round(self, round_: int) -> None:
+        self._round, self._begun = round_, time.monotonic()
+        self._unwanted, self._next_look = False, 0.0
+        self._finished, self._chunks_done = True, 0
+
+    def _message(self, decision: Decision, scale: float) -> FlatGradients:
+        """This round's buffer with this worker's share of the decoded sum; zeros where it has none.
+
+        The share is the message, which is still in ``grad``, times its decoding weight.
+        """
+        buffer = self._buffers[self._round % 2]
+        buffer.zero_()
+        if self.worker in decision.survivors:
+            buffer.add_(scale * float(self._decoding.of(decision.survivors).weights[self.worker]))
+        return buffer
+
+    def _left_behind(self) -> LeftBehindError:
+        return LeftBehindError(
+            f"worker {self.worker} (rank {self._members.rank}) was silent for more than "
+            f"timeout_seconds = {self._members.timeout_seconds:g}, and the others have gone on "
+            "without it: restart it from a checkpoint, or set a longer timeout"
+        )
+
+
+class CodedAllReduce(CodedReduce):
+    """A coded sum by one all-reduce, which late workers join with zeros; see `CodedReduce`."""
+
+    @property
+    def _epoch(self) -> int:
+        return self._members.epoch
+
     def _alive(self) -> frozenset[int]:
         return frozenset(self._ranks.index(rank) for rank in self._members.ranks)
 
-    def _begin_round(self, round_: int) -> None:
-        self._round = round_
-        self._begun = time.monotonic()
-        self._next_look = 0.0
-        self._unwanted = False
-        self._finished = True
-        self._chunks_done = 0
+    def _is_left_behind(self) -> bool:
+        return self._consensus.has_gone_on(self._epoch)
+
+    def _leave(self) -> None:
+        # All members' votes on this round say that they have left the one before.
+        self._consensus.forget(self._round - 1, self._epoch, self._alive())
 
     def _add_up(self, decision: Decision) -> bool:
         """Sum the messages into this round's buffer; False if members were lost in it."""
-        round_, epoch = self._round, self._members.epoch
+        round_, epoch = self._round, self._epoch
         begun = time.monotonic()
         if self.worker not in decision.survivors:
             self._consensus.enter(round_, epoch)
@@ -874,13 +869,9 @@ class CodedAllReduce:
         return False
 
     def _sum(self, decision: Decision, scale: float) -> bool:
-        round_, epoch = self._round, self._members.epoch
-        buffer = self._buffers[round_ % 2]
-        buffer.zero_()
-        if self.worker in decision.survivors:
-            weights = self._decoding.of(decision.survivors).weights
-            buffer.add_(scale * float(weights[self.worker]))
-        elif self._consensus.is_broken(round_, epoch):
+        round_, epoch = self._round, self._epoch
+        buffer = self._message(decision, scale)
+        if self.worker not in decision.survivors and self._consensus.is_broken(round_, epoch):
             return False
         try:
             self._members.sum_(buffer.buffers, lambda: self._consensus.is_broken(round_, epoch))
@@ -892,20 +883,25 @@ class CodedAllReduce:
         return True
 
     def _regroup(self, decision: Decision, begun: float) -> None:
-        """Go on with the members that answer, until a group of them stands."""
+        """Continue with the members that answer, once a group of them stands."""
         before: frozenset[int] = frozenset()
         while True:
-            epoch = self._members.epoch
             present = self._consensus.roll_call(
                 self._round,
-                epoch,
+                self._epoch,
                 members=self._alive(),
                 survivors=decision.survivors,
                 begun=None if before else begun,
             )
             if self.worker not in present:
                 raise self._left_behind()
-            if self._meet(present):
+            name, well = f"{self._consensus.name}/{self._round}/{self._epoch + 1}", True
+            try:
+                self._members.keep([self._ranks[worker] for worker in present], name)
+            except RuntimeError:
+                well = False
+            epoch = self._epoch
+            if self._consensus.vote(-1 - epoch, epoch, voters=len(present), well=well):
                 return
             # One of them died since, or else it would fail again.
             if present == before:
@@ -914,21 +910,3 @@ class CodedAllReduce:
                     "made; restart from a checkpoint"
                 )
             before = present
-
-    def _meet(self, present: frozenset[int]) -> bool:
-        """Make a process group of these workers; whether all of them have it."""
-        name = f"{self._consensus.name}/{self._round}/{self._members.epoch + 1}"
-        try:
-            self._members.keep([self._ranks[worker] for worker in present], name)
-            well = True
-        except RuntimeError:
-            well = False
-        epoch = self._members.epoch
-        return self._consensus.vote(-1 - epoch, epoch, voters=len(present), well=well)
-
-    def _left_behind(self) -> LeftBehindError:
-        return LeftBehindError(
-            f"worker {self.worker} (rank {self._members.rank}) was silent for more than "
-            f"timeout_seconds = {self._members.timeout_seconds:g}, and the others have gone on "
-            "without it: restart it from a checkpoint, or set a longer timeout"
-        )

@@ -50,6 +50,7 @@ class Members:
         timeout_seconds: Longest time that a collective may take.
 
     Attributes:
+        group: Theirs.
         ranks: Global ranks of the members, ascending.
         epoch: How often members were lost.
         sums: Sums begun in this epoch.
@@ -63,9 +64,9 @@ class Members:
             raise CodingError(
                 "there is no process group yet: call torch.distributed.init_process_group first"
             )
-        self._group: Any = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.timeout_seconds = timeout_seconds
-        self.ranks = tuple(dist.get_process_group_ranks(self._group))
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.rank = dist.get_rank()
         self.epoch = 0
         self.sums = 0
@@ -93,7 +94,7 @@ class Members:
         deadline = time.monotonic() + self.timeout_seconds
         self.sums += 1
         try:
-            works = [self._group.allreduce([tensor]) for tensor in tensors]
+            works = [self.group.allreduce([tensor]) for tensor in tensors]
             for work, tensor in zip(works, tensors, strict=True):
                 _wait(work, deadline, broken, on_device=tensor.is_cuda)
         except (RuntimeError, TimeoutError) as error:
@@ -120,7 +121,7 @@ class Members:
         self.sums = 0
         timeout = datetime.timedelta(seconds=self.timeout_seconds)
         if dist.get_backend(dist.group.WORLD) != "gloo":
-            self._group = dist.new_group(
+            self.group = dist.new_group(
                 list(self.ranks), timeout=timeout, use_local_synchronization=True
             )
             return
@@ -128,7 +129,7 @@ class Members:
         # meet, and survivors may have made different ones.
         below = _get_default_store() if store is None else store
         meeting = dist.PrefixStore(f"outlast/group/{name}", below.clone())  # type: ignore[attr-defined]
-        self._group = dist.ProcessGroupGloo(meeting, self.index, len(self.ranks), timeout)
+        self.group = dist.ProcessGroupGloo(meeting, self.index, len(self.ranks), timeout)
 
 
 def _wait(

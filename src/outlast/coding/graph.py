@@ -4,14 +4,11 @@ In graph codes workers are edges, chunks are vertices (Glasgow and Wootters 2021
 of the optimal decoder sum to 2 along every surviving edge. So they are all 1 in a component
 with an odd cycle, and 1 -+ (|L| - |R|) / (|L| + |R|) on the sides L and R of one without (a
 bipartite component).
-
-Regular graphs for gradient codes: random, symmetric and Ramanujan ones, and their spectra.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -22,20 +19,19 @@ from scipy.sparse.csgraph import breadth_first_order, connected_components, maxi
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 
 from outlast.coding.certificate import roundoff
-from outlast.coding.code import Bound, GradientCode, is_prime, survivors_of
-from outlast.coding.codes.bernoulli import one_step_error
+from outlast.coding.code import Bound, GradientCode, survivors_of
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
 
 _DENSE_VERTICES = 400
-
-
 _REPAIRS = 200
+_BATCH_HALF_EDGES = 4_000_000
+_SMOOTHING_STEPS = 12
+_BATCH_ENTRIES = 2_000_000
+_EXAMINED_VERTICES = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,19 +66,6 @@ class Graph:
         return bool(connected_components(self.adjacency, directed=False)[0] == 1)
 
 
-def second_eigenvalue(graph: Graph) -> float:
-    """The second largest eigenvalue of the adjacency matrix (of a connected graph).
-
-    An upper bound, the largest degree, where it is too close to others to be computed.
-    """
-    return float(_extreme_eigenvalues(graph)[1])
-
-
-def smallest_eigenvalue(graph: Graph) -> float:
-    """The smallest eigenvalue of the adjacency matrix."""
-    return float(_extreme_eigenvalues(graph)[0])
-
-
 def edge_connectivity(graph: Graph) -> int:
     """Fewest edges whose removal disconnects the graph: one maximum flow to each vertex."""
     capacity = graph.adjacency.astype(np.int32)
@@ -90,14 +73,12 @@ def edge_connectivity(graph: Graph) -> int:
     return int(min(flows, default=0))
 
 
-def expansion(graph: Graph) -> float:
-    """max(|lambda_2|, |lambda_n|) of the adjacency matrix; the degree where G is bipartite."""
-    smallest, second = _extreme_eigenvalues(graph)
-    return max(abs(smallest), abs(second))
+def extreme_eigenvalues(graph: Graph) -> tuple[float, float]:
+    """The smallest and second largest eigenvalue of a connected graph's adjacency matrix.
 
-
-def _extreme_eigenvalues(graph: Graph) -> tuple[float, float]:
-    """The smallest and the second largest eigenvalue."""
+    Minus and plus the largest degree, which bound them, where they are too close to others to be
+    computed.
+    """
     adjacency = graph.adjacency
     if graph.vertices <= _DENSE_VERTICES:
         values = np.linalg.eigvalsh(adjacency.toarray())
@@ -109,7 +90,7 @@ def _extreme_eigenvalues(graph: Graph) -> tuple[float, float]:
         top = eigsh(adjacency, k=2, which="LA", **settings)
         low = eigsh(adjacency, k=1, which="SA", **settings)
     except ArpackNoConvergence:
-        # Eigenvalues as close as those of long cycles. All are within the largest degree.
+        # Eigenvalues as close as those of long cycles.
         return -float(graph.degrees.max()), float(graph.degrees.max())
     return float(low[0]), float(np.min(top))
 
@@ -211,25 +192,6 @@ def _bad_edges(edges: npt.NDArray[np.int64], vertices: int) -> npt.NDArray[np.bo
     return np.asarray(bad | repeated)
 
 
-def circulant(vertices: int, offsets: Sequence[int]) -> Graph:
-    """Vertex v is joined with v +- each offset (mod vertices).
-
-    Raises:
-        CodingError: For offsets that are not different numbers in [1, vertices / 2].
-    """
-    steps = sorted(set(offsets))
-    if len(steps) != len(offsets) or not steps or not 1 <= steps[0] <= steps[-1] <= vertices // 2:
-        raise CodingError(
-            f"offsets = {list(offsets)} are not different numbers in [1, {vertices // 2}]"
-        )
-    parts = []
-    for step in steps:
-        # An offset of half the circle reaches the same edge from both of its ends.
-        starts = np.arange(vertices // 2 if 2 * step == vertices else vertices)
-        parts.append(np.stack([starts, (starts + step) % vertices], axis=1))
-    return Graph(np.concatenate(parts).astype(np.int64), vertices, transitive=True)
-
-
 def complete(vertices: int) -> Graph:
     """Every two vertices are joined."""
     if vertices < 2:
@@ -238,292 +200,162 @@ def complete(vertices: int) -> Graph:
     return Graph(ends.astype(np.int64), vertices, transitive=True)
 
 
-def complete_bipartite(side: int) -> Graph:
-    """Each of `side` vertices is joined with each of `side` others."""
-    if side < 1:
-        raise CodingError(f"side = {side} leaves no edge; take at least 1")
-    left, right = np.divmod(np.arange(side * side), side)
-    return Graph(np.stack([left, side + right], axis=1), 2 * side, transitive=True)
-
-
-def hypercube(dimensions: int) -> Graph:
-    """Vertices are binary words of this length, joined where they differ in one digit."""
-    if not 1 <= dimensions <= 20:  # at most 10 million edges
-        raise CodingError(f"dimensions = {dimensions} is not in [1, 20]")
-    words = np.arange(2**dimensions)
-    flips = [words ^ (1 << digit) for digit in range(dimensions)]
-    ends = np.concatenate([np.stack([words, other], axis=1)[words < other] for other in flips])
-    return Graph(ends, 2**dimensions, transitive=True)
-
-
-def ramanujan(p: int, q: int) -> Graph:
-    """The (p + 1)-regular Ramanujan graph X^{p,q} of Lubotzky, Phillips and Sarnak (1988).
-
-    The Cayley graph of PGL(2, q) where p is no square modulo q (bipartite, q^3 - q vertices), else
-    of PSL(2, q) (half as many), by the p + 1 integer quaternions of norm p with odd positive real
-    part and even rest. All eigenvalues but +-(p + 1) are at most 2 sqrt(p). p = 5, q = 13 has 2184
-    vertices and 6552 edges, as in Glasgow and Wootters (2021).
-
-    Raises:
-        CodingError: Unless p and q are different primes, both 1 mod 4, with q > 2 sqrt(p).
-    """
-    for name, value in (("p", p), ("q", q)):
-        if value % 4 != 1 or not is_prime(value):
-            near = next(x for x in itertools.count(max(value, 2)) if x % 4 == 1 and is_prime(x))
-            raise CodingError(f"{name} = {value} is not a prime that is 1 mod 4; take {near}")
-    if p == q or q * q <= 4 * p:
-        raise CodingError(f"q = {q} is not a prime other than p = {p} and above 2 sqrt(p)")
-    # (p + 1, 2, 2) matrices over F_q of the quaternions a + bi + cj + dk of norm p.
-    root = next(x for x in range(1, q) if x * x % q == q - 1)
-    reach = math.isqrt(p)
-    odd = range(1, reach + 1, 2)
-    even = range(-(reach // 2) * 2, reach + 1, 2)
-    found = [
-        [[a + root * b, c + root * d], [-c + root * d, a - root * b]]
-        for a, b, c, d in itertools.product(odd, even, even, even)
-        if a * a + b * b + c * c + d * d == p
-    ]
-    generators = _normalised(np.array(found, dtype=np.int64) % q, q)
-    # (elements, 2, 2) invertible matrices over F_q up to factors, first non-zero entry 1.
-    square_determinant = pow(p, (q - 1) // 2, q) == 1
-    grid = np.indices((q, q, q)).reshape(3, -1).T
-    first = np.column_stack([np.ones(len(grid), np.int64), grid])
-    pairs = np.indices((q, q)).reshape(2, -1).T
-    second = np.column_stack([np.zeros(len(pairs), np.int64), np.ones(len(pairs), np.int64), pairs])
-    entries = np.concatenate([first, second])
-    determinants = (entries[:, 0] * entries[:, 3] - entries[:, 1] * entries[:, 2]) % q
-    squares = np.unique(np.arange(1, q) ** 2 % q)
-    kept = np.isin(determinants, squares) if square_determinant else determinants != 0
-    elements = entries[kept].reshape(-1, 2, 2).astype(np.int64)
-    keys = _keys(elements, q)
-    order = np.argsort(keys)
-    parts = []
-    for generator in generators:
-        products = _normalised(np.matmul(elements, generator) % q, q)
-        targets = order[np.searchsorted(keys[order], _keys(products, q))]
-        starts = np.arange(len(elements))
-        parts.append(np.stack([starts, targets], axis=1)[starts < targets])
-    return Graph(np.concatenate(parts), len(elements), transitive=True)
-
-
-def _normalised(matrices: npt.NDArray[np.int64], q: int) -> npt.NDArray[np.int64]:
-    """Each matrix over F_q divided by its first non-zero entry."""
-    inverses = np.array([0, *(pow(x, -1, q) for x in range(1, q))], dtype=np.int64)
-    flat = matrices.reshape(-1, 4)
-    leading = np.where(flat[:, 0] != 0, flat[:, 0], flat[:, 1])
-    return (flat * inverses[leading][:, None] % q).reshape(-1, 2, 2)
-
-
-def _keys(matrices: npt.NDArray[np.int64], q: int) -> npt.NDArray[np.int64]:
-    """One number for each matrix over F_q."""
-    return matrices.reshape(-1, 4) @ np.array([q**3, q**2, q, 1], dtype=np.int64)
-
-
-_BATCH_HALF_EDGES = 4_000_000
-
-
-_SMOOTHING_STEPS = 12
-
-
-_BATCH_ENTRIES = 2_000_000
-
-
-_EXAMINED_VERTICES = 256
-
-
-@dataclass(frozen=True, eq=False)
 class HalfEdges:
     """The edges of a graph from both of their ends, sorted by the vertex they start at.
 
-    Attributes:
+    Args:
         edges: (edges, 2) the two ends.
         vertices: Number of vertices.
+
+    Attributes:
         edge: (2 edges,) the edge of each half.
         neighbour: (2 edges,) the vertex it leads to.
         pointers: (vertices + 1,) where the halves of each vertex begin.
     """
 
-    edges: npt.NDArray[np.int64]
-    vertices: int
-    edge: npt.NDArray[np.int64]
-    neighbour: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, edges: npt.NDArray[np.int64], vertices: int) -> HalfEdges:
-        """The halves of these edges."""
+    def __init__(self, edges: npt.NDArray[np.int64], vertices: int) -> None:
+        self.edges, self.vertices = edges, vertices
         order = np.argsort(edges.ravel(), kind="stable")
-        neighbour = edges[:, ::-1].ravel()[order].astype(np.int32)
-        degrees = np.bincount(edges.ravel(), minlength=vertices)
-        return cls(edges, vertices, order // 2, neighbour, _starts(degrees))
+        self.edge = order // 2
+        self.neighbour = edges[:, ::-1].ravel()[order].astype(np.int32)
+        self.pointers = _starts(np.bincount(edges.ravel(), minlength=vertices))
 
-    def surviving(
+    def coefficients(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """Coefficients alpha for many sets of survivors at once.
+
+        From the components of the bipartite double cover, where vertex v is there twice and edge uv
+        joins each copy of u with the other one of v. An odd cycle joins both copies and gives a
+        component with as many first as second copies, so one formula serves all components. All
+        sets of a batch make one block-diagonal graph.
+
+        Args:
+            alive: (draws, edges) masks.
+
+        Returns:
+            (draws, vertices) coefficients.
+        """
+        size = max(_BATCH_HALF_EDGES // len(self.edge), 1)
+        if len(alive) > size:
+            batches = (alive[start : start + size] for start in range(0, len(alive), size))
+            return np.concatenate([self.coefficients(batch) for batch in batches])
+        draws, vertices, count = len(alive), self.vertices, len(self.edge)
+        kept = alive[:, self.edge]
+        offsets = (2 * vertices * np.arange(draws) + vertices).astype(np.int32)
+        targets = (offsets[:, None] + self.neighbour)[kept]
+        # Edges in one direction are enough, so the rows of second copies are empty.
+        begin = self.pointers[:-1] + count * np.arange(draws)[:, None]
+        end = np.repeat(count * np.arange(1, draws + 1)[:, None], vertices, axis=1)
+        places = np.append(np.hstack([begin, end]).ravel(), draws * count)
+        cover = csr_array(
+            (np.ones(len(targets)), targets, _starts(kept.ravel())[places].astype(np.int32)),
+            shape=(2 * vertices * draws, 2 * vertices * draws),
+        )
+        components, labels = connected_components(cover, directed=False)
+        sides = np.tile(np.repeat([1.0, -1.0], vertices), draws)
+        sizes = np.bincount(labels, minlength=components)
+        excess = np.bincount(labels, sides, minlength=components) / sizes
+        return np.asarray(1.0 - excess[labels.reshape(draws, 2 * vertices)[:, :vertices]])
+
+    def weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """Decoding weights for one set of survivors, in O(edges).
+
+        A few conjugate-gradient steps towards the weights of least norm; what they leave is put
+        right exactly on a spanning tree of each component, from its leaves to its root, and on one
+        odd edge where there is one. The tree alone would do, but its alternating sums along
+        branches make larger weights, which amplify rounding.
+
+        Args:
+            alive: (edges,) mask.
+
+        Returns:
+            (edges,) weights, 0 where not alive.
+        """
+        edges, (starts, ends) = self.edges, self.edges.T
+        adjacency, labels, order, parents, signs = self._forest(alive)
+        components = int(labels.max()) + 1
+        odd_edges = np.flatnonzero(alive & (signs[starts] == signs[ends]))
+        odd_of = np.full(components, -1)
+        odd_of[labels[starts[odd_edges]]] = odd_edges
+        excess = np.bincount(labels, signs, components) / np.bincount(labels, minlength=components)
+        coefficients = np.where(odd_of[labels] >= 0, 1.0, 1.0 - signs * excess[labels])
+
+        potential = _smooth_potential(adjacency, coefficients)
+        weights = np.where(alive, potential[starts] + potential[ends], 0.0)
+        missing = coefficients - self._sums_at_vertices(edges, weights)
+        chosen = odd_of[odd_of >= 0]
+        imbalance = np.bincount(labels, signs * missing, components)[odd_of >= 0]
+        added = 0.5 * imbalance * signs[starts[chosen]]
+        weights[chosen] += added
+        missing -= self._sums_at_vertices(edges[chosen], added)
+        # The weight of the edge to each vertex's parent, from the leaves on. Plain lists: one pass
+        # in order, in which each step needs the one before.
+        carried, above = [*missing.tolist(), 0.0], parents.tolist()
+        for vertex in reversed(order.tolist()):
+            carried[above[vertex]] -= carried[vertex]
+        flows = np.array(carried[:-1])
+        for parent, child in ((starts, ends), (ends, starts)):
+            on_tree = np.flatnonzero(alive & (parents[child] == parent))
+            # Of parallel edges between parent and child one carries the flow.
+            named, first = np.unique(child[on_tree], return_index=True)
+            weights[on_tree[first]] += flows[named]
+        return weights
+
+    def bipartite(self) -> bool:
+        """True if no component of the whole graph has an odd cycle."""
+        signs = self._forest(np.ones(len(self.edges), dtype=bool))[-1]
+        return bool(np.all(signs[self.edges[:, 0]] != signs[self.edges[:, 1]]))
+
+    def _forest(
         self, alive: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Column indices and row pointers of the adjacency matrix of the edges in the mask."""
-        kept = alive[self.edge]
-        return self.neighbour[kept], _starts(kept)[self.pointers]
+    ) -> tuple[
+        csr_array,
+        npt.NDArray[np.int32],
+        npt.NDArray[np.int32],
+        npt.NDArray[np.int64],
+        npt.NDArray[np.float64],
+    ]:
+        """Breadth-first trees of all components of the surviving edges, below one more vertex.
 
+        Returns:
+            The adjacency matrix; the component of each vertex; the vertices from the roots
+            outwards; the parent of each (for roots: `vertices`); +1 and -1 by depth in the tree.
+        """
+        kept, vertices = alive[self.edge], self.vertices
+        neighbours, pointers = self.neighbour[kept], _starts(kept)[self.pointers]
+        adjacency = csr_array(
+            (np.ones(len(neighbours)), neighbours, pointers), shape=(vertices, vertices)
+        )
+        labels = connected_components(adjacency, directed=False)[1]
+        roots = np.unique(labels, return_index=True)[1].astype(np.int32)
+        indices = np.concatenate([neighbours, roots])
+        hung = csr_array(
+            (np.ones(len(indices)), indices, np.append(pointers, len(indices))),
+            shape=(vertices + 1, vertices + 1),
+        )
+        order, parents = breadth_first_order(hung, vertices)
+        signs, above = [-1.0] * (vertices + 1), parents.tolist()
+        for vertex in order[1:].tolist():
+            signs[vertex] = -signs[above[vertex]]
+        above_each = np.asarray(parents[:vertices], dtype=np.int64)
+        return adjacency, labels, order[1:], above_each, np.array(signs[:-1])
 
-def optimal_coefficients(
-    halves: HalfEdges, alive: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.float64]:
-    """Coefficients alpha for many sets of survivors at once.
-
-    From the components of the bipartite double cover, where vertex v is there twice and edge uv
-    joins each copy of u with the other one of v. An odd cycle joins both copies and gives a
-    component with as many first as second copies, so one formula serves all components. All sets
-    of a batch make one block-diagonal graph.
-
-    Args:
-        halves: The graph.
-        alive: (draws, edges) masks.
-
-    Returns:
-        (draws, vertices) coefficients.
-    """
-    coefficients = np.empty((len(alive), halves.vertices))
-    size = max(_BATCH_HALF_EDGES // len(halves.edge), 1)
-    for start in range(0, len(alive), size):
-        batch = alive[start : start + size]
-        coefficients[start : start + size] = _cover_coefficients(halves, batch)
-    return coefficients
-
-
-def _cover_coefficients(halves: HalfEdges, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    draws, vertices, count = len(alive), halves.vertices, len(halves.edge)
-    kept = alive[:, halves.edge]
-    offsets = (2 * vertices * np.arange(draws) + vertices).astype(np.int32)
-    targets = (offsets[:, None] + halves.neighbour)[kept]
-    # Edges in one direction are enough, so the rows of second copies are empty.
-    begin = halves.pointers[:-1] + count * np.arange(draws)[:, None]
-    end = np.repeat(count * np.arange(1, draws + 1)[:, None], vertices, axis=1)
-    places = np.append(np.hstack([begin, end]).ravel(), draws * count)
-    cover = csr_array(
-        (np.ones(len(targets)), targets, _starts(kept.ravel())[places].astype(np.int32)),
-        shape=(2 * vertices * draws, 2 * vertices * draws),
-    )
-    components, labels = connected_components(cover, directed=False)
-    sides = np.tile(np.repeat([1.0, -1.0], vertices), draws)
-    sizes = np.bincount(labels, minlength=components)
-    excess = np.bincount(labels, sides, minlength=components) / sizes
-    return np.asarray(1.0 - excess[labels.reshape(draws, 2 * vertices)[:, :vertices]])
-
-
-def optimal_weights(halves: HalfEdges, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Decoding weights for one set of survivors, in O(edges).
-
-    A few conjugate-gradient steps towards the weights of least norm; what they leave is put right
-    exactly on a spanning tree of each component, from its leaves to its root, and on one odd edge
-    where there is one. The tree alone would do, but its alternating sums along branches make
-    larger weights, which amplify rounding.
-
-    Args:
-        halves: The graph.
-        alive: (edges,) mask.
-
-    Returns:
-        (edges,) weights, 0 where not alive.
-    """
-    vertices, edges = halves.vertices, halves.edges
-    neighbours, pointers = halves.surviving(alive)
-    shape = (vertices, vertices)
-    adjacency = csr_array((np.ones(len(neighbours)), neighbours, pointers), shape=shape)
-    components, labels = connected_components(adjacency, directed=False)
-    order, parents = _forest(neighbours, pointers, labels)
-    signs = _alternating_signs(order, parents)
-
-    odd_edges = np.flatnonzero(alive & (signs[edges[:, 0]] == signs[edges[:, 1]]))
-    odd_of = np.full(components, -1)
-    odd_of[labels[edges[odd_edges, 0]]] = odd_edges
-    excess = np.bincount(labels, signs, components) / np.bincount(labels, minlength=components)
-    coefficients = np.where(odd_of[labels] >= 0, 1.0, 1.0 - signs * excess[labels])
-
-    weights = _smooth_weights(adjacency, edges, alive, coefficients)
-    missing = coefficients - _sums_at_vertices(edges, weights, vertices)
-    chosen = odd_of[odd_of >= 0]
-    imbalance = np.bincount(labels, signs * missing, components)[odd_of >= 0]
-    added = 0.5 * imbalance * signs[edges[chosen, 0]]
-    weights[chosen] += added
-    missing -= _sums_at_vertices(edges[chosen], added, vertices)
-    flows = _peel(order, parents, missing)
-    starts, ends = edges[:, 0], edges[:, 1]
-    for parent, child in ((starts, ends), (ends, starts)):
-        on_tree = np.flatnonzero(alive & (parents[child] == parent))
-        # Of parallel edges between parent and child one carries the flow: each child is named once.
-        named, first = np.unique(child[on_tree], return_index=True)
-        weights[on_tree[first]] += flows[named]
-    return weights
-
-
-def bipartite(halves: HalfEdges) -> bool:
-    """True if no component of the whole graph has an odd cycle."""
-    neighbours, pointers = halves.surviving(np.ones(len(halves.edges), dtype=bool))
-    shape = (halves.vertices, halves.vertices)
-    adjacency = csr_array((np.ones(len(neighbours)), neighbours, pointers), shape=shape)
-    labels = connected_components(adjacency, directed=False)[1]
-    signs = _alternating_signs(*_forest(neighbours, pointers, labels))
-    return bool(np.all(signs[halves.edges[:, 0]] != signs[halves.edges[:, 1]]))
+    def _sums_at_vertices(
+        self, edges: npt.NDArray[np.int64], weights: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """(vertices,) sum of the weights of the edges at each vertex."""
+        sums = np.bincount(edges[:, 0], weights, self.vertices)
+        return np.asarray(sums + np.bincount(edges[:, 1], weights, self.vertices))
 
 
 def _starts(counts: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
     """0 and the cumulative sums."""
-    starts = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=starts[1:])
-    return starts
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _forest(
-    neighbours: npt.NDArray[np.int32],
-    pointers: npt.NDArray[np.int64],
-    labels: npt.NDArray[np.int32],
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Breadth-first trees of all components, hung below one more vertex.
-
-    Returns:
-        The vertices from the roots outwards, and the parent of each (for roots: `vertices`).
-    """
-    vertices = len(labels)
-    roots = np.unique(labels, return_index=True)[1].astype(np.int32)
-    indices = np.concatenate([neighbours, roots])
-    hung = csr_array(
-        (np.ones(len(indices)), indices, np.append(pointers, len(indices))),
-        shape=(vertices + 1, vertices + 1),
-    )
-    order, parents = breadth_first_order(hung, vertices)
-    return order[1:], np.asarray(parents[:vertices], dtype=np.int64)
-
-
-def _alternating_signs(
-    order: npt.NDArray[np.int32], parents: npt.NDArray[np.int64]
+def _smooth_potential(
+    adjacency: csr_array, coefficients: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """(vertices,) +1 and -1 by depth in the tree."""
-    signs = [-1.0] * (len(parents) + 1)
-    above = parents.tolist()
-    for vertex in order.tolist():
-        signs[vertex] = -signs[above[vertex]]
-    return np.array(signs[:-1])
-
-
-def _peel(
-    order: npt.NDArray[np.int32], parents: npt.NDArray[np.int64], wanted: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """(vertices,) weight of the edge to each vertex's parent, so that vertices sum to `wanted`."""
-    # Plain lists: one pass in order, each step needs the one before.
-    flows = [*wanted.tolist(), 0.0]
-    above = parents.tolist()
-    for vertex in reversed(order.tolist()):
-        flows[above[vertex]] -= flows[vertex]
-    return np.array(flows[:-1])
-
-
-def _smooth_weights(
-    adjacency: csr_array,
-    edges: npt.NDArray[np.int64],
-    alive: npt.NDArray[np.bool_],
-    coefficients: npt.NDArray[np.float64],
-) -> npt.NDArray[np.float64]:
-    """Conjugate gradients on (D + A) y = alpha; the weight of edge uv is y_u + y_v."""
+    """(vertices,) y after conjugate gradients on (D + A) y = alpha; edge uv weighs y_u + y_v."""
     degrees = np.diff(adjacency.indptr)
     potential = np.zeros(len(coefficients))
     residual = coefficients.copy()
@@ -541,15 +373,7 @@ def _smooth_weights(
         residual = residual - step * image
         before, square = square, float(residual @ residual)
         direction = residual + square / before * direction
-    return np.where(alive, potential[edges[:, 0]] + potential[edges[:, 1]], 0.0)
-
-
-def _sums_at_vertices(
-    edges: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], vertices: int
-) -> npt.NDArray[np.float64]:
-    """(vertices,) sum of the weights of the edges at each vertex."""
-    sums = np.bincount(edges[:, 0], weights, vertices)
-    return np.asarray(sums + np.bincount(edges[:, 1], weights, vertices))
+    return potential
 
 
 class GraphCode(GradientCode):
@@ -602,7 +426,7 @@ class GraphCode(GradientCode):
         self.matrix = csr_array(
             (np.ones(2 * len(ends)), columns, pointers), shape=(len(ends), vertices)
         )
-        self._halves = HalfEdges.of(ends, vertices)
+        self._halves = HalfEdges(ends, vertices)
         regular = int(degrees.min()) == int(degrees.max())
         self.degree: int | None = int(degrees[0]) if regular else None
         roundoff(dtype)
@@ -611,7 +435,7 @@ class GraphCode(GradientCode):
 
     @classmethod
     def of(cls, graph: Graph, *, dtype: str = "float32") -> GraphCode:
-        """The code of a graph; `outlast.coding.codes.graph` has constructions."""
+        """The code of a graph; `random_regular` makes one."""
         return cls(graph.edges, graph.vertices, transitive=graph.transitive, dtype=dtype)
 
     @classmethod
@@ -627,23 +451,13 @@ class GraphCode(GradientCode):
             raise CodingError(_no_regular_graph(workers, degree))
         return cls.of(random_regular(2 * workers // degree, degree, seed), dtype=dtype)
 
-    def permuted(self, seed: int) -> GraphCode:
-        """The same code with its chunks in another order.
-
-        With a new seed every epoch, the small components that carry the error of persistent
-        stragglers do not always fall on the same data.
-        """
-        order = np.random.default_rng(seed).permutation(self.chunks)
-        edges, transitive = order[self.graph.edges], self.graph.transitive
-        return GraphCode(edges, self.chunks, transitive=transitive, dtype=self.dtype)
-
     def optimal_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-        """See `outlast.coding.codes.graph.optimal_weights`; of nearly least norm."""
-        return optimal_weights(self._halves, alive)
+        """See `HalfEdges.weights`; of nearly least norm."""
+        return self._halves.weights(alive)
 
     def optimal_coefficients(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """(draws, chunks) coefficients of the optimal decoder; takes (draws, workers) masks."""
-        return optimal_coefficients(self._halves, alive)
+        return self._halves.coefficients(alive)
 
     def _optimal_errors(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """Right up to rounding, unlike the general ones: from the components."""
@@ -663,7 +477,7 @@ class GraphCode(GradientCode):
         """
         if self.degree is None:
             raise CodingError("the graph is not regular: the spectral gap says nothing about it")
-        return self.degree - second_eigenvalue(self.graph)
+        return self.degree - extreme_eigenvalues(self.graph)[1]
 
     def worst_error(self, stragglers: int) -> Bound:
         """Bound over all sets of s stragglers, with p = s / workers, for regular families.
@@ -700,28 +514,6 @@ class GraphCode(GradientCode):
             lost += count * math.prod(shares) if stragglers >= degree else 0.0
         return Bound(lost, "lower", "chunks that lose all their workers")
 
-    def mean_coefficient(self, probability: float, *, draws: int = 1000, seed: int = 0) -> float:
-        """E[alpha] when each worker straggles independently with this probability, by simulation.
-
-        It is the same for every chunk of a vertex-transitive graph: dividing the decoded gradient
-        by it makes that unbiased. For other graphs it is the mean over chunks. As alpha is the
-        projection of 1, sum alpha = chunks - error in every draw.
-
-        Raises:
-            CodingError: For a probability that is not in [0, 1), or no draws.
-        """
-        if not 0.0 <= probability < 1.0:
-            raise CodingError(f"probability = {probability} is not in [0, 1)")
-        if draws < 1:
-            raise CodingError(f"draws = {draws} is below 1")
-        generator = np.random.default_rng(seed)
-        size = max(_BATCH_ENTRIES // self.workers, 1)
-        total = 0.0
-        for start in range(0, draws, size):
-            shape = (min(size, draws - start), self.workers)
-            total += float(self.errors(generator.random(shape) >= probability).sum())
-        return 1.0 - total / (draws * self.chunks)
-
     def _proven_tolerance(self) -> int:
         """Stragglers that leave no bipartite component with sides of different size.
 
@@ -736,28 +528,22 @@ class GraphCode(GradientCode):
         if self.degree is None:
             return 0 if float(self.errors(everyone)[0]) < 1e-9 else -1
         degree, vertices = self.degree, self.chunks
-        if bipartite(self._halves):
+        if self._halves.bipartite():
             return degree - 1
-        if not self._known_edge_connected():
+        # Connected vertex-transitive graphs have no cut of fewer than `degree` edges (Mader 1971);
+        # small graphs are examined.
+        whole = self.graph.transitive or (
+            vertices <= _EXAMINED_VERTICES and edge_connectivity(self.graph) == degree
+        )
+        if not (self.graph.connected and whole):
             return (degree - 1) // 2
         if degree % 2 or vertices % 2 == 0:
             return degree - 1
         if vertices > _EXAMINED_VERTICES:
             return (degree - 1) // 2
-        smallest = smallest_eigenvalue(self.graph)
+        smallest = extreme_eigenvalues(self.graph)[0]
         inside = math.ceil((degree + smallest) * vertices / 4.0 - 1e-6)
         return max((degree - 1) // 2, min(degree, inside) - 1)
-
-    def _known_edge_connected(self) -> bool:
-        """True if every cut is known to have `degree` edges or more.
-
-        Connected vertex-transitive graphs are such (Mader 1971); small graphs are examined.
-        """
-        if not self.graph.connected:
-            return False
-        if self.graph.transitive:
-            return True
-        return self.chunks <= _EXAMINED_VERTICES and edge_connectivity(self.graph) == self.degree
 
 
 def _no_regular_graph(workers: int, degree: int) -> str:
@@ -798,29 +584,9 @@ class Expander(GradientCode):
     source: ClassVar[str] = "Raviv, Tamo, Tandon and Dimakis, ICML 2018"
 
     def __init__(self, workers: int, degree: int, *, seed: int = 0, dtype: str = "float32") -> None:
-        self._set(random_regular(workers, degree, seed), dtype)
-
-    @classmethod
-    def of(cls, graph: Graph, *, dtype: str = "float32") -> Expander:
-        """The code of a given regular graph, e.g. `outlast.coding.codes.graph.ramanujan`.
-
-        Raises:
-            CodingError: For a graph that is not regular or not connected.
-        """
-        code = cls.__new__(cls)
-        code._set(graph, dtype)
-        return code
-
-    def _set(self, graph: Graph, dtype: str) -> None:
-        degrees = graph.degrees
-        if int(degrees.min()) != int(degrees.max()) or not graph.connected:
-            raise CodingError(
-                f"the graph with degrees {int(degrees.min())} to {int(degrees.max())} is not "
-                "regular and connected, as an expander must be"
-            )
-        self.graph = graph
-        self.degree = int(degrees[0])
-        self.matrix = graph.adjacency / self.degree
+        self.graph = random_regular(workers, degree, seed)
+        self.degree = degree
+        self.matrix = self.graph.adjacency / degree
         roundoff(dtype)
         self.dtype = dtype
         self.tolerance = 0
@@ -828,7 +594,7 @@ class Expander(GradientCode):
     @functools.cached_property
     def expansion(self) -> float:
         """max(|lambda_2|, |lambda_n|) of the graph; the smaller, the better the bound."""
-        return expansion(self.graph)
+        return max(abs(value) for value in extreme_eigenvalues(self.graph))
 
     def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         """(workers,) n / u for each of u survivors."""
@@ -866,17 +632,19 @@ class Expander(GradientCode):
         return Bound(mean, "upper", "one-step decoder, Charles et al. 2017")
 
 
-def worst_case_lower_bound(copies: int, stragglers: int) -> float:
-    """No code in which each chunk has d copies has a smaller worst error: floor(s / d).
+def one_step_error(workers: int, copies: int, survivors: int) -> float:
+    """Mean error of the one-step decoder over random survivors: n (n - u)(n - d) / ((n - 1) u d).
 
-    An adversary stops all workers of floor(s / d) chunks. Raviv et al. state it for the norm,
-    sqrt(floor(s / d)).
+    Holds for every 0/1 code in which each of n chunks has d copies, decoded with n / (u d) for each
+    of u survivors (Charles, Papailiopoulos and Ellenberg 2017).
 
     Raises:
-        CodingError: For copies below 1 or stragglers below 0.
+        CodingError: For copies or survivors that are not in [1, workers].
     """
-    if copies < 1 or stragglers < 0:
-        raise CodingError(
-            f"copies = {copies} and stragglers = {stragglers} must be at least 1 and 0"
-        )
-    return float(math.floor(stragglers / copies))
+    for name, value in (("copies", copies), ("survivors", survivors)):
+        if not 1 <= value <= workers:
+            raise CodingError(f"{name} = {value} is not in [1, {workers}]")
+    if survivors == workers:
+        return 0.0
+    above = workers * (workers - survivors) * (workers - copies)
+    return above / ((workers - 1) * survivors * copies)

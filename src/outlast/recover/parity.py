@@ -1,31 +1,38 @@
-"""A group of processes that keep parity of each other's state.
+"""Parity of sharded state over processes: any one or two lost buffers are rebuilt bit for bit.
 
-One member's part in an update of parity, and in a rebuild.
+A group of processes keep parity of each other's state (`ParityGroup`): the messages between its
+members, each with a deadline, and one member's part in an update of parity and in a rebuild.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
+import itertools
+import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from outlast.errors import RecoverError
-from outlast.recover.parity.code import (
+from outlast.recover.parity_code import (
     STRIPE_BYTES,
     Buffer,
     Bytes,
     Combination,
     Layout,
+    ParityFile,
+    ParityMark,
     Stripe,
     as_bytes,
     combine,
@@ -37,13 +44,163 @@ from outlast.recover.parity.code import (
     stripes_of,
     weight,
 )
-from outlast.recover.parity.store import ParityFile, ParityMark
-from outlast.recover.parity.transport import AgreedError, RowWork, Transport, gather, raise_together
+
+__all__ = ["Buffer", "ParityGroup", "Recovered", "Updated"]
 
 Flags = NDArray[np.bool_]
-
-
+# What members tell each other mostly fits into one message with its length.
+_SHORT_BYTES = 1024
+_COUNT_BYTES = 8
+_Result = TypeVar("_Result")
 _rebuilding = functools.lru_cache(maxsize=1024)(rebuilding)
+
+
+class AgreedError(RecoverError):
+    """All members know of this failure, so they can continue together."""
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """Sends and receives of one member for one row.
+
+    Attributes:
+        sends: To whom, and which bytes; they must stay as they are until the row is finished.
+        receives: From whom, and how many bytes.
+        finish: Called with what was received, in this order.
+    """
+
+    sends: list[tuple[int, Bytes]] = field(default_factory=list)
+    receives: list[tuple[int, int]] = field(default_factory=list)
+    finish: Callable[[list[Bytes]], None] | None = None
+
+
+class Transport:
+    """A process group as its members use it.
+
+    Args:
+        group: A gloo group that nothing else uses at the same time.
+        stripe_bytes: The longest message between two members.
+        timeout_seconds: How long any one message may take.
+    """
+
+    def __init__(self, group: ProcessGroup, stripe_bytes: int, timeout_seconds: float) -> None:
+        self._group = group
+        self._stripe_bytes = stripe_bytes
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        # Kept from update to update: fresh memory costs more than what is received into it.
+        self._pools: tuple[list[tuple[torch.Tensor, Bytes]], ...] = ([], [])
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def gather(self, content: Any) -> list[Any]:
+        """A small object of every member, in order of members."""
+        text = pickle.dumps(content)
+        first = self._allgather(
+            np.frombuffer(len(text).to_bytes(_COUNT_BYTES, "little") + text, np.uint8),
+            _SHORT_BYTES,
+        )
+        lengths = [int.from_bytes(bytes_[:_COUNT_BYTES].tobytes(), "little") for bytes_ in first]
+        if max(lengths) > _SHORT_BYTES - _COUNT_BYTES:
+            whole = self._allgather(np.frombuffer(text, np.uint8), max(lengths))
+        else:
+            whole = [bytes_[_COUNT_BYTES:] for bytes_ in first]
+        return [
+            pickle.loads(item[:size].tobytes()) for item, size in zip(whole, lengths, strict=True)
+        ]
+
+    def raise_together(self, action: Callable[[], _Result]) -> _Result:
+        """Do something that may fail at any member, and fail at all members where it does.
+
+        Raises:
+            AgreedError: It failed somewhere; says at whom and why.
+        """
+        result, problem = None, ""
+        try:
+            result = action()
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+        for member, said in enumerate(self.gather(problem)):
+            if said:
+                raise AgreedError(f"member {member} of the parity group: {said}")
+        return cast("_Result", result)
+
+    def _allgather(self, content: Bytes, size: int) -> list[Bytes]:
+        """The first `size` bytes of every member's content, with zeros behind a shorter one's."""
+        own = torch.zeros(size, dtype=torch.uint8)
+        own.numpy()[: content.size] = content[:size]
+        all_of_them = [torch.empty_like(own) for _ in range(self._group.size())]
+        try:
+            self._group.allgather([all_of_them], [own]).wait(self._timeout)
+        except RuntimeError as error:
+            raise self._failed("the others", error) from error
+        return [item.numpy() for item in all_of_them]
+
+    def stream(self, rows: Iterable[int], plan: Callable[[int], RowWork]) -> None:
+        """Send, receive and finish rows in order, while the next few are on their way.
+
+        Args:
+            rows: The same for all members.
+            plan: What this member does for a row; called when the row is due.
+        """
+        due = iter(rows)
+        ahead = self._post(due, plan, 0)
+        turn = 1
+        while ahead:
+            now, ahead = ahead, self._post(due, plan, turn)
+            turn = 1 - turn
+            for work, got, pending in now:
+                for peer, message in pending:
+                    try:
+                        message.wait(self._timeout)
+                    except RuntimeError as error:
+                        raise self._failed(f"member {peer}", error) from error
+                if work.finish is not None:
+                    work.finish(got)
+
+    def _post(
+        self, due: Iterator[int], plan: Callable[[int], RowWork], turn: int
+    ) -> list[tuple[RowWork, list[Bytes], list[tuple[int, Work]]]]:
+        """Start as many rows as there are members: in those, all members do the same work."""
+        posted = []
+        buffers = self._buffers(turn)
+        for _, row in zip(range(self._group.size()), due, strict=False):
+            work = plan(row)
+            got: list[Bytes] = []
+            pending: list[tuple[int, Work]] = []
+            for peer, size in work.receives:
+                buffer, content = next(buffers)
+                if size < self._stripe_bytes:
+                    buffer, content = buffer[:size], content[:size]
+                pending.append((peer, self._start(self._group.recv, buffer, peer, row)))
+                got.append(content)
+                self.received_bytes += size
+            for peer, data in work.sends:
+                message = self._start(self._group.send, torch.from_numpy(data), peer, row)
+                pending.append((peer, message))
+                self.sent_bytes += data.nbytes
+            posted.append((work, got, pending))
+        return posted
+
+    def _start(self, how: Callable[..., Work], data: torch.Tensor, peer: int, row: int) -> Work:
+        try:
+            return how([data], peer, row)
+        except RuntimeError as error:
+            raise self._failed(f"member {peer}", error) from error
+
+    def _buffers(self, turn: int) -> Iterator[tuple[torch.Tensor, Bytes]]:
+        pool = self._pools[turn]
+        for place in itertools.count():
+            if place == len(pool):
+                buffer = torch.empty(self._stripe_bytes, dtype=torch.uint8)
+                pool.append((buffer, buffer.numpy()))
+            yield pool[place]
+
+    def _failed(self, whom: str, error: RuntimeError) -> RecoverError:
+        said = str(error).strip().splitlines()
+        return RecoverError(
+            f"the exchange of parity with {whom} failed, or took longer than "
+            f"{self._timeout.total_seconds():g} s: {said[0] if said else 'no message'}"
+        )
 
 
 class RowMethod(Enum):
@@ -225,19 +382,6 @@ class MemberReport:
 
     slots: Mapping[int, tuple[int, int]]
     marks: tuple[ParityMark, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain lists and numbers."""
-        return {
-            "slots": [(epoch, *content) for epoch, content in self.slots.items()],
-            "marks": [asdict(mark) for mark in self.marks],
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> MemberReport:
-        """The inverse of `to_json`."""
-        slots = {epoch: (nbytes, digest) for epoch, nbytes, digest in content["slots"]}
-        return cls(slots, tuple(ParityMark.from_json(mark) for mark in content["marks"]))
 
 
 @dataclass(frozen=True)
@@ -492,9 +636,9 @@ class ParityGroup:
         with self._sound():
             part = self._begin(as_bytes(old) if old is not None else None, as_bytes(new), epoch)
             self._transport.stream(range(part.change.rows), part.plan)
-            digests = gather(self._transport, digest(part.hashes, part.new.nbytes))
+            digests = self._transport.gather(digest(part.hashes, part.new.nbytes))
             mark = ParityMark(epoch, part.change.after, tuple(digests))
-            raise_together(self._transport, lambda: self._file.prepare(mark))
+            self._transport.raise_together(lambda: self._file.prepare(mark))
             if agree is not None:
                 agree()
             self._file.commit(mark)
@@ -543,14 +687,12 @@ class ParityGroup:
                 )
             chosen = possible[0] if epoch is None else epoch
             situation = found[possible.index(chosen)]
-            data = raise_together(
-                self._transport, lambda: self._make_room(situation, own, allocate)
-            )
+            data = self._transport.raise_together(lambda: self._make_room(situation, own, allocate))
             part = Rebuild(self._layout, situation, self._member, self._file, data)
             self._transport.stream(part.rows, part.plan)
             rebuilt = self._member in situation.lost_data
             made = hash_stripes(self._layout, data) if rebuilt else hashes[chosen]
-            raise_together(self._transport, lambda: self._finish(situation, made))
+            self._transport.raise_together(lambda: self._finish(situation, made))
             self._file.commit(situation.mark)
         self._hashes, self._stale = made, False
         return Recovered(
@@ -576,11 +718,11 @@ class ParityGroup:
         mine = {
             "epoch": epoch,
             "last": committed.epoch if committed else None,
-            "committed": asdict(committed) if committed and old is not None else None,
+            "committed": committed if old is not None else None,
             "lengths": (old.nbytes if old is not None else 0, new.nbytes),
-            "changed": np.packbits(changed).tobytes().hex(),
+            "changed": np.packbits(changed),
         }
-        hellos = gather(self._transport, mine)
+        hellos = self._transport.gather(mine)
         if len(steps := {hello["epoch"] for hello in hellos}) > 1:
             raise AgreedError(f"members would keep parity of different steps: {sorted(steps)}")
         if any(hello["last"] == epoch for hello in hellos):
@@ -590,14 +732,11 @@ class ParityGroup:
             self._layout,
             tuple(before),
             tuple(after),
-            tuple(
-                np.unpackbits(np.frombuffer(bytes.fromhex(hello["changed"]), np.uint8)).astype(bool)
-                for hello in hellos
-            ),
+            tuple(np.unpackbits(hello["changed"]).astype(bool) for hello in hellos),
             whole=any(hello["committed"] != hellos[0]["committed"] for hello in hellos)
             or hellos[0]["committed"] is None,
         )
-        raise_together(self._transport, lambda: self._file.begin(change.rows))
+        self._transport.raise_together(lambda: self._file.begin(change.rows))
         known = self._hashes if old is not None and self._hashes else []
         hashes = [*known, *[0] * self._layout.stripes(new.nbytes)]
         del hashes[self._layout.stripes(new.nbytes) :]
@@ -624,10 +763,7 @@ class ParityGroup:
             },
             self._file.marks,
         )
-        reports = [
-            MemberReport.from_json(array) for array in gather(self._transport, report.to_json())
-        ]
-        return recoverable_epochs(self._layout, reports), hashes
+        return recoverable_epochs(self._layout, self._transport.gather(report)), hashes
 
     def _make_room(
         self,

@@ -1,9 +1,13 @@
-"""Block designs: any two workers share equally many chunks, so every set of survivors is alike."""
+"""0/1 codes with equal weights: symmetric and soft block designs, and random (Bernoulli) ones.
+
+In a block design any two workers share equally many chunks, so every set of survivors is alike.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,10 +22,8 @@ from outlast.coding.code import (
     GradientCode,
     check_decoder,
     check_positive,
-    is_prime,
     survivors_of,
 )
-from outlast.coding.codes.bernoulli import best_equal_weight, equal_weight_error
 from outlast.errors import CodingError
 
 if TYPE_CHECKING:
@@ -43,103 +45,92 @@ _WINDOW = 64
 _DENSE_ENTRIES = 250_000
 
 
-class BlockDesign(GradientCode):
-    """Workers are the points of a balanced incomplete block design, chunks are its blocks.
+def equal_weight_error(
+    copies: npt.NDArray[np.int64], workers: int, survivors: int, weight: float
+) -> float:
+    """Mean of ``|weight B_S^T 1 - 1|^2`` over random sets S of survivors, for a 0/1 matrix B.
 
-    Every worker holds r chunks and any two share l, so A_S A_S^T = (r - l) I + l J for every set S
-    of u survivors. Its optimal decoder is therefore one weight for all, r / (r + l (u - 1)), and
-    its error is b - u r^2 / (r + l (u - 1)) whoever straggles: an adversary does no more than
-    chance.
+    With r = mean load and l = mean number of chunks that two workers share, which the copies give
+    (sum_c d_c = n r and sum_c d_c (d_c - 1) = n (n - 1) l), u survivors have
+    E = k - 2 w u r + w^2 u (r + l (u - 1)).
 
     Args:
-        blocks: Points of each block.
-        points: Number of points.
+        copies: (chunks,) workers that hold each chunk, d.
+        workers: n.
+        survivors: u.
+        weight: w, of every survivor.
+    """
+    load, shared = mean_load_and_overlap(copies, workers)
+    square = survivors * (load + shared * (survivors - 1))
+    return float(len(copies) - 2.0 * weight * survivors * load + weight**2 * square)
+
+
+def best_equal_weight(copies: npt.NDArray[np.int64], workers: int, survivors: int) -> float:
+    """The weight that makes `equal_weight_error` least: r / (r + l (u - 1))."""
+    load, shared = mean_load_and_overlap(copies, workers)
+    return load / (load + shared * (survivors - 1)) if survivors else 0.0
+
+
+def mean_load_and_overlap(copies: npt.NDArray[np.int64], workers: int) -> tuple[float, float]:
+    """Mean number of chunks of a worker, and of chunks that two workers share."""
+    held = copies.astype(np.float64)
+    pairs = max(workers * (workers - 1), 1)
+    return float(held.sum()) / workers, float((held * (held - 1.0)).sum()) / pairs
+
+
+class SymmetricDesign(GradientCode):
+    """A block design with as many chunks as workers, from a difference set modulo their number.
+
+    Worker w holds the chunks w + D (mod n), r of them, and any two workers share l. So A_S A_S^T =
+    (r - l) I + l J for every set S of u survivors. Its optimal decoder is therefore one weight for
+    all, r / (r + l (u - 1)), and its error is n - u r^2 / (r + l (u - 1)) whoever straggles: an
+    adversary does no more than chance.
+
+    Known D: projective planes of prime order q (Singer 1938; n = q^2 + q + 1 workers with load
+    q + 1, the least), those of `DIFFERENCE_SETS`, and the quadratic residues of primes n = 3 mod 4
+    (Paley 1933; load (n - 1) / 2).
+
+    Args:
+        workers: n.
+        difference_set: D; found for `workers` if None, with the least load known.
         dtype: Type of the messages.
 
     Raises:
-        CodingError: For blocks that are not such a design.
+        CodingError: Where no difference set is known, with the nearest numbers of workers that
+            have one, and for a `difference_set` that is none.
     """
 
-    name: ClassVar[str] = "block design"
+    name: ClassVar[str] = "symmetric block design"
     source: ClassVar[str] = "Kadhe, Koyluoglu and Ramchandran, ISIT 2019"
 
     def __init__(
-        self,
-        blocks: Sequence[Sequence[int]] | npt.NDArray[np.int64],
-        points: int,
-        *,
-        dtype: str = "float32",
+        self, workers: int, *, difference_set: Sequence[int] | None = None, dtype: str = "float32"
     ) -> None:
-        holders = [np.asarray(block, dtype=np.int64) for block in blocks]
-        if not holders or any(len(np.unique(block)) != len(block) for block in holders):
-            raise CodingError("a block names a point twice, or there is no block")
-        members = np.concatenate(holders)
-        if not 0 <= int(members.min()) <= int(members.max()) < points:
-            raise CodingError(f"blocks name points that are not in [0, {points})")
-        columns = np.repeat(np.arange(len(holders)), [len(block) for block in holders])
-        self.matrix = csr_array(
-            (np.ones(len(members)), (members, columns)), shape=(points, len(holders))
-        )
-        self._set_design(dtype)
-
-    @classmethod
-    def affine_plane(cls, order: int, *, dtype: str = "float32") -> BlockDesign:
-        """AG(2, q): q^2 workers, q^2 + q chunks (the lines), q + 1 chunks per worker, l = 1.
-
-        Raises:
-            CodingError: For an order that is not a prime.
-        """
-        _refuse_order(order)
-        x, y = np.divmod(np.arange(order * order), order)
-        slopes = np.arange(order)[:, None]
-        # Line y = m x + c has number m q + c, line x = c has number q^2 + c.
-        lines = slopes * order + (y - slopes * x) % order
-        line_of = np.concatenate([lines, (order * order + x)[None]])
-        points = np.tile(np.arange(order * order), order + 1)
-        by_line = points[np.argsort(line_of.ravel(), kind="stable")]
-        return cls(by_line.reshape(-1, order), order * order, dtype=dtype)
-
-    @classmethod
-    def all_pairs(cls, workers: int, *, dtype: str = "float32") -> BlockDesign:
-        """A chunk for every two workers: r = workers - 1, l = 1, load 2.
-
-        Raises:
-            CodingError: For fewer than 3 workers.
-        """
-        if workers < 3:
-            raise CodingError(f"workers = {workers} is below 3")
-        return cls(np.stack(np.triu_indices(workers, 1), axis=1), workers, dtype=dtype)
-
-    def _set_design(self, dtype: str) -> None:
-        loads = np.diff(self.matrix.indptr)
-        points, blocks = self.matrix.shape
-        if points < 2 or int(loads.min()) != int(loads.max()):
+        chosen = difference_set_of(workers) if difference_set is None else tuple(difference_set)
+        if workers < 1 or not len(chosen):
             raise CodingError(
-                f"points are in {int(loads.min())} to {int(loads.max())} blocks; a block design "
-                "has each of at least 2 points in equally many"
+                f"workers = {workers} and a difference set of {len(chosen)} are not at least 1"
             )
-        self.replication = int(loads[0])
-        copies = np.bincount(self.matrix.indices, minlength=blocks)
-        shared, rest = divmod(int((copies * (copies - 1)).sum()), points * (points - 1))
-        self.overlap = shared
-        if rest or not self._balanced():
-            raise CodingError("two points are not in equally many common blocks for all pairs")
+        residues = np.unique(np.asarray(chosen, dtype=np.int64) % workers)
+        if difference_set is not None:
+            differences = (residues[:, None] - residues) % workers
+            times = np.bincount(differences.ravel(), minlength=workers)[1:]
+            if workers < 2 or times.min() != times.max():
+                raise CodingError(
+                    f"difference_set = {list(chosen)} has not every difference modulo {workers} "
+                    "equally often, as workers that share equally many chunks need"
+                )
+        self.replication = len(residues)
+        self.overlap = self.replication * (self.replication - 1) // (workers - 1)
+        columns = (np.arange(workers)[:, None] + residues) % workers
+        pointers = np.arange(workers + 1) * len(residues)
+        self.matrix = csr_array(
+            (np.ones(columns.size), np.sort(columns, axis=1).ravel(), pointers),
+            shape=(workers, workers),
+        )
         roundoff(dtype)
         self.dtype = dtype
-        self.tolerance = 0 if self._error(points) < 1e-9 * blocks else -1
-
-    def _balanced(self) -> bool:
-        """Test A A^T = (r - l) I + l J on random vectors (Freivalds 1977).
-
-        Exact integers below 2^53: a wrong design passes with probability below 2^-40.
-        """
-        generator = np.random.default_rng(0)
-        for _ in range(_CHECKS):
-            x = generator.integers(0, 2**20, self.matrix.shape[0]).astype(np.float64)
-            product = self.matrix @ (self.matrix.T @ x)
-            if np.any(product != (self.replication - self.overlap) * x + self.overlap * x.sum()):
-                return False
-        return True
+        self.tolerance = 0 if self._error(workers) < 1e-9 * workers else -1
 
     def _weight(self, survivors: int) -> float:
         return float(self.replication / (self.replication + self.overlap * (survivors - 1)))
@@ -168,49 +159,12 @@ class BlockDesign(GradientCode):
         return np.array([self._error(int(count)) for count in counts])[inverse]
 
     def worst_error(self, stragglers: int) -> Bound:
-        """Exactly b - u r^2 / (r + l (u - 1)), which every set of so many stragglers has."""
+        """Exactly n - u r^2 / (r + l (u - 1)), which every set of so many stragglers has."""
         return Bound(self._error(survivors_of(self.workers, stragglers)), "exact", self.source)
 
     def expected_error(self, stragglers: int) -> Bound:
         """The same as the worst."""
         return self.worst_error(stragglers)
-
-
-class SymmetricDesign(BlockDesign):
-    """A block design with as many chunks as workers, from a difference set modulo their number.
-
-    Worker w holds the chunks w + D (mod n). Known D: projective planes of prime order q (Singer
-    1938; n = q^2 + q + 1 workers with load q + 1, the least), those of `DIFFERENCE_SETS`, and the
-    quadratic residues of primes n = 3 mod 4 (Paley 1933; load (n - 1) / 2).
-
-    Args:
-        workers: n.
-        difference_set: D; found for `workers` if None, with the least load known.
-        dtype: Type of the messages.
-
-    Raises:
-        CodingError: Where no difference set is known, with the nearest numbers of workers that
-            have one.
-    """
-
-    name: ClassVar[str] = "symmetric block design"
-
-    def __init__(
-        self, workers: int, *, difference_set: Sequence[int] | None = None, dtype: str = "float32"
-    ) -> None:
-        chosen = difference_set_of(workers) if difference_set is None else tuple(difference_set)
-        if workers < 1 or not len(chosen):
-            raise CodingError(
-                f"workers = {workers} and a difference set of {len(chosen)} are not at least 1"
-            )
-        residues = np.unique(np.asarray(chosen, dtype=np.int64) % workers)
-        columns = (np.arange(workers)[:, None] + residues) % workers
-        pointers = np.arange(workers + 1) * len(residues)
-        self.matrix = csr_array(
-            (np.ones(columns.size), np.sort(columns, axis=1).ravel(), pointers),
-            shape=(workers, workers),
-        )
-        self._set_design(dtype)
 
 
 def difference_set_of(workers: int) -> tuple[int, ...]:
@@ -232,6 +186,11 @@ def difference_set_of(workers: int) -> tuple[int, ...]:
     raise CodingError(f"workers = {workers} has no known difference set; take {near}")
 
 
+def is_prime(number: int) -> bool:
+    """Test by trial division."""
+    return number > 1 and all(number % x for x in range(2, math.isqrt(number) + 1))
+
+
 def _plane_order(workers: int) -> int:
     """The prime q with q^2 + q + 1 = workers, else 0."""
     order = int((workers - 0.75) ** 0.5) if workers > 6 else 0
@@ -248,12 +207,8 @@ def singer_difference_set(order: int) -> tuple[int, ...]:
 
     Powers x^0, x^1, ... of a root of a cubic over F_q run through the points of the projective
     plane, if the cubic is such that they return to a multiple of 1 after q^2 + q + 1 steps only.
-    Those in the plane spanned by 1 and x are a line.
-
-    Raises:
-        CodingError: For an order that is not a prime.
+    Those in the plane spanned by 1 and x are a line. `order` is a prime.
     """
-    _refuse_order(order)
     # c, the norm of the root, varies fastest: some norms belong to no such cubic.
     for a, b, c in itertools.product(range(order), range(order), range(1, order)):
         line = _powers_on_a_line(order, (c, b, a))
@@ -276,12 +231,6 @@ def _powers_on_a_line(q: int, cubic: tuple[int, int, int]) -> tuple[int, ...] | 
         low, middle, high = high * c % q, (low + high * b) % q, (middle + high * a) % q
     # A line has q + 1 points; after all powers the first one must come again.
     return tuple(line) if not (middle or high) and len(line) == q + 1 else None
-
-
-def _refuse_order(order: int) -> None:
-    if not is_prime(order):
-        above = next(x for x in itertools.count(max(order, 2)) if is_prime(x))
-        raise CodingError(f"order = {order} is not a prime; take {above}")
 
 
 class SoftDesign(GradientCode):
@@ -445,3 +394,61 @@ def _exchange(
             cards[position], cards[0] = cards[0], card
             return other
     raise AssertionError("the cards left are more than chunks can take")
+
+
+class BernoulliCode(GradientCode):
+    """Every worker holds every chunk with probability mean_copies / workers (BGC).
+
+    The one-step decoder's error is n (n - d) / (u d) on average over codes and sets of u survivors,
+    for as many chunks as workers. Random codes promise nothing: a chunk may be held by nobody. So
+    `tolerance` is -1.
+
+    Args:
+        workers: n; chunks are as many.
+        mean_copies: Workers of a chunk on average, and chunks of a worker, d.
+        seed: Of the draw.
+        dtype: Type of the messages.
+
+    Raises:
+        CodingError: For mean copies that are not in (0, workers].
+    """
+
+    name: ClassVar[str] = "Bernoulli gradient code"
+    source: ClassVar[str] = "Charles, Papailiopoulos and Ellenberg 2017"
+
+    def __init__(
+        self, workers: int, mean_copies: float, *, seed: int = 0, dtype: str = "float32"
+    ) -> None:
+        check_positive("workers", workers)
+        if not 0.0 < mean_copies <= workers:
+            raise CodingError(f"mean_copies = {mean_copies:g} is not in (0, {workers}]")
+        roundoff(dtype)
+        generator = np.random.default_rng(seed)
+        # Places of the ones, whose entries are 1 independently, in O(ones).
+        entries = workers * workers
+        count = int(generator.binomial(entries, min(mean_copies / workers, 1.0)))
+        found = np.sort(generator.choice(entries, size=count, replace=False, shuffle=False))
+        places = np.divmod(found, workers)
+        self.matrix = csr_array((np.ones(count), places), shape=(workers, workers))
+        self.mean_copies = mean_copies
+        self.tolerance = -1
+        self.dtype = dtype
+
+    def fixed_weights(self, alive: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+        """(workers,) n / (u d) for each of u survivors, d the copies that were asked for."""
+        weight = self.workers / (max(int(alive.sum()), 1) * self.mean_copies)
+        return np.where(alive, weight, 0.0)
+
+    def expected_error(self, stragglers: int) -> Bound:
+        """The smaller of the fixed decoder's mean error for this draw, and that of weights of zero.
+
+        The former is exact for the fixed decoder, and so an upper bound of the optimal one's.
+        """
+        survivors = survivors_of(self.workers, stragglers)
+        if not survivors:
+            return Bound(float(self.chunks), "exact", "weights of zero")
+        weight = self.workers / (survivors * self.mean_copies)
+        mean = equal_weight_error(self.assignment.copies, self.workers, survivors, weight)
+        if mean > self.chunks:
+            return Bound(float(self.chunks), "upper", "weights of zero")
+        return Bound(mean, "upper", "one-step decoder, from the copies of each chunk")

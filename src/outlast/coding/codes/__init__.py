@@ -1,1 +1,0 @@
-"""Constructions of gradient codes, one family per module."""
