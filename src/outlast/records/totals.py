@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from outlast.records.events import (
@@ -243,15 +244,14 @@ def coding_totals(run: Run) -> CodingTotals | None:
             event.errors,
             event.coded_seconds,
             event.waiting_seconds,
+            repeat(event.protocol),
             strict=False,
         )
         first = event.step - len(event.errors) + 1
         for step, (stragglers, *counts) in enumerate(rows, start=first):
             if step <= run.kept_until[record.attempt]:
                 slow = tuple(stragglers)
-                steps[step] = CodedStep(
-                    step, event.scheme, event.replicas, slow, *counts, event.protocol
-                )
+                steps[step] = CodedStep(step, event.scheme, event.replicas, slow, *counts)
     if not steps:
         return None
     disagreements = tuple(
