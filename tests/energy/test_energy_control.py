@@ -17,7 +17,7 @@ from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.replay import replay_profile
 from outlast.energy.schedule.graph import Operation, Schedule
 from outlast.energy.schedule.pipelines import one_f_one_b
-from outlast.energy.sources.available import NvmlDevice
+from outlast.energy.sources import NvmlSource
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -81,9 +81,9 @@ def test_nothing_is_set_while_planning_replaying_reading_and_dry_running(monkeyp
     controller = NvmlController("GPU-1", nvml)
     assert controller.clocks_mhz() == (1200, 1500, 1980)
     assert controller.power_limit_watts() == 700.0
-    meter = NvmlDevice(nvml, "handle")
+    meter = NvmlSource(nvml, "handle")
     assert meter.uuid == "GPU-1"
-    assert isinstance(meter.read().joules, Unavailable)
+    assert isinstance(meter.state().joules, Unavailable)
     dry = DryRun("GPU-1", clocks_mhz=profile_clocks(profile), write=lambda _: None)
     playback = ClockPlayback(plan, schedule, dry, device=0)
     for operation in schedule.operations:

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from outlast.energy.account import Exporter, Labels, Sample, exposition
-from outlast.energy.replay import DeviceState
+from outlast.energy.window import DeviceState
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from outlast.energy.meter import EnergyMeter
     from outlast.energy.model.equations import DeviceConstants, Work
     from outlast.energy.profile import Curve, Key, Profile
-    from outlast.energy.replay import DeviceState
     from outlast.energy.schedule.graph import Schedule
-    from outlast.energy.window import Window
+    from outlast.energy.window import DeviceState, Window
     from outlast.hardware.catalogue import Device
     from outlast.job import Job
     from outlast.train.preflight import Plan
@@ -684,7 +683,7 @@ def _print_laps(
     every: float,
 ) -> None:
     """A line now and then until the process or the time is over."""
-    from outlast.energy.sources.track import state_of
+    from outlast.energy.sources import state_of
 
     while (left := min(every, end - time.monotonic())) > 0.0:
         if process is None:
@@ -733,7 +732,7 @@ def _state_words(state: DeviceState) -> list[str]:
 def _samples(meter: EnergyMeter) -> list[Sample]:
     """Samples of each meter for Prometheus."""
     from outlast.energy.account.prometheus import Labels, Sample
-    from outlast.energy.sources.track import shown_state
+    from outlast.energy.sources import shown_state
 
     return [
         Sample(Labels.from_environment(os.environ, device=source.name), shown_state(source))

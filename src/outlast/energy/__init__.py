@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         with_transfers,
         zero_bubble,
     )
-    from outlast.energy.sources.available import available_sources
+    from outlast.energy.sources import available_sources
     from outlast.energy.window import Energy, Window
 
 _HOMES = {
@@ -64,7 +64,7 @@ _HOMES = {
     "Window": "window",
     "Work": "model.equations",
     "applied": "control.apply",
-    "available_sources": "sources.available",
+    "available_sources": "sources",
     "calibrate": "model.fit",
     "explained": "schedule.measured",
     "from_torch": "schedule.pipelines",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from outlast.energy.window import Energy
+from outlast.energy.window import DeviceState, Energy
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -17,27 +17,6 @@ if TYPE_CHECKING:
     from outlast.energy.profile import Key, Point, Profile
     from outlast.energy.schedule.graph import Schedule
     from outlast.energy.window import Kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceState:
-    """A device at one moment.
-
-    Attributes:
-        joules: Total-energy counter since an arbitrary beginning.
-        watts: Power now.
-        sm_clock_mhz: Clock of the compute units.
-        memory_clock_mhz: Clock of the memory.
-        celsius: Temperature of the chip.
-        throttle_reasons: Why the clock is below the one asked for, in NVML's words; empty if not.
-    """
-
-    joules: float | Unavailable
-    watts: float | Unavailable
-    sm_clock_mhz: int | Unavailable
-    memory_clock_mhz: int | Unavailable
-    celsius: float | Unavailable
-    throttle_reasons: tuple[str, ...] | Unavailable
 
 
 class Device(Protocol):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler
     from types import TracebackType
 
-    from outlast.energy.replay import DeviceState
+    from outlast.energy.window import DeviceState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
