@@ -20,7 +20,7 @@ from pathlib import Path
 
 from harness import Bar
 
-from outlast.energy.model.equations import DeviceConstants
+from outlast.energy.model import DeviceConstants
 from outlast.energy.schedule import ExecutedStep, Schedule, explained, fit_plan_energy, one_f_one_b
 from outlast.errors import EnergyError
 

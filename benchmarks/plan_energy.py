@@ -24,7 +24,7 @@ import numpy as np
 from energy_measured import DEVICES, PIPELINES, Pipeline, measured
 from harness import Bar, at_most
 
-from outlast.energy.model.equations import DeviceConstants
+from outlast.energy.model import DeviceConstants
 from outlast.energy.schedule import ExecutedStep, Schedule
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Power

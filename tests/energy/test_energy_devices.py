@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from outlast.energy import example
 from outlast.energy.frontier.plan import ClockPlan
 from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.model.equations import DeviceConstants
+from outlast.energy.model import DeviceConstants
 from outlast.energy.profile import Curve, Key, Point, Profile
 from outlast.energy.replay import ReplayDevice, replay_plan, replay_profile
 from outlast.energy.schedule.graph import Operation, Schedule

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from outlast.energy.model.equations import DeviceConstants
+from outlast.energy.model import DeviceConstants
 from outlast.energy.schedule import ExecutedStep, fit_plan_energy, one_f_one_b
 from outlast.energy.schedule.measured import EffectiveClock
 from outlast.errors import EnergyError

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.energy.account.prometheus import Sample
     from outlast.energy.frontier.plan import ClockPlan, Switches
     from outlast.energy.frontier.stragglers import Frontier
     from outlast.energy.meter import EnergyMeter
-    from outlast.energy.model.equations import DeviceConstants, Work
+    from outlast.energy.model import DeviceConstants, Work
     from outlast.energy.profile import Curve, Key, Profile
+    from outlast.energy.prometheus import Sample
     from outlast.energy.schedule.graph import Schedule
     from outlast.energy.window import DeviceState, Window
     from outlast.hardware.catalogue import Device
@@ -132,7 +132,7 @@ def _step_schedule(job: Job, checked: Plan) -> Schedule:
 def _modelled_profile(job: Job, checked: Plan, device: str) -> Profile:
     """From the work of one micro-batch, shared evenly among the stages."""
     from outlast.energy import example
-    from outlast.energy.model.fit import fit_constants
+    from outlast.energy.model import calibrate
     from outlast.energy.profile import Key, Profile
     from outlast.hardware import device as known_device
     from outlast.train.preflight import pipeline_shape
@@ -144,7 +144,7 @@ def _modelled_profile(job: Job, checked: Plan, device: str) -> Profile:
         )
     measured = example.profile(device)
     facts = known_device(CATALOGUE[device])
-    constants = _with_rates(fit_constants(measured), facts)
+    constants = _with_rates(calibrate(measured).constants, facts)
     clocks = [point.clock_mhz for point in next(iter(measured.curves.values())).points]
     layout = checked.layout
     stages, microbatches = (1, 0) if layout.pipeline == 1 else pipeline_shape(job, layout)
@@ -176,8 +176,7 @@ def _with_rates(constants: DeviceConstants, facts: Device) -> DeviceConstants:
 
 
 def _curve(work: Work, constants: DeviceConstants, clocks: list[int]) -> Curve:
-    from outlast.energy.model.equations import roofline_response
-    from outlast.energy.model.predict import predict
+    from outlast.energy.model import predict, roofline_response
     from outlast.hardware.figure import Unavailable
 
     response = roofline_response(work, constants)
@@ -195,7 +194,7 @@ def _work(job: Job, checked: Plan, pipeline_microbatches: int) -> dict[str, Work
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from outlast.data import microbatch_count
-    from outlast.energy.model.capture import capture
+    from outlast.energy.capture import capture
     from outlast.train.engine import loss_sum
     from outlast.train.model import build_model
 
@@ -582,7 +581,7 @@ def report(
 
     # Refuse what the report would else call unavailable: it was asked for just now.
     numbers = {"--pue": pue, "--loss": loss}
-    from outlast.energy.account.prices import Tariff, carbon
+    from outlast.energy.prices import Tariff, carbon
 
     for name, value in numbers.items():
         if value is not None and not math.isfinite(value):
@@ -654,7 +653,7 @@ def _watch(
     port: int | None,
 ) -> int:
     """Run the command, if any, and serve meanwhile where a port is given; the exit code."""
-    from outlast.energy.account.prometheus import Exporter
+    from outlast.energy.prometheus import Exporter
 
     if not command and not meter.sources:
         return 0
@@ -731,7 +730,7 @@ def _state_words(state: DeviceState) -> list[str]:
 
 def _samples(meter: EnergyMeter) -> list[Sample]:
     """Samples of each meter for Prometheus."""
-    from outlast.energy.account.prometheus import Labels, Sample
+    from outlast.energy.prometheus import Labels, Sample
     from outlast.energy.sources import shown_state
 
     return [

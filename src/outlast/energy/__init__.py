@@ -8,7 +8,7 @@ plan = EnergyPlanner(example.profile("a100")).plan(one_f_one_b(8, 12), deadline=
 plan.saving, plan.gap                            # of top clocks; above what any plan can reach
 
 Names are loaded when they are used. Nothing here needs torch but `from_torch` and the counting of a
-step's work (`outlast.energy.model.capture`).
+step's work (`outlast.energy.capture`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
     from outlast.energy import example
-    from outlast.energy.account.report import EnergyReport
+    from outlast.energy.account import EnergyReport
     from outlast.energy.control.apply import applied
     from outlast.energy.frontier.plan import ClockPlan
     from outlast.energy.frontier.planner import EnergyPlanner
     from outlast.energy.frontier.smoothing import margin_for, smoothed
     from outlast.energy.frontier.stragglers import Frontier
     from outlast.energy.meter import EnergyMeter
-    from outlast.energy.model.equations import DeviceConstants, Work
-    from outlast.energy.model.fit import Calibration, calibrate
-    from outlast.energy.model.predict import predicted_profile
+    from outlast.energy.model import (
+        Calibration,
+        DeviceConstants,
+        Work,
+        calibrate,
+        predicted_profile,
+    )
     from outlast.energy.profile import Curve, Key, Point, Profile, read_profile, write_profile
     from outlast.energy.schedule.graph import Schedule
     from outlast.energy.schedule.measured import explained
@@ -48,31 +52,31 @@ if TYPE_CHECKING:
     from outlast.energy.window import Energy, Window
 
 _HOMES = {
-    "Calibration": "model.fit",
+    "Calibration": "model",
     "ClockPlan": "frontier.plan",
     "Curve": "profile",
-    "DeviceConstants": "model.equations",
+    "DeviceConstants": "model",
     "Energy": "window",
     "EnergyMeter": "meter",
     "EnergyPlanner": "frontier.planner",
-    "EnergyReport": "account.report",
+    "EnergyReport": "account",
     "Frontier": "frontier.stragglers",
     "Key": "profile",
     "Point": "profile",
     "Profile": "profile",
     "Schedule": "schedule.graph",
     "Window": "window",
-    "Work": "model.equations",
+    "Work": "model",
     "applied": "control.apply",
     "available_sources": "sources",
-    "calibrate": "model.fit",
+    "calibrate": "model",
     "explained": "schedule.measured",
     "from_torch": "schedule.pipelines",
     "gpipe": "schedule.pipelines",
     "interleaved": "schedule.pipelines",
     "margin_for": "frontier.smoothing",
     "one_f_one_b": "schedule.pipelines",
-    "predicted_profile": "model.predict",
+    "predicted_profile": "model",
     "read_profile": "profile",
     "sharded": "schedule.pipelines",
     "single_stage": "schedule.pipelines",

@@ -13,7 +13,7 @@ from outlast.plan.reliability.recovery import Restart
 
 if TYPE_CHECKING:
     from outlast.coding.delays import DelayModel
-    from outlast.energy.model.equations import DeviceConstants
+    from outlast.energy.model import DeviceConstants
     from outlast.plan.calibration.memory_fit import MemoryFit
     from outlast.plan.calibration.step_model import StepModel
     from outlast.plan.cluster import Cluster

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.distributed.group import gather_objects
-from outlast.energy.account.prices import Tariff, intensity
-from outlast.energy.account.prometheus import Exporter, Labels, Sample
 from outlast.energy.meter import EnergyMeter
+from outlast.energy.prices import Tariff, intensity
+from outlast.energy.prometheus import Exporter, Labels, Sample
 from outlast.energy.sources import FileSource, available_sources, rapl_sources, shown_state
 from outlast.energy.window import DeviceState, Still
 from outlast.errors import EnergyError

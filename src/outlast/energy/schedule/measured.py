@@ -19,7 +19,7 @@ from outlast.errors import EnergyError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from outlast.energy.model.equations import DeviceConstants
+    from outlast.energy.model import DeviceConstants
     from outlast.energy.profile import Key, Profile
     from outlast.energy.schedule.graph import Schedule
 
