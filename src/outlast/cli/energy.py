@@ -68,8 +68,7 @@ def print_advice(
         EnergyError: For a device that nothing is known of, or a deadline that cannot be met.
     """
     from outlast.cli.console import Column, output, print_table
-    from outlast.energy.control.apply import DryRun, device_settings
-    from outlast.energy.control.slurm import batch_lines
+    from outlast.energy.control import DryRun, batch_lines, device_settings
     from outlast.energy.frontier.planner import EnergyPlanner
     from outlast.job import load_job
     from outlast.train.preflight import preflight
@@ -619,9 +618,8 @@ def restore(
 
     Tries all leases, says which could not be given back, and ends with 2 if one could not.
     """
-    from outlast.energy.control.gpu import leases
-    from outlast.energy.control.gpu import restore as give_back
-    from outlast.energy.control.lease import DIRECTORY_VARIABLE, lease_directory
+    from outlast.energy.lease import DIRECTORY_VARIABLE, lease_directory, leases
+    from outlast.energy.lease import restore as give_back
 
     found = [lease] if lease is not None else list(leases())
     if not found:

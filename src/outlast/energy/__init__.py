@@ -21,7 +21,7 @@ from outlast.hardware.figure import Unavailable
 if TYPE_CHECKING:
     from outlast.energy import example
     from outlast.energy.account import EnergyReport
-    from outlast.energy.control.apply import applied
+    from outlast.energy.control import applied
     from outlast.energy.frontier.plan import ClockPlan
     from outlast.energy.frontier.planner import EnergyPlanner
     from outlast.energy.frontier.smoothing import margin_for, smoothed
@@ -67,7 +67,7 @@ _HOMES = {
     "Schedule": "schedule.graph",
     "Window": "window",
     "Work": "model",
-    "applied": "control.apply",
+    "applied": "control",
     "available_sources": "sources",
     "calibrate": "model",
     "explained": "schedule.measured",
