@@ -25,11 +25,10 @@ from pathlib import Path
 from harness import Bar, at_most
 
 from outlast.energy.example import profile
-from outlast.energy.frontier.plan import ClockPlan
-from outlast.energy.frontier.planner import EnergyPlanner
+from outlast.energy.plan import ClockPlan
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Profile, effective
-from outlast.energy.schedule.graph import Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import Schedule, one_f_one_b
 
 STAGES, POINTS = 8, 20
 DEVICES = ("a100", "a40")

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 from harness import Bar, at_least, at_most
 
-from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.model import Calibration, DeviceConstants, calibrate, predicted_profile
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
-from outlast.energy.schedule.graph import Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import Schedule, one_f_one_b
 
 DEVICES = {
     "A100": ("gpt3-175b+a100_sxm_bf16.csv", 83.64),

@@ -24,8 +24,9 @@ import numpy as np
 from energy_measured import DEVICES, PIPELINES, Pipeline, measured
 from harness import Bar, at_most
 
+from outlast.energy import Schedule
 from outlast.energy.model import DeviceConstants
-from outlast.energy.schedule import ExecutedStep, Schedule
+from outlast.energy.schedule import ExecutedStep
 from outlast.hardware.figure import Unavailable
 from outlast.plan.cluster import Power
 from outlast.plan.energy import (

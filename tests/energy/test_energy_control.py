@@ -11,10 +11,9 @@ from energy_fakes import FakeNvml
 from outlast.energy import control, example
 from outlast.energy.control import DryRun, Setting, applied, device_settings
 from outlast.energy.controllers import NvmlController
-from outlast.energy.frontier.plan import ClockPlan
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.replay import replay_profile
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.plan import ClockPlan, replay_profile
+from outlast.energy.planner import EnergyPlanner
+from outlast.energy.schedule import one_f_one_b
 from outlast.energy.sources import NvmlSource
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable

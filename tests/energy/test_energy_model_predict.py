@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from outlast.energy.example import profile
-from outlast.energy.frontier.planner import EnergyPlanner
 from outlast.energy.model import (
     Calibration,
     DeviceConstants,
@@ -25,8 +24,9 @@ from outlast.energy.model import (
     roofline_response,
     roofline_seconds,
 )
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Key, Point, Profile
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import one_f_one_b
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 

@@ -27,13 +27,12 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.energy.frontier.plan import ClockPlan, Switches
-    from outlast.energy.frontier.stragglers import Frontier
     from outlast.energy.meter import EnergyMeter
     from outlast.energy.model import DeviceConstants, Work
+    from outlast.energy.plan import ClockPlan, Frontier, Switches
     from outlast.energy.profile import Curve, Key, Profile
     from outlast.energy.prometheus import Sample
-    from outlast.energy.schedule.graph import Schedule
+    from outlast.energy.schedule import Schedule
     from outlast.energy.window import DeviceState, Window
     from outlast.hardware.catalogue import Device
     from outlast.job import Job
@@ -68,8 +67,8 @@ def print_advice(
         EnergyError: For a device that nothing is known of, or a deadline that cannot be met.
     """
     from outlast.cli.console import Column, output, print_table
+    from outlast.energy import EnergyPlanner
     from outlast.energy.control import DryRun, batch_lines, device_settings
-    from outlast.energy.frontier.planner import EnergyPlanner
     from outlast.job import load_job
     from outlast.train.preflight import preflight
 
@@ -113,7 +112,7 @@ def _advice_row(deadline: str, plan: ClockPlan) -> list[str]:
 
 def _step_schedule(job: Job, checked: Plan) -> Schedule:
     from outlast.data import microbatch_count
-    from outlast.energy.schedule import pipelines
+    from outlast.energy.schedule import interleaved, one_f_one_b, single_stage
     from outlast.train.preflight import pipeline_shape
 
     layout = checked.layout
@@ -121,11 +120,11 @@ def _step_schedule(job: Job, checked: Plan) -> Schedule:
         count = microbatch_count(
             job.train.batch_size, layout.data_ranks, job.train.micro_batch_size
         )
-        return pipelines.single_stage(count)
+        return single_stage(count)
     stages, microbatches = pipeline_shape(job, layout)
     if stages > layout.pipeline:
-        return pipelines.interleaved(layout.pipeline, microbatches, stages // layout.pipeline)
-    return pipelines.one_f_one_b(stages, microbatches)
+        return interleaved(layout.pipeline, microbatches, stages // layout.pipeline)
+    return one_f_one_b(stages, microbatches)
 
 
 def _modelled_profile(job: Job, checked: Plan, device: str) -> Profile:
@@ -288,9 +287,9 @@ def frontier(
     a linear or integer programme over the profile is a lower bound. Figures are predictions from
     the profile.
     """
-    from outlast.energy.frontier.picture import save_picture
-    from outlast.energy.frontier.planner import EnergyPlanner
-    from outlast.energy.frontier.smoothing import margin_for, smoothed
+    from outlast.energy import EnergyPlanner
+    from outlast.energy.plan import save_picture
+    from outlast.energy.profile import margin_for, smoothed
 
     measured = _profile(profile, blocking_watts)
     plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
@@ -345,9 +344,7 @@ def replay(
     Shows what the plan is worth on another profile than its own, and what slow changes of clocks
     cost. The result is replayed, not measured.
     """
-    from outlast.energy.frontier.plan import ClockPlan
-    from outlast.energy.frontier.stragglers import Frontier
-    from outlast.energy.replay import replay_profile
+    from outlast.energy.plan import ClockPlan, Frontier, replay_profile
 
     measured = _profile(profile, blocking_watts)
     plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
@@ -406,8 +403,7 @@ def _profile(name: str, blocking_watts: float | None) -> Profile:
 
 def _schedule_of_file(name: str, profile: Profile, microbatches: int, per_device: int) -> Schedule:
     """A named schedule for the profile's stages, or that of a file."""
-    from outlast.energy.schedule import pipelines
-    from outlast.energy.schedule.graph import schedule_from_text
+    from outlast.energy import schedule as schedules
 
     if name.endswith(".json"):
         try:
@@ -416,22 +412,22 @@ def _schedule_of_file(name: str, profile: Profile, microbatches: int, per_device
             raise EnergyError(f"{name} cannot be read ({error.strerror}): give another") from error
         except UnicodeDecodeError as error:
             raise EnergyError(f"{name} is no UTF-8 text: give a JSON file") from error
-        return schedule_from_text(text, name)
+        return schedules.schedule_from_text(text, name)
     stages = len({key.stage for key in profile.curves})
     match name:
         case "1f1b":
-            return pipelines.one_f_one_b(stages, microbatches)
+            return schedules.one_f_one_b(stages, microbatches)
         case "gpipe":
-            return pipelines.gpipe(stages, microbatches)
+            return schedules.gpipe(stages, microbatches)
         case "zero-bubble":
-            return pipelines.zero_bubble(stages, microbatches)
+            return schedules.zero_bubble(stages, microbatches)
         case "interleaved":
             if stages % per_device:
                 raise EnergyError(
                     f"--stages-per-device = {per_device} does not divide the profile's {stages} "
                     "stages: give a number that does"
                 )
-            return pipelines.interleaved(stages // per_device, microbatches, per_device)
+            return schedules.interleaved(stages // per_device, microbatches, per_device)
     raise EnergyError(f'--schedule = "{name}" is none of {", ".join(KINDS)}, nor a .json file')
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
-    from outlast.energy.frontier.plan import ClockPlan
-    from outlast.energy.schedule.graph import Schedule
+    from outlast.energy.plan import ClockPlan
+    from outlast.energy.schedule import Schedule
 
 
 class Controller(Protocol):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from outlast.energy import Energy
 from outlast.energy.account import (
     PURPOSES,
     AccountedRun,
@@ -20,7 +21,6 @@ from outlast.energy.account import (
     split,
 )
 from outlast.energy.prices import Tariff, carbon
-from outlast.energy.window import Energy
 from outlast.errors import EnergyError, JobError
 from outlast.hardware.figure import Unavailable
 from outlast.job import EnergySection, settings_from_text
