@@ -1,6 +1,6 @@
 """Clock plans against the linear bound and against Perseus: gaps, energies and times.
 
-The bars of `benchmarks/energy.py` for `outlast.energy.frontier`: GPT-3 175B's stages on A100-SXM
+The bars of `benchmarks/energy.py` for `outlast.energy.planner`: GPT-3 175B's stages on A100-SXM
 and A40 (measured profiles that ship with the package), 8 stages, 1F1B, 20 deadlines from the time
 of top clocks to 1.1 times of it. All energies are predictions from the profile.
 
