@@ -1,6 +1,6 @@
 """Clock plans against the linear bound and against Perseus: gaps, energies and times.
 
-The bars of `benchmarks/energy.py` for `outlast.energy.frontier`: GPT-3 175B's stages on A100-SXM
+The bars of `benchmarks/energy.py` for `outlast.energy.planner`: GPT-3 175B's stages on A100-SXM
 and A40 (measured profiles that ship with the package), 8 stages, 1F1B, 20 deadlines from the time
 of top clocks to 1.1 times of it. All energies are predictions from the profile.
 
@@ -25,11 +25,10 @@ from pathlib import Path
 from harness import Bar, at_most
 
 from outlast.energy.example import profile
-from outlast.energy.frontier.plan import ClockPlan
-from outlast.energy.frontier.planner import EnergyPlanner
+from outlast.energy.plan import ClockPlan
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Profile, effective
-from outlast.energy.schedule.graph import Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import Schedule, one_f_one_b
 
 STAGES, POINTS = 8, 20
 DEVICES = ("a100", "a40")

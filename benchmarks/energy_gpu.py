@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outlast.energy import Energy, EnergyMeter, Unavailable, available_sources
-from outlast.energy.sources.protocol import Source
+from outlast.energy.sources import Source
 from outlast.guard import guard
 from outlast.tensorize import tensorize
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from energy_fit import MeteredStep, fit_plan_energy
 from harness import Bar
 
-from outlast.energy.model.equations import DeviceConstants
-from outlast.energy.schedule import ExecutedStep, Schedule, explained, fit_plan_energy, one_f_one_b
+from outlast.energy import DeviceConstants, Schedule, explained, one_f_one_b
 from outlast.errors import EnergyError
 
 PEER = "measured plans of Perseus (SOSP'24), half of them unseen"
@@ -90,13 +90,13 @@ class Errors:
     largest: float
 
 
-def measured(pipeline: Pipeline, data: Path) -> tuple[Schedule, list[ExecutedStep]]:
+def measured(pipeline: Pipeline, data: Path) -> tuple[Schedule, list[MeteredStep]]:
     """The plans of a pipeline that ran, without the cold start."""
     return _measured(pipeline, data.resolve())
 
 
 @cache
-def _measured(pipeline: Pipeline, data: Path) -> tuple[Schedule, list[ExecutedStep]]:
+def _measured(pipeline: Pipeline, data: Path) -> tuple[Schedule, list[MeteredStep]]:
     schedule = one_f_one_b(pipeline.stages, pipeline.microbatches)
     folder = data / "measured_plans"
     whole: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -116,7 +116,7 @@ def _measured(pipeline: Pipeline, data: Path) -> tuple[Schedule, list[ExecutedSt
             continue
         ran = [parts[plan][o.stage, o.phase, o.microbatch] for o in schedule.operations]
         steps.append(
-            ExecutedStep(
+            MeteredStep(
                 operation_seconds=tuple(seconds for seconds, _ in ran),
                 step_seconds=statistics.fmean(seconds for seconds, _ in whole[plan]),
                 clocks_mhz=tuple(clock for _, clock in ran),
@@ -126,7 +126,7 @@ def _measured(pipeline: Pipeline, data: Path) -> tuple[Schedule, list[ExecutedSt
     return schedule, steps
 
 
-def halves(steps: list[ExecutedStep]) -> list[tuple[list[ExecutedStep], list[ExecutedStep]]]:
+def halves(steps: list[MeteredStep]) -> list[tuple[list[MeteredStep], list[MeteredStep]]]:
     """(seen, unseen) twice: every second plan, and the others."""
     return [(steps[::2], steps[1::2]), (steps[1::2], steps[::2])]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from harness import Bar
 
 from outlast.energy import EnergyMeter
-from outlast.energy.sources.node import FileSource
+from outlast.energy.sources import FileSource
 
 STEP_SECONDS = 0.05
 """Of a short training step; a lap at each is the worst case."""

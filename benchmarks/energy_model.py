@@ -17,12 +17,10 @@ from pathlib import Path
 import numpy as np
 from harness import Bar, at_least, at_most
 
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.model.fit import Calibration, calibrate
-from outlast.energy.model.predict import choose_probes, chosen_clock, predicted_profile
+from outlast.energy.model import Calibration, DeviceConstants, calibrate, predicted_profile
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
-from outlast.energy.schedule.graph import Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import Schedule, one_f_one_b
 
 DEVICES = {
     "A100": ("gpt3-175b+a100_sxm_bf16.csv", 83.64),
@@ -52,6 +50,28 @@ def measured_profile(folder: Path, device: str) -> Profile:
     return Profile(curves, blocking_watts, device)
 
 
+def choose_probes(
+    clocks_mhz: list[int], constants: DeviceConstants | None = None, count: int = 2
+) -> tuple[int, ...]:
+    """Clocks that tell most about an operation, ascending.
+
+    The top clock anchors deadlines and shows the cap. The voltage knee has no cap, is where energy
+    is least, and lies far enough from the top to part fixed from clock-bound time. A third probe
+    goes between the two. Nothing known of the device: shares of the top clock.
+    """
+    known = sorted(set(clocks_mhz))
+    top = known[-1]
+    wanted = [share * top for share in (1.0, 0.84, 0.68)]
+    if constants is not None:
+        knee = min(constants.knee_mhz, 0.95 * top)
+        wanted = [top, knee, (top + knee) / 2]
+    chosen: list[int] = []
+    for clock in wanted[:count]:
+        left = [number for number in known if number not in chosen]
+        chosen.append(min(left, key=lambda name: abs(name - clock)))
+    return tuple(sorted(chosen))
+
+
 @dataclass(frozen=True)
 class Score:
     """How well one curve was predicted.
@@ -73,7 +93,8 @@ def scored(measured: Curve, modelled: Curve) -> Score:
     regrets = []
     for slowdown in SLOWDOWNS:
         longest = measured.top.seconds * (1 + slowdown)
-        chosen = measured.at(chosen_clock(modelled, longest))
+        fast = [point for point in modelled.points if point.seconds <= longest]
+        chosen = measured.at(min(fast, key=lambda point: point.joules).clock_mhz)
         allowed = max(longest, chosen.seconds)
         best = min(point.joules for point in measured.points if point.seconds <= allowed)
         regrets.append(chosen.joules / best - 1)

@@ -15,12 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from outlast.energy import example
-from outlast.energy.frontier.plan import SWITCHES, ClockPlan
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.frontier.smoothing import MARGIN_PER_NOISE, margin_for, smoothed
-from outlast.energy.profile import Curve, Point, Profile, effective
-from outlast.energy.schedule.graph import Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.plan import SWITCHES, ClockPlan
+from outlast.energy.planner import EnergyPlanner
+from outlast.energy.profile import (
+    MARGIN_PER_NOISE,
+    Curve,
+    Point,
+    Profile,
+    effective,
+    margin_for,
+    smoothed,
+)
+from outlast.energy.schedule import Schedule, one_f_one_b
 from outlast.errors import EnergyError
 
 SAVINGS = {1.02: 0.12, 1.05: 0.18, 1.10: 0.23}

@@ -24,9 +24,10 @@ import numpy as np
 from energy_measured import DEVICES, PIPELINES, Pipeline, measured
 from harness import Bar, at_most
 
+from outlast.energy import Schedule
 from outlast.energy.cost import cap_effect
-from outlast.energy.model.equations import DeviceConstants
-from outlast.energy.schedule import ExecutedStep, Schedule
+from outlast.energy.model import DeviceConstants
+from outlast.energy.schedule import ExecutedStep
 from outlast.plan.cluster import Power
 from outlast.plan.energy import (
     Factors,

@@ -5,11 +5,7 @@ Run it: python examples/energy_frontier.py [PROFILE.csv]
 
 import sys
 
-from outlast.energy import example
-from outlast.energy.frontier.picture import save_picture
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.profile import read_profile
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy import EnergyPlanner, example, one_f_one_b, read_profile, save_picture
 
 
 def main() -> None:

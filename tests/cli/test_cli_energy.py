@@ -17,9 +17,9 @@ import pytest
 
 from outlast.cli.main import main
 from outlast.energy import EnergyMeter, Frontier
-from outlast.energy.control.lease import Held, Lease
-from outlast.energy.replay import DeviceState
-from outlast.energy.sources.available import available_sources
+from outlast.energy.lease import Held, Lease
+from outlast.energy.sources import available_sources
+from outlast.energy.window import DeviceState
 from outlast.records import RunDirectory
 
 

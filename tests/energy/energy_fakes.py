@@ -1,4 +1,4 @@
-"""Stand-ins for hardware that the control tests share: a GPU in a file, and an NVML in memory."""
+"""Stand-ins for hardware: a counter, a GPU in a file, and an NVML in memory that may be set."""
 
 # ruff: noqa: N802  (NVML's own names)
 
@@ -8,6 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from outlast.errors import EnergyError
+
+
+class Counter:
+    """A source of a meter that a function reads."""
+
+    kind = "measured"
+
+    def __init__(self, name, read, *, update_seconds, part="node"):
+        self.name, self.read, self.update_seconds, self.part = name, read, update_seconds, part
+
+    def joules(self):
+        return float(self.read())
 
 
 class FileController:

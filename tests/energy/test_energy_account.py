@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from outlast.energy.account import (
     PURPOSES,
+    AccountedRun,
+    AccountedWindow,
     LossPoint,
     Rates,
-    Run,
     Split,
-    Tariff,
-    Window,
     account,
     split,
 )
+from outlast.energy.prices import Tariff
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
@@ -49,16 +49,15 @@ windows = st.lists(
     min_size=1,
     max_size=6,
 )
-powers = st.none() | st.floats(0.0, 500.0)
 
 
-@given(windows, powers, powers)
-def test_shares_sum_to_the_total_exactly(drawn, idle_watts, blocking_watts) -> None:
+@given(windows)
+def test_shares_sum_to_the_total_exactly(drawn) -> None:
     made = [
-        Window(measured(joules, error), math.fsum(spent.values()) + rest, spent)
+        AccountedWindow(measured(joules, error), math.fsum(spent.values()) + rest, spent)
         for joules, error, spent, rest in drawn
     ]
-    result = split(made, idle_watts=idle_watts, blocking_watts=blocking_watts)
+    result = split(made)
     assert isinstance(result.total, Energy)
     parts = result.by_purpose.values()
     assert math.fsum(part.joules for part in parts) == result.total.joules
@@ -66,56 +65,49 @@ def test_shares_sum_to_the_total_exactly(drawn, idle_watts, blocking_watts) -> N
     assert all(part.joules >= -1e-9 * result.total.joules for part in parts)
 
 
-def test_waiting_is_priced_by_its_power_and_the_rest_by_time() -> None:
-    window = Window(measured(3000.0), 10.0, {"useful": 6.0, "guard": 2.0, "blocked": 2.0})
-    parts = split([window], blocking_watts=80.0).by_purpose
-    assert parts["blocked"].joules == pytest.approx(160.0)
-    assert parts["useful"].joules == pytest.approx(2840.0 * 0.75)
-    assert parts["guard"].joules == pytest.approx(2840.0 * 0.25)
+def test_joules_are_shared_by_time_and_called_modelled() -> None:
+    spent = {"useful": 6.0, "guard": 2.0, "blocked": 2.0}
+    parts = split([AccountedWindow(measured(3000.0), 10.0, spent)]).by_purpose
+    assert parts["useful"].joules == pytest.approx(1800.0)
+    assert parts["guard"].joules == pytest.approx(600.0)
     assert parts["guard"].kind == "modelled"
 
 
 def test_unknown_time_is_unattributed_and_not_useful() -> None:
-    result = split([Window(measured(100.0), 10.0, {"useful": 4.0})])
-    assert result.share("unattributed") == pytest.approx(0.6)
-    assert result.share("redone") == 0.0
+    result = split([AccountedWindow(measured(100.0), 10.0, {"useful": 4.0})])
+    assert result.by_purpose["unattributed"].joules == pytest.approx(60.0)
+    assert "redone" not in result.by_purpose
 
 
 def test_a_window_of_one_purpose_stays_measured() -> None:
-    part = split([Window(measured(100.0), 10.0, {"useful": 10.0})]).by_purpose["useful"]
+    part = split([AccountedWindow(measured(100.0), 10.0, {"useful": 10.0})]).by_purpose["useful"]
     assert part.kind == "measured"
     assert (part.low_joules, part.high_joules) == (99.0, 101.0)
 
 
-def test_a_meter_below_the_waiting_power_is_believed() -> None:
-    window = Window(measured(50.0), 10.0, {"useful": 1.0, "idle": 9.0})
-    parts = split([window], idle_watts=80.0).by_purpose
-    assert parts["idle"].joules == pytest.approx(50.0)
-
-
 def test_windows_without_a_meter_are_not_counted_as_zero() -> None:
-    windows = [Window(NOTHING, 5.0, {"useful": 5.0})]
+    windows = [AccountedWindow(NOTHING, 5.0, {"useful": 5.0})]
     nothing = split(windows)
     assert isinstance(nothing.total, Unavailable)
-    assert isinstance(nothing.share("useful"), Unavailable)
-    partly = split([*windows, Window(measured(10.0), 5.0, {"useful": 5.0})])
-    notes = account(partly, Run(begin=BEGIN, seconds=10.0)).notes
+    assert nothing.by_purpose == {}
+    partly = split([*windows, AccountedWindow(measured(10.0), 5.0, {"useful": 5.0})])
+    notes = account(partly, AccountedRun(begin=BEGIN, seconds=10.0)).notes
     assert "5 device-seconds were not metered: no NVML" in notes
 
 
 def test_times_that_overlap_are_refused() -> None:
     with pytest.raises(EnergyError, match="took 12 s, more than its 10 s"):
-        Window(measured(1.0), 10.0, {"useful": 8.0, "guard": 4.0})
+        AccountedWindow(measured(1.0), 10.0, {"useful": 8.0, "guard": 4.0})
     with pytest.raises(EnergyError, match="none of useful"):
-        Window(measured(1.0), 10.0, {"fun": 1.0})  # type: ignore[dict-item]
+        AccountedWindow(measured(1.0), 10.0, {"fun": 1.0})  # type: ignore[dict-item]
 
 
 def whole(joules: float = 7.2e6) -> Split:
-    return split([Window(measured(joules), 100.0, {"useful": 100.0})])
+    return split([AccountedWindow(measured(joules), 100.0, {"useful": 100.0})])
 
 
 def test_report_of_a_run() -> None:
-    run = Run(begin=BEGIN, seconds=3600.0, tokens=1e6)
+    run = AccountedRun(begin=BEGIN, seconds=3600.0, tokens=1e6)
     rates = Rates(tariff=Tariff("EUR", 0.3), region="FR", pue=1.2)
     report = account(whole(), run, rates)
     assert report.electricity.value == pytest.approx(2.4)
@@ -134,7 +126,7 @@ def test_report_of_a_run() -> None:
 
 
 def test_nothing_is_assumed_by_default() -> None:
-    report = account(whole(), Run(begin=BEGIN, seconds=1.0))
+    report = account(whole(), AccountedRun(begin=BEGIN, seconds=1.0))
     for figure in (report.cost, report.carbon, report.joules_per_token, report.joules_to_loss):
         assert isinstance(figure, Unavailable)
     assert report.pue == "1, not applied"
@@ -146,7 +138,7 @@ CURVE = (LossPoint(0, 4.0, 0.0), LossPoint(10, 3.0, 100.0), LossPoint(20, 2.0, 3
 
 
 def to_loss(target: float, curve=CURVE):
-    run = Run(begin=BEGIN, seconds=1.0, losses=curve, loss_target=target)
+    run = AccountedRun(begin=BEGIN, seconds=1.0, losses=curve, loss_target=target)
     return account(whole(), run).joules_to_loss
 
 
@@ -168,7 +160,7 @@ def test_a_loss_that_was_not_reached_has_no_joules() -> None:
 
 @given(st.floats(1.0, 1e12), st.floats(1e-3, 1e3), st.floats(1.0, 2.0))
 def test_cost_and_carbon_are_linear_in_joules(joules: float, factor: float, pue: float) -> None:
-    run = Run(begin=BEGIN, seconds=1000.0)
+    run = AccountedRun(begin=BEGIN, seconds=1000.0)
     rates = Rates(tariff=Tariff("EUR", 0.2), region="DE", pue=pue)
     one, other = account(whole(joules), run, rates), account(whole(joules * factor), run, rates)
     assert other.cost.value == pytest.approx(factor * one.cost.value)
@@ -179,6 +171,6 @@ def test_wrong_settings_are_refused() -> None:
     with pytest.raises(EnergyError, match=r"pue = 0\.9 is below 1"):
         Rates(pue=0.9)
     with pytest.raises(EnergyError, match="has no time zone"):
-        Run(begin=datetime(2026, 1, 1), seconds=1.0)
+        AccountedRun(begin=datetime(2026, 1, 1), seconds=1.0)
     with pytest.raises(EnergyError, match="must be some of gpu"):
-        Run(begin=BEGIN, seconds=1.0, metered=("fan",))
+        AccountedRun(begin=BEGIN, seconds=1.0, metered=("fan",))

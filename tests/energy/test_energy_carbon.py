@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from outlast.energy.account.prices import carbon, intensity, table
+from outlast.energy.prices import carbon, intensity, table
 from outlast.errors import EnergyError
 
 BEGIN = datetime(2026, 1, 5, 12, tzinfo=UTC)

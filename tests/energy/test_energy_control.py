@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 from energy_fakes import FakeNvml
 
-from outlast.energy import example
-from outlast.energy.control import slurm
-from outlast.energy.control.apply import ClockPlayback, DryRun, Setting, applied, device_settings
-from outlast.energy.control.gpu import NvmlController
-from outlast.energy.frontier.plan import ClockPlan
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.replay import replay_profile
-from outlast.energy.schedule.graph import Operation, Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
-from outlast.energy.sources.available import NvmlDevice
+from outlast.energy import control, example
+from outlast.energy.control import DryRun, Setting, applied, device_settings
+from outlast.energy.controllers import NvmlController
+from outlast.energy.plan import ClockPlan, replay_profile
+from outlast.energy.planner import EnergyPlanner
+from outlast.energy.schedule import one_f_one_b
+from outlast.energy.sources import NvmlSource
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -81,21 +78,13 @@ def test_nothing_is_set_while_planning_replaying_reading_and_dry_running(monkeyp
     controller = NvmlController("GPU-1", nvml)
     assert controller.clocks_mhz() == (1200, 1500, 1980)
     assert controller.power_limit_watts() == 700.0
-    meter = NvmlDevice(nvml, "handle")
+    meter = NvmlSource(nvml, "handle")
     assert meter.uuid == "GPU-1"
-    assert isinstance(meter.read().joules, Unavailable)
-    dry = DryRun("GPU-1", clocks_mhz=profile_clocks(profile), write=lambda _: None)
-    playback = ClockPlayback(plan, schedule, dry, device=0)
-    for operation in schedule.operations:
-        if operation.device == 0:
-            playback.on_operation(operation.phase, operation.microbatch)
-    assert len(dry.actions) == playback.switches > 0
-
-
-def profile_clocks(profile):
-    return tuple(
-        sorted({point.clock_mhz for curve in profile.curves.values() for point in curve.points})
-    )
+    assert isinstance(meter.state().joules, Unavailable)
+    dry = DryRun("GPU-1", write=lambda _: None)
+    with applied(plan.clocks_mhz[0], dry, "nowhere"):
+        dry.limit_power(300.0)
+    assert len(dry.actions) == 3
 
 
 def test_nvml_locks_limits_and_gives_back():
@@ -173,76 +162,13 @@ def test_a_plan_with_one_clock_per_device_becomes_settings_and_others_are_refuse
         Setting()
 
 
-class Recorder:
-    def __init__(self):
-        self.clocks = []
-
-    def lock_clock(self, clock_mhz):
-        self.clocks.append(clock_mhz)
-
-
-STEP = Schedule(
-    tuple(
-        Operation(0, 0, phase, batch)
-        for phase, batch in [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)]
-    )
-    + (Operation(0, 0, "tail", -1),),
-    ((0, 1), (1, 2), (2, 3), (3, 4)),
-    devices=1,
-)
-
-
-def play(playback):
-    for operation in STEP.operations:
-        playback.on_operation(operation.phase, operation.microbatch)
-
-
-def test_playback_sets_a_clock_only_when_it_changes():
-    clock = Recorder()
-    playback = ClockPlayback(plan_of(900, 900, 1200, 900, 0), STEP, clock, device=0)
-    play(playback)
-    play(playback)
-    assert clock.clocks == [900, 1200, 900, 1200, 900]
-    assert playback.switches == 5
-
-
-def test_dwell_holds_back_lowering_never_raising():
-    clock, seconds = Recorder(), [0.0]
-    playback = ClockPlayback(
-        plan_of(900, 1200, 900, 1500, 0), STEP, clock, 0, dwell_seconds=1.0, now=lambda: seconds[0]
-    )
-    play(playback)
-    assert clock.clocks == [900, 1200, 1500]
-    assert playback.held_back == 1
-    seconds[0] = 2.0
-    playback.on_operation("forward", 0)
-    assert clock.clocks[-1] == 900
-
-
-def test_playback_refuses_what_the_plan_does_not_know():
-    plan = plan_of(900, 900, 1200, 900, 0)
-    playback = ClockPlayback(plan, STEP, Recorder(), device=0)
-    with pytest.raises(EnergyError, match="no forward of microbatch 7 in stage 0 on device 0"):
-        playback.on_operation("forward", 7)
-    with pytest.raises(EnergyError, match="device = 3 has no operation"):
-        ClockPlayback(plan, STEP, Recorder(), device=3)
-    with pytest.raises(EnergyError, match="clocks for 1 operations"):
-        ClockPlayback(plan_of(900), STEP, Recorder(), device=0)
-    two = Schedule((Operation(0, 0, "forward", 0), Operation(0, 4, "forward", 0)), ((0, 1),), 1)
-    several = ClockPlayback(plan_of(900, 1200), two, clock := Recorder(), device=0)
-    with pytest.raises(EnergyError, match=r"stages \[0, 4\]"):
-        several.on_operation("forward", 0)
-    several.on_operation("forward", 0, stage=4)
-    assert clock.clocks == [1200]
-
-
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("slurm_one_clock.txt", slurm.batch_lines([1200] * 8, gpus_per_node=4)),
-        ("slurm_clocks.txt", slurm.batch_lines([1200, 1410] * 4, gpus_per_node=2)),
-        ("slurm_prolog.sh", slurm.prolog()),
-        ("slurm_epilog.sh", slurm.epilog()),
+        ("slurm_one_clock.txt", control.batch_lines([1200] * 8, gpus_per_node=4)),
+        ("slurm_clocks.txt", control.batch_lines([1200, 1410] * 4, gpus_per_node=2)),
+        ("slurm_prolog.sh", control.prolog()),
+        ("slurm_epilog.sh", control.epilog()),
     ],
 )
 def test_slurm_text_is_as_agreed(file, text):
@@ -251,11 +177,11 @@ def test_slurm_text_is_as_agreed(file, text):
 
 def test_slurm_refuses_clocks_that_differ_between_nodes():
     with pytest.raises(EnergyError, match="2 of its nodes different clocks"):
-        slurm.batch_lines([1200, 1200, 1410, 1410], gpus_per_node=2)
+        control.batch_lines([1200, 1200, 1410, 1410], gpus_per_node=2)
     with pytest.raises(EnergyError, match="gpus_per_node = 3 does not divide the 4 devices"):
-        slurm.batch_lines([1200] * 4, gpus_per_node=3)
+        control.batch_lines([1200] * 4, gpus_per_node=3)
     with pytest.raises(EnergyError, match="must be one or more clocks above 0"):
-        slurm.gpu_freq(0)
+        control.batch_lines([0], gpus_per_node=1)
 
 
 LOCKED = ["--id=0 --lock-gpu-clocks=1200,1200", "--id=5 --lock-gpu-clocks=1410,1410"]
@@ -331,24 +257,24 @@ def node(tmp_path):
     ],
 )
 def test_the_prolog_locks_what_a_comment_asks_for_and_nothing_else(node, comment, commands):
-    assert node.run(slurm.prolog(), comment)[0] == commands
+    assert node.run(control.prolog(), comment)[0] == commands
     assert not (node.directory / "owned").exists()
     assert node.marked() == (["77.0", "77.5"] if commands else [])
 
 
 @pytest.mark.parametrize("comment", ["outlast-clocks=1200,1410", "edited", ""])
 def test_the_epilog_gives_back_what_the_prolog_locked_whatever_the_comment_says(node, comment):
-    node.run(slurm.prolog(), "outlast-clocks=1200,1410")
+    node.run(control.prolog(), "outlast-clocks=1200,1410")
     assert stat.S_IMODE(node.marks.stat().st_mode) == 0o700
-    assert node.run(slurm.epilog(), comment, job="7") == ([], "")
-    assert node.run(slurm.epilog(), comment)[0] == GIVEN_BACK
+    assert node.run(control.epilog(), comment, job="7") == ([], "")
+    assert node.run(control.epilog(), comment)[0] == GIVEN_BACK
     assert node.marked() == []
-    assert node.run(slurm.epilog(), comment)[0] == []
+    assert node.run(control.epilog(), comment)[0] == []
 
 
 def test_a_comment_alone_makes_the_epilog_do_nothing(node):
-    assert node.run(slurm.epilog(), "outlast-clocks=1200,1410") == ([], "")
-    assert node.run(slurm.prolog(), "outlast-clocks=1200,1410", job="../7") == ([], "")
+    assert node.run(control.epilog(), "outlast-clocks=1200,1410") == ([], "")
+    assert node.run(control.prolog(), "outlast-clocks=1200,1410", job="../7") == ([], "")
 
 
 @pytest.mark.parametrize(
@@ -363,16 +289,16 @@ def test_a_comment_alone_makes_the_epilog_do_nothing(node):
 )
 def test_the_prolog_leaves_gpus_that_are_not_the_jobs_alone(node, answers, words):
     node.answer(**answers)
-    commands, said = node.run(slurm.prolog(), "outlast-clocks=1200,1410")
+    commands, said = node.run(control.prolog(), "outlast-clocks=1200,1410")
     assert commands == LOCKED[:1]
     assert words in said
     assert node.marked() == ["77.0"]
 
 
 def test_a_clock_that_cannot_be_given_back_stays_marked(node):
-    node.run(slurm.prolog(), "outlast-clocks=1200,1410")
+    node.run(control.prolog(), "outlast-clocks=1200,1410")
     node.answer(mig="Disabled", fails="=5*reset")
-    commands, said = node.run(slurm.epilog(), "")
+    commands, said = node.run(control.epilog(), "")
     assert commands == GIVEN_BACK[:1]
     assert "the clock of GPU 5 may still be locked" in said
     assert node.marked() == ["77.5"]

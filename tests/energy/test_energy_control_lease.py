@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from energy_fakes import FakeNvml, FileController, open_file
 
-from outlast.energy.control import lease as leases
-from outlast.energy.control.apply import DryRun, Setting, applied
-from outlast.energy.control.gpu import NvmlController, restore
-from outlast.energy.control.gpu import leases as found_leases
+from outlast.energy import lease as leases
+from outlast.energy.control import DryRun, Setting, applied
+from outlast.energy.controllers import NvmlController
+from outlast.energy.lease import leases as found_leases
+from outlast.energy.lease import restore
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -27,7 +28,7 @@ HEAD = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(HERE)!r})
 from energy_fakes import FileController
-from outlast.energy.control.apply import Setting, applied
+from outlast.energy.control import Setting, applied
 device, lease = FileController(sys.argv[1], lease=sys.argv[2]), sys.argv[2]
 
 def work():

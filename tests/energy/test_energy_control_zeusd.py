@@ -10,8 +10,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from energy_fakes import FakeNvml
 
-from outlast.energy.control.apply import Setting, applied
-from outlast.energy.control.gpu import Zeusd, ZeusdController
+from outlast.energy.control import Setting, applied
+from outlast.energy.controllers import Zeusd, ZeusdController
 from outlast.errors import EnergyError
 
 FIELDS = {

@@ -1,16 +1,19 @@
-"""The energy of plans that were not measured, from those that were."""
+"""The energy of plans that were not measured, from those that were, as the benchmark fits it."""
 
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from outlast.energy.model.equations import DeviceConstants
-from outlast.energy.schedule import ExecutedStep, fit_plan_energy, one_f_one_b
-from outlast.energy.schedule.measured import EffectiveClock
+from outlast.energy import DeviceConstants, one_f_one_b
 from outlast.errors import EnergyError
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from energy_fit import EffectiveClock, MeteredStep, fit_plan_energy
 
 SCHEDULE = one_f_one_b(3, 6)
 DEVICE = DeviceConstants(
@@ -26,7 +29,7 @@ LIMIT_MHZ = 1230.0
 """Where the made device throttles."""
 
 
-def executed(count: int, *, noise: float = 0.0, alike: bool = False) -> list[ExecutedStep]:
+def executed(count: int, *, noise: float = 0.0, alike: bool = False) -> list[MeteredStep]:
     """Steps at random clocks on devices that obey the law, with other powers than the prior's."""
     draw = random.Random(2)
     powers = {"forward": 130.0, "backward": 170.0}
@@ -47,7 +50,7 @@ def executed(count: int, *, noise: float = 0.0, alike: bool = False) -> list[Exe
             switching = powers[o.phase] * f / 1000 * DEVICE.voltage(f) ** 2
             joules[o.device] += own * (switching + 50.0 - 72.0)
         joules = [each * (1 + draw.gauss(0, noise)) for each in joules]
-        steps.append(ExecutedStep(tuple(seconds), whole, tuple(clocks), tuple(joules)))
+        steps.append(MeteredStep(tuple(seconds), whole, tuple(clocks), tuple(joules)))
     return steps
 
 
@@ -69,7 +72,7 @@ def test_a_throttled_device_is_not_charged_for_clocks_that_it_did_not_reach():
     assert model.error < 0.005
     for clock in model.clocks.values():
         assert clock.reached_mhz == pytest.approx(LIMIT_MHZ, abs=15.0)
-    fastest = ExecutedStep(
+    fastest = MeteredStep(
         tuple(
             {"forward": 0.02 + 60 / LIMIT_MHZ, "backward": 0.03 + 150 / LIMIT_MHZ}[o.phase]
             for o in SCHEDULE.operations
@@ -77,7 +80,7 @@ def test_a_throttled_device_is_not_charged_for_clocks_that_it_did_not_reach():
         4.0,
         (1410.0,) * len(SCHEDULE.operations),
     )
-    believed = ExecutedStep(fastest.operation_seconds, 4.0, (LIMIT_MHZ,) * len(SCHEDULE.operations))
+    believed = MeteredStep(fastest.operation_seconds, 4.0, (LIMIT_MHZ,) * len(SCHEDULE.operations))
     assert model.predict(fastest).joules == pytest.approx(model.predict(believed).joules, rel=1e-3)
 
 
@@ -86,7 +89,7 @@ def test_each_device_is_predicted_and_waiting_costs_less_than_working():
     model = fit_plan_energy(SCHEDULE, steps, DEVICE)
     for predicted, truth in zip(model.device_joules(steps[0]), steps[0].joules, strict=True):
         assert predicted == pytest.approx(truth, rel=0.01)
-    later = ExecutedStep(
+    later = MeteredStep(
         steps[0].operation_seconds, steps[0].step_seconds + 1.0, steps[0].clocks_mhz
     )
     waiting = model.predict(later).joules - model.predict(steps[0]).joules
@@ -97,7 +100,7 @@ def test_terms_that_the_steps_cannot_tell_apart_are_flagged():
     draw = random.Random(3)
     steps = [
         # Forwards and backwards always change together, and by little.
-        ExecutedStep(
+        MeteredStep(
             tuple((0.1 if o.phase == "forward" else 0.2) / clock for o in SCHEDULE.operations),
             4.0 / clock,
             (1000.0 * clock,) * len(SCHEDULE.operations),
@@ -115,11 +118,11 @@ def test_terms_that_the_steps_cannot_tell_apart_are_flagged():
     [
         (executed(5), "5 measured steps are too few"),
         (executed(8, alike=True), "same clocks"),
-        ([ExecutedStep(s.operation_seconds, 9.0, s.clocks_mhz) for s in executed(6)], "no energy"),
-        ([ExecutedStep(s.operation_seconds, 9.0) for s in executed(6)], "no clocks_mhz"),
+        ([MeteredStep(s.operation_seconds, 9.0, s.clocks_mhz) for s in executed(6)], "no energy"),
+        ([MeteredStep(s.operation_seconds, 9.0) for s in executed(6)], "no clocks_mhz"),
     ],
 )
-def test_too_little_to_fit_is_refused(steps: list[ExecutedStep], words: str):
+def test_too_little_to_fit_is_refused(steps: list[MeteredStep], words: str):
     with pytest.raises(EnergyError, match=words):
         fit_plan_energy(SCHEDULE, steps, DEVICE)
 

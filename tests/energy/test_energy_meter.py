@@ -8,13 +8,12 @@ import time
 
 import pytest
 from energy_fake_nvml import Clock, FakeNvml, Gpu
+from energy_fakes import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.available import nvml_sources
-from outlast.energy.sources.node import CallableSource
-from outlast.energy.sources.protocol import UnreadableSource
+from outlast.energy.sources import UnreadableSource, nvml_sources
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
@@ -68,7 +67,7 @@ def test_meters_inside_do_not_disturb_the_outer_one():
     gpu = Gpu("GPU-a", 100.0)
     with gpu_meter(clock, gpu) as outer:
         clock.advance(10)
-        with outer.inner("evaluate") as inner:
+        with EnergyMeter("evaluate", outer.sources, clock=clock) as inner:
             gpu_joules = outer.total("gpu").joules
             clock.advance(5)
             outer.lap()
@@ -132,7 +131,7 @@ def test_a_sum_with_an_unreadable_device_is_unavailable():
 def test_a_node_meter_stands_alone():
     clock = Clock()
     sources, _ = nvml_sources(FakeNvml([Gpu("GPU-a", 300.0)], clock), clock)
-    node = CallableSource("node", lambda: 1000 * clock(), update_seconds=1.0)
+    node = Counter("node", lambda: 1000 * clock(), update_seconds=1.0)
     with EnergyMeter("w", [*sources, node], clock=clock) as meter:
         clock.advance(20)
     assert meter.total("node").joules == pytest.approx(20_000)
@@ -177,7 +176,7 @@ def test_states_hold_both_ends_and_every_throttle_reason_in_between():
         meter.watch.poll()
         clock.advance(5)
         gpu.throttling = 0x4
-    (states,) = meter.states.values()
+    (states,) = meter.read().states.values()
     assert states.start.throttle_reasons == ("gpu idle",)
     assert states.end.throttle_reasons == ("software power cap",)
     assert set(states.throttle_reasons) == {
@@ -248,9 +247,7 @@ class Draining:
 
 def test_an_open_meter_keeps_polled_sources_alive_and_its_thread_ends_with_it():
     source = Draining()
-    with EnergyMeter("w", [source]) as meter:
-        with meter.inner("part"):
-            pass
+    with EnergyMeter("w", [source]):
         reads, deadline = source.reads, time.monotonic() + 20
         while source.reads < reads + 5:
             assert time.monotonic() < deadline, "nobody polls the source"

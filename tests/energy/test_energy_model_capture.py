@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from outlast.energy.model.capture import capture
+from outlast.energy.capture import capture
 
 TOKENS, INTO, HIDDEN, OUT = 32, 8, 16, 4
 WORD = 4

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.example import profile
-from outlast.energy.model.equations import (
+from outlast.energy.model import (
     DeviceConstants,
     Response,
+    calibrate,
     cap_clock_mhz,
     effective_clocks_mhz,
     evaluate,
 )
-from outlast.energy.model.fit import calibrate, fit_constants
 from outlast.energy.profile import Curve, Key, Point, Profile
 from outlast.errors import EnergyError
 
@@ -51,7 +51,7 @@ def _made(clocks: range, constants: DeviceConstants = TRUTH, count: int = 2) -> 
 
 
 def test_constants_of_a_made_device_are_found_again() -> None:
-    found = fit_constants(_made(range(900, 1501, 15)))
+    found = calibrate(_made(range(900, 1501, 15))).constants
 
     assert found.static_watts == pytest.approx(75, rel=0.05)
     assert found.knee_mhz == pytest.approx(1100, rel=0.01)
@@ -61,7 +61,9 @@ def test_constants_of_a_made_device_are_found_again() -> None:
 
 
 def test_a_device_that_never_reaches_its_cap_has_none() -> None:
-    found = fit_constants(_made(range(900, 1501, 15), replace(TRUTH, power_limit_watts=math.inf)))
+    found = calibrate(
+        _made(range(900, 1501, 15), replace(TRUTH, power_limit_watts=math.inf))
+    ).constants
 
     assert found.power_limit_watts == math.inf
     assert "power_limit_watts" not in dict(found.standard_errors)
@@ -69,16 +71,16 @@ def test_a_device_that_never_reaches_its_cap_has_none() -> None:
 
 def test_clocks_on_one_side_of_the_knee_do_not_tell_the_voltage() -> None:
     with pytest.raises(EnergyError, match=r"cannot be determined from .*more clocks"):
-        fit_constants(_made(range(800, 1001, 15)))
+        calibrate(_made(range(800, 1001, 15)))
 
 
 def test_two_clocks_of_one_operation_determine_no_device() -> None:
     with pytest.raises(EnergyError, match="cannot be determined"):
-        fit_constants(_made(range(900, 1501, 600), count=1))
+        calibrate(_made(range(900, 1501, 600), count=1))
 
 
 def test_what_data_do_not_tell_stays_at_its_prior_on_request() -> None:
-    found = fit_constants(_made(range(800, 1001, 15)), strict=False)
+    found = calibrate(_made(range(800, 1001, 15)), strict=False).constants
 
     assert found.static_watts == pytest.approx(TRUTH.blocking_watts, rel=0.3)
     assert dict(found.standard_errors)["static_watts"] > 15
@@ -88,7 +90,7 @@ def test_a_profile_without_clocks_is_refused() -> None:
     transfer = {Key(0, "transfer"): Curve((Point(0, 0.01, 1.0),))}
 
     with pytest.raises(EnergyError, match="no curve with 2 clocks"):
-        fit_constants(Profile(transfer, 80.0))
+        calibrate(Profile(transfer, 80.0))
 
 
 @pytest.mark.parametrize(("device", "knee", "limit"), [("a100", 1103, 486), ("a40", 1200, 297)])

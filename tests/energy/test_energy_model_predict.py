@@ -9,28 +9,24 @@ import numpy as np
 import pytest
 
 from outlast.energy.example import profile
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.model.equations import (
+from outlast.energy.model import (
+    Calibration,
     DeviceConstants,
+    Prediction,
     Response,
     Work,
-    crossover_mhz,
-    roofline_response,
-    roofline_seconds,
-)
-from outlast.energy.model.fit import Calibration, calibrate
-from outlast.energy.model.predict import (
-    Prediction,
-    choose_probes,
-    chosen_clock,
+    calibrate,
     fit_response,
     margin_of,
     predict,
     predicted_profile,
     predictions,
+    roofline_response,
+    roofline_seconds,
 )
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Key, Point, Profile
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import one_f_one_b
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -59,9 +55,15 @@ def _clocks(device: str) -> list[int]:
     return [point.clock_mhz for point in profile(device).curves[Key(0, "forward")].points]
 
 
+def _probes(device: str, constants: DeviceConstants) -> tuple[int, int]:
+    """The clock nearest to the knee, where energy is least, and the top clock."""
+    clocks = _clocks(device)
+    return min(clocks, key=lambda clock: abs(clock - constants.knee_mhz)), clocks[-1]
+
+
 def _predicted(device: str, key: Key, probes: tuple[int, ...] = ()) -> Prediction:
     calibration = _calibrated(device, 0 if key.stage == 7 else 7)
-    probes = probes or choose_probes(_clocks(device), calibration.constants)
+    probes = probes or _probes(device, calibration.constants)
     points = [profile(device).curve(key).at(clock) for clock in probes]
     response = fit_response(points, calibration, key)
     assert isinstance(response, Response)
@@ -114,7 +116,9 @@ def test_three_probed_clocks_are_enough_to_plan_a_pipeline(device: str) -> None:
     curves = {}
     for key in measured.curves:
         calibration = _calibrated(device, 0 if key.stage == 7 else 7)
-        clocks = choose_probes(_clocks(device), calibration.constants, 3)
+        knee, top = _probes(device, calibration.constants)
+        between = min(_clocks(device), key=lambda clock: abs(clock - (knee + top) / 2))
+        clocks = (knee, between, top)
         points = {key: [measured.curve(key).at(clock) for clock in clocks]}
         curves[key] = predicted_profile(points, calibration, _clocks(device)).curves[key]
     modelled = Profile(curves, measured.blocking_watts, kind="modelled")
@@ -213,25 +217,6 @@ def test_transfers_are_taken_over_as_measured() -> None:
 def test_probes_without_energy_are_refused() -> None:
     with pytest.raises(EnergyError, match="positive time and energy"):
         fit_response([Point(1500, 0.1, 0.0)], Calibration(CONSTANTS))
-
-
-def test_the_clock_of_least_energy_that_is_fast_enough_is_chosen() -> None:
-    curve = profile("a100").curve(Key(0, "forward"))
-
-    assert chosen_clock(curve, 1.0) == 1080
-    assert chosen_clock(curve, curve.top.seconds) >= 1395
-    with pytest.raises(EnergyError, match=r"the shortest is 0\.0501"):
-        chosen_clock(curve, 0.01)
-
-
-def test_memory_bound_work_may_run_at_its_crossover_clock() -> None:
-    ridge = 100.0
-
-    assert crossover_mhz(Work(flops=80.0, memory_bytes=1.0), CONSTANTS) == 0.8 * 1500
-    assert crossover_mhz(Work(flops=2 * ridge, memory_bytes=1.0), CONSTANTS) == 1500
-    assert isinstance(crossover_mhz(Work(flops=10.0, memory_bytes=1.0), CONSTANTS), Unavailable)
-    unknown = replace(CONSTANTS, peak_flop_per_s=float("nan"))
-    assert isinstance(crossover_mhz(Work(flops=80.0, memory_bytes=1.0), unknown), Unavailable)
 
 
 def test_the_roofline_has_two_sides() -> None:

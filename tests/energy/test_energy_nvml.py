@@ -9,22 +9,17 @@ from energy_fake_nvml import Clock, FakeNvml, Gpu
 
 import outlast.energy
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.available import (
-    NvmlDevice,
-    available_sources,
-    nvml_sources,
-    start_nvml,
-    throttle_words,
-)
+from outlast.energy.sources import NvmlSource, available_sources, nvml_sources, throttle_words
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError
+from outlast.hardware import nvml as hardware_nvml
 from outlast.hardware.figure import Unavailable
 
 PACKAGE = Path(outlast.energy.__file__).parent
 READING_CODE = [
     PACKAGE / "meter.py",
     PACKAGE / "window.py",
-    *(PACKAGE / "sources").glob("*.py"),
+    PACKAGE / "sources.py",
 ]
 
 
@@ -135,12 +130,12 @@ def test_a_rank_takes_its_own_gpu(clock, tmp_path):
 def test_a_device_reads_every_field_and_each_can_be_missing(clock):
     gpu = Gpu("GPU-aaaa", 300.0)
     gpu.throttling = 0x4 | 0x40
-    state = NvmlDevice(FakeNvml([gpu], clock), gpu).read()
+    state = NvmlSource(FakeNvml([gpu], clock), gpu).state()
     assert (state.watts, state.sm_clock_mhz, state.memory_clock_mhz) == (300.0, 1980, 3201)
     assert state.celsius == 41.0
     assert state.throttle_reasons == ("software power cap", "hardware thermal slowdown")
     refused = {"nvmlDeviceGetClockInfo", "nvmlDeviceGetTemperature", "nvmlDeviceGetFieldValues"}
-    state = NvmlDevice(FakeNvml([gpu], clock, refused), gpu).read()
+    state = NvmlSource(FakeNvml([gpu], clock, refused), gpu).state()
     assert isinstance(state.sm_clock_mhz, Unavailable)
     assert isinstance(state.celsius, Unavailable)
     assert state.watts == 300.0, "the mean power stands in for the instant one"
@@ -151,7 +146,7 @@ def test_a_field_that_fails_alone_is_not_read_as_zero_watts(clock):
     gpu = Gpu("GPU-aaaa", 300.0)
     gpu.instant = False
     refused = {"nvmlDeviceGetPowerUsage"}
-    assert isinstance(NvmlDevice(FakeNvml([gpu], clock, refused), gpu).watts(), Unavailable)
+    assert isinstance(NvmlSource(FakeNvml([gpu], clock, refused), gpu).watts(), Unavailable)
 
 
 def test_every_throttle_reason_of_nvml_has_a_word():
@@ -174,7 +169,7 @@ def test_nvml_that_does_not_start_says_so(clock):
 
 
 def test_the_real_nvml_starts_or_tells_why():
-    started = start_nvml()
+    started = hardware_nvml.start_nvml()
     assert started is pynvml or "NVML does not start" in started.reason
 
 
@@ -198,7 +193,7 @@ def test_a_whole_measurement_calls_no_setter(clock):
         clock.advance(2)
         meter.lap()
         meter.watch.poll()
-    assert meter.states
+    assert meter.read().states
     assert set(nvml.calls) >= {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature"}
     with pytest.raises(AssertionError, match="setter"):
         _ = nvml.nvmlDeviceSetPowerManagementLimit

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from outlast.energy import example
-from outlast.energy.frontier.plan import ClockPlan, fingerprint
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.plan import ClockPlan, fingerprint
+from outlast.energy.planner import EnergyPlanner
+from outlast.energy.schedule import one_f_one_b
 from outlast.errors import EnergyError
 
 SCHEDULE = one_f_one_b(2, 2)

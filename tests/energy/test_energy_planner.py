@@ -5,12 +5,18 @@ from dataclasses import replace
 import pytest
 
 from outlast.energy import example
-from outlast.energy.frontier.linear import Programme
-from outlast.energy.frontier.planner import EnergyPlanner
+from outlast.energy.linear_program import LinearProgram
+from outlast.energy.plan import replay_profile
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Curve, Key, Point, Profile
-from outlast.energy.replay import replay_profile
-from outlast.energy.schedule.graph import Operation, Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b, sharded, with_tail, with_transfers
+from outlast.energy.schedule import (
+    Operation,
+    Schedule,
+    one_f_one_b,
+    sharded,
+    with_tail,
+    with_transfers,
+)
 from outlast.errors import EnergyError
 
 PROFILE = example.profile("a100")
@@ -225,6 +231,6 @@ def test_a_solver_that_fails_is_not_taken_for_a_short_deadline(monkeypatch) -> N
     def fails(self, deadline: float):
         raise EnergyError("the linear programme ended as Unknown")
 
-    monkeypatch.setattr(Programme, "solve", fails)
+    monkeypatch.setattr(LinearProgram, "solve", fails)
     with pytest.raises(EnergyError, match="ended as Unknown"):
         EnergyPlanner(PROFILE).plan(SCHEDULE, "+5%", margin=0.01)

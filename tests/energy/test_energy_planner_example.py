@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.energy.frontier.plan import ClockPlan
+from outlast.energy.plan import ClockPlan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "energy_frontier.py"
 

@@ -9,20 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.example import profile
-from outlast.energy.frontier.linear import Programme, lower_hull
-from outlast.energy.frontier.operations import Curves
-from outlast.energy.frontier.planner import (
-    Beam,
-    Choices,
-    Leaning,
-    Width,
-    mirrored,
-    mirrored_optimum,
-    rounded,
-)
+from outlast.energy.linear_program import LinearProgram, lower_hull
+from outlast.energy.operations import Choices
+from outlast.energy.planner import Beam, Leaning, mirrored, mirrored_optimum, rounded
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
-from outlast.energy.schedule.graph import Operation, Schedule
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import Operation, Schedule, one_f_one_b
 
 
 def solved(own: Profile, schedule: Schedule, share: float) -> tuple[list[Point], float, float]:
@@ -32,11 +23,11 @@ def solved(own: Profile, schedule: Schedule, share: float) -> tuple[list[Point],
     hulls = {key: lower_hull(points, watts) for key, points in curves.items()}
     keys = [each.key for each in schedule.operations]
     choices = Choices([curves[key] for key in keys], [hulls[key] for key in keys], watts)
-    programme = Programme(schedule, choices.hulls, watts)
+    program = LinearProgram(schedule, choices.hulls, watts)
     slowest = schedule.makespan([curves[key][-1].seconds for key in keys])
-    fastest = programme.fastest_seconds
+    fastest = program.fastest_seconds
     deadline = fastest + share * (slowest - fastest)
-    relaxed = programme.solve(deadline)
+    relaxed = program.solve(deadline)
     return rounded(schedule, choices, relaxed, deadline), deadline, relaxed.joules
 
 
@@ -108,8 +99,8 @@ def test_plans_beat_rounding_every_operation_down(share: float) -> None:
     watts = own.blocking_watts
     points, deadline, _ = solved(own, schedule, share)
     curves = [own.curve(each.key).pareto(watts) for each in schedule.operations]
-    programme = Programme(schedule, [lower_hull(c, watts) for c in curves], watts)
-    seconds = programme.solve(deadline).seconds
+    program = LinearProgram(schedule, [lower_hull(c, watts) for c in curves], watts)
+    seconds = program.solve(deadline).seconds
     plain = [
         max((p for p in curve if p.seconds <= limit * (1 + 1e-9)), key=lambda p: p.seconds)
         for curve, limit in zip(curves, seconds, strict=True)
@@ -145,8 +136,8 @@ def test_prices_flow_through_operations() -> None:
     own, schedule = profile("a40"), one_f_one_b(4, 6)
     watts = own.blocking_watts
     hulls = [lower_hull(own.curve(o.key).pareto(watts), watts) for o in schedule.operations]
-    programme = Programme(schedule, hulls, watts)
-    relaxed = programme.solve(programme.fastest_seconds * 1.03)
+    program = LinearProgram(schedule, hulls, watts)
+    relaxed = program.solve(program.fastest_seconds * 1.03)
     before = [0.0] * len(hulls)
     for price, (_, after) in zip(relaxed.edge_watts, schedule.edges, strict=True):
         before[after] += float(price)
@@ -162,9 +153,9 @@ def test_prices_of_deadlines_nearby_never_make_a_plan_worse_than_the_fastest() -
     watts = own.blocking_watts
     curves = [own.curve(each.key).pareto(watts) for each in schedule.operations]
     choices = Choices(curves, [lower_hull(curve, watts) for curve in curves], watts)
-    programme = Programme(schedule, choices.hulls, watts)
-    shortest = programme.fastest_seconds
-    relaxed, *nearby = [programme.solve(shortest * each) for each in (1.02, 1.0, 1.04)]
+    program = LinearProgram(schedule, choices.hulls, watts)
+    shortest = program.fastest_seconds
+    relaxed, *nearby = [program.solve(shortest * each) for each in (1.02, 1.0, 1.04)]
     points = rounded(schedule, choices, relaxed, shortest * 1.02, nearby)
     assert schedule.makespan([p.seconds for p in points]) <= shortest * 1.02 * (1 + 1e-9)
     assert relaxed.joules <= total(points, watts) < total([c[0] for c in curves], watts)
@@ -176,12 +167,12 @@ def test_searches_side_by_side_find_what_each_finds_alone(backwards: bool) -> No
     watts = own.blocking_watts
     curves = [own.curve(each.key).pareto(watts) for each in schedule.operations]
     hulls = [lower_hull(curve, watts) for curve in curves]
-    programme = Programme(schedule, hulls, watts)
-    deadline = programme.fastest_seconds * 1.03
-    relaxed = programme.solve(deadline)
+    program = LinearProgram(schedule, hulls, watts)
+    deadline = program.fastest_seconds * 1.03
+    relaxed = program.solve(deadline)
     if backwards:
         schedule, relaxed = mirrored(schedule), mirrored_optimum(relaxed, deadline)
-    beam = Beam(schedule, Curves.of(curves, hulls, watts), relaxed, deadline)
+    beam = Beam(schedule, Choices(curves, hulls, watts), relaxed, deadline)
     leanings = [Leaning(0.3), Leaning(10.0, early=0.2), Leaning(2.0, grain=1e-2)]
-    alone = [beam.search([each], Width())[0] for each in leanings]
-    assert beam.search(leanings, Width()) == alone
+    alone = [beam.search([each], 32)[0] for each in leanings]
+    assert beam.search(leanings, 32) == alone

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.schedule import (
+    Action,
     Operation,
     Schedule,
-    Work,
     gpipe,
     interleaved,
     linked,
@@ -232,9 +232,9 @@ def test_impossible_counts_are_refused(make, words: str):
         make()
 
 
-def work(stage: int, *names: str) -> list[Work]:
+def work(stage: int, *names: str) -> list[Action]:
     phases = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
-    return [Work(stage, phases[name[0]], int(name[1:])) for name in names]
+    return [Action(stage, phases[name[0]], int(name[1:])) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def work(stage: int, *names: str) -> list[Work]:
         ([work(0, "F0", "F1", "B0", "B1"), work(1, "F1", "B0", "F0", "B1")], "circle"),
     ],
 )
-def test_orders_that_are_no_step_are_refused(orders: list[list[Work]], words: str):
+def test_orders_that_are_no_step_are_refused(orders: list[list[Action]], words: str):
     with pytest.raises(EnergyError, match=words):
         linked(orders)
 

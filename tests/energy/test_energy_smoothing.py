@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from outlast.energy import example
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.frontier.smoothing import margin_for, noise_of, smoothed
-from outlast.energy.profile import Curve, Point, Profile
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.planner import EnergyPlanner
+from outlast.energy.profile import Curve, Point, Profile, margin_for, noise_of, smoothed
+from outlast.energy.schedule import one_f_one_b
 from outlast.errors import EnergyError
 
 SCHEDULE = one_f_one_b(8, 3)
@@ -78,13 +77,10 @@ def test_plans_with_the_margin_meet_the_deadline_on_the_device() -> None:
     assert met["raw"] < 4
 
 
-def test_too_few_clocks_ask_for_the_noise() -> None:
+def test_too_few_clocks_ask_for_the_margin() -> None:
     truth = example.profile("a100")
     few = replace(
         truth, curves={key: Curve(curve.points[::15]) for key, curve in truth.curves.items()}
     )
-    with pytest.raises(EnergyError, match="pass noise"):
+    with pytest.raises(EnergyError, match="state the margin"):
         smoothed(few)
-    assert smoothed(few, noise=0.01) == few
-    with pytest.raises(EnergyError, match="noise = 2 is not a share"):
-        smoothed(truth, noise=2)

@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.available import amd_sources
-from outlast.energy.sources.node import CallableSource, FileSource, ModelledSource
-from outlast.energy.sources.rapl import rapl_sources
-from outlast.energy.sources.track import PowerIntegral
+from outlast.energy.sources import (
+    FileSource,
+    Interval,
+    PowerIntegral,
+    amd_sources,
+    rapl_sources,
+)
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -203,34 +206,24 @@ def test_a_file_of_joules_is_a_node_meter(tmp_path):
     assert "cannot be read" in source.joules().reason
 
 
-def test_a_function_is_a_node_meter_and_its_errors_are_reasons():
-    def down():
-        raise ConnectionRefusedError("the BMC does not answer")
+def test_a_source_of_ones_own_that_knows_its_error_keeps_its_interval_and_flags():
+    class Stated:
+        name, part, kind, update_seconds = "cpu", "cpu", "modelled", 0.0
+        flags = ("not measured: 100 to 200 W were stated",)
 
-    assert CallableSource("node", lambda: 12, update_seconds=1).joules() == 12.0
-    assert "BMC" in CallableSource("node", down, update_seconds=1).joules().reason
-    assert isinstance(
-        CallableSource("node", lambda: float("nan"), update_seconds=1).joules(), Unavailable
-    )
-    with pytest.raises(EnergyError, match="update_seconds = -1"):
-        CallableSource("node", down, update_seconds=-1)
+        def joules(self):
+            return self.interval().joules
 
+        def interval(self):
+            return Interval(100 * clock(), 150 * clock(), 200 * clock())
 
-def test_stated_power_is_called_modelled_with_its_interval():
     clock = Clock()
-    source = ModelledSource("cpu", "cpu", low_watts=100, high_watts=200, clock=clock)
-    with EnergyMeter("w", [source], clock=clock) as meter:
+    with EnergyMeter("w", [Stated()], clock=clock) as meter:
         clock.advance(10)
     reading = meter.total("cpu")
     assert (reading.kind, reading.joules) == ("modelled", pytest.approx(1500))
     assert (reading.low_joules, reading.high_joules) == pytest.approx((1000, 2000))
     assert any("not measured" in flag for flag in reading.flags)
-
-
-@pytest.mark.parametrize(("low", "high"), [(200, 100), (-1, 5), (0, 0), (0, float("inf"))])
-def test_a_stated_power_must_be_an_interval(low, high):
-    with pytest.raises(EnergyError, match="low_watts"):
-        ModelledSource("cpu", "cpu", low_watts=low, high_watts=high)
 
 
 @settings(deadline=None)

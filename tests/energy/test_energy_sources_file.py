@@ -1,13 +1,13 @@
 """A file as a meter: it learns how often the file changes, and never waits for it."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 from energy_fake_nvml import Clock
 
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.sources.available import _shown
-from outlast.energy.sources.node import FileSource
+from outlast.energy.sources import FileSource, amd_sources
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -108,4 +108,14 @@ def test_hip_honours_cuda_visible_devices_unless_its_own_is_set(monkeypatch, set
         monkeypatch.delenv(f"{vendor}_VISIBLE_DEVICES", raising=False)
     for vendor, value in setting.items():
         monkeypatch.setenv(f"{vendor}_VISIBLE_DEVICES", value)
-    assert _shown(4) == shown
+    handles = range(4)
+    fake = SimpleNamespace(
+        AmdSmiException=RuntimeError,
+        amdsmi_init=lambda: None,
+        amdsmi_get_processor_handles=lambda: handles,
+        amdsmi_get_gpu_device_uuid=str,
+    )
+    sources, _ = amd_sources(fake)
+    assert [source.name for source in sources] == [
+        f"gpu {number} ({index})" for number, index in enumerate(shown)
+    ]

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from outlast.energy import example
-from outlast.energy.frontier.linear import Programme
-from outlast.energy.frontier.picture import frontier_svg, save_picture
-from outlast.energy.frontier.planner import EnergyPlanner
-from outlast.energy.frontier.stragglers import Frontier
-from outlast.energy.frontier.switches import GroupedProgramme
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.linear_program import LinearProgram
+from outlast.energy.plan import Frontier, frontier_svg, save_picture
+from outlast.energy.planner import EnergyPlanner
+from outlast.energy.schedule import one_f_one_b
+from outlast.energy.switches import GroupedProgram
 from outlast.errors import EnergyError
 
 PROFILE = example.profile("a100")
@@ -50,7 +49,7 @@ def test_beyond_the_least_energy_the_plan_stays_the_same(frontier: Frontier) -> 
 
 
 def test_an_answer_needs_no_solver(frontier: Frontier, monkeypatch) -> None:
-    for solver in (Programme, GroupedProgramme):
+    for solver in (LinearProgram, GroupedProgram):
         monkeypatch.delattr(solver, "solve")
     monkeypatch.setitem(sys.modules, "highspy", None)
     late = frontier.plans[0].seconds * 1.1

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.energy import example
-from outlast.energy.frontier.operations import SwitchDelays
-from outlast.energy.frontier.planner import EnergyPlanner
+from outlast.energy.operations import SwitchDelays
+from outlast.energy.planner import EnergyPlanner
 from outlast.energy.profile import Curve, Key, Point, Profile, effective
-from outlast.energy.schedule.pipelines import one_f_one_b
+from outlast.energy.schedule import one_f_one_b
 from outlast.errors import EnergyError
 
 SCHEDULE = one_f_one_b(3, 4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.energy.account import Tariff
+from outlast.energy.prices import Tariff
 from outlast.errors import EnergyError
 
 BERLIN = ZoneInfo("Europe/Berlin")

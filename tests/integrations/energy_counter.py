@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outlast.energy.sources.node import FileSource
+from outlast.energy.sources import FileSource
 
 
 class Counter:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 from plan_spaces import candidates_of
 
-from outlast.energy.model.equations import DeviceConstants
+from outlast.energy.model import DeviceConstants
 from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.api import Training, predict, search

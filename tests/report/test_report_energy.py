@@ -9,7 +9,7 @@ import pytest
 from report_runs import TOKENS_PER_STEP, figures_of, run_with
 from test_report import page_of, visible
 
-from outlast.energy.account.prices import intensity
+from outlast.energy.prices import intensity
 from outlast.hardware.figure import Unavailable
 from outlast.job import EnergySection
 from outlast.records import EnergyMeasured, energy_totals, read_run

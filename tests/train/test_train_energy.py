@@ -225,7 +225,7 @@ def _work_on_rapl(job: Job, root: Path) -> int:
 def test_cpu_and_memory_are_read_from_rapl_once_for_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outlast.energy.sources.rapl.POWERCAP", rapl_tree(tmp_path / "powercap"))
+    monkeypatch.setattr("outlast.energy.sources.POWERCAP", rapl_tree(tmp_path / "powercap"))
     job = tiny_job(tmp_path, "rapl", "energy.every_steps=3")
     assert set(run_ranks(2, _work_on_rapl, job, tmp_path / "powercap")) == {0}
     run = read_run(run_directory(job).path)

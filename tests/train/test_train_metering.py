@@ -14,8 +14,8 @@ from forked import run_ranks
 
 from outlast.distributed.ranks import Ranks, join, leave, ranks_from
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.replay import DeviceState
-from outlast.energy.sources.node import FileSource
+from outlast.energy.sources import FileSource
+from outlast.energy.window import DeviceState
 from outlast.hardware.figure import Unavailable
 from outlast.job import load_job
 from outlast.runtime.energy import RunMeter, boot, find_sources, run_meter
@@ -23,7 +23,7 @@ from outlast.runtime.energy import RunMeter, boot, find_sources, run_meter
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from outlast.energy.sources.protocol import Part
+    from outlast.energy.sources import Part
     from outlast.energy.window import Kind
     from outlast.runtime.guarding import RunGuard
 

@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.energy.account.prometheus import Sample
-    from outlast.energy.frontier.plan import ClockPlan, Switches
-    from outlast.energy.frontier.stragglers import Frontier
     from outlast.energy.meter import EnergyMeter
-    from outlast.energy.model.equations import DeviceConstants, Work
+    from outlast.energy.model import DeviceConstants, Work
+    from outlast.energy.plan import ClockPlan, Frontier, Switches
     from outlast.energy.profile import Curve, Key, Profile
-    from outlast.energy.replay import DeviceState
-    from outlast.energy.schedule.graph import Schedule
-    from outlast.energy.window import Window
+    from outlast.energy.prometheus import Sample
+    from outlast.energy.schedule import Schedule
+    from outlast.energy.window import DeviceState, Window
     from outlast.hardware.catalogue import Device
     from outlast.job import Job
     from outlast.train.preflight import Plan
@@ -69,9 +67,8 @@ def print_advice(
         EnergyError: For a device that nothing is known of, or a deadline that cannot be met.
     """
     from outlast.cli.console import Column, output, print_table
-    from outlast.energy.control.apply import DryRun, device_settings
-    from outlast.energy.control.slurm import batch_lines
-    from outlast.energy.frontier.planner import EnergyPlanner
+    from outlast.energy import EnergyPlanner
+    from outlast.energy.control import DryRun, batch_lines, device_settings
     from outlast.job import load_job
     from outlast.train.preflight import preflight
 
@@ -115,7 +112,7 @@ def _advice_row(deadline: str, plan: ClockPlan) -> list[str]:
 
 def _step_schedule(job: Job, checked: Plan) -> Schedule:
     from outlast.data import microbatch_count
-    from outlast.energy.schedule import pipelines
+    from outlast.energy.schedule import interleaved, one_f_one_b, single_stage
     from outlast.train.preflight import pipeline_shape
 
     layout = checked.layout
@@ -123,17 +120,17 @@ def _step_schedule(job: Job, checked: Plan) -> Schedule:
         count = microbatch_count(
             job.train.batch_size, layout.data_ranks, job.train.micro_batch_size
         )
-        return pipelines.single_stage(count)
+        return single_stage(count)
     stages, microbatches = pipeline_shape(job, layout)
     if stages > layout.pipeline:
-        return pipelines.interleaved(layout.pipeline, microbatches, stages // layout.pipeline)
-    return pipelines.one_f_one_b(stages, microbatches)
+        return interleaved(layout.pipeline, microbatches, stages // layout.pipeline)
+    return one_f_one_b(stages, microbatches)
 
 
 def _modelled_profile(job: Job, checked: Plan, device: str) -> Profile:
     """From the work of one micro-batch, shared evenly among the stages."""
     from outlast.energy import example
-    from outlast.energy.model.fit import fit_constants
+    from outlast.energy.model import calibrate
     from outlast.energy.profile import Key, Profile
     from outlast.hardware import device as known_device
     from outlast.train.preflight import pipeline_shape
@@ -145,7 +142,7 @@ def _modelled_profile(job: Job, checked: Plan, device: str) -> Profile:
         )
     measured = example.profile(device)
     facts = known_device(CATALOGUE[device])
-    constants = _with_rates(fit_constants(measured), facts)
+    constants = _with_rates(calibrate(measured).constants, facts)
     clocks = [point.clock_mhz for point in next(iter(measured.curves.values())).points]
     layout = checked.layout
     stages, microbatches = (1, 0) if layout.pipeline == 1 else pipeline_shape(job, layout)
@@ -177,8 +174,7 @@ def _with_rates(constants: DeviceConstants, facts: Device) -> DeviceConstants:
 
 
 def _curve(work: Work, constants: DeviceConstants, clocks: list[int]) -> Curve:
-    from outlast.energy.model.equations import roofline_response
-    from outlast.energy.model.predict import predict
+    from outlast.energy.model import predict, roofline_response
     from outlast.hardware.figure import Unavailable
 
     response = roofline_response(work, constants)
@@ -196,7 +192,7 @@ def _work(job: Job, checked: Plan, pipeline_microbatches: int) -> dict[str, Work
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from outlast.data import microbatch_count
-    from outlast.energy.model.capture import capture
+    from outlast.energy.capture import capture
     from outlast.train.engine import loss_sum
     from outlast.train.model import build_model
 
@@ -291,9 +287,9 @@ def frontier(
     a linear or integer programme over the profile is a lower bound. Figures are predictions from
     the profile.
     """
-    from outlast.energy.frontier.picture import save_picture
-    from outlast.energy.frontier.planner import EnergyPlanner
-    from outlast.energy.frontier.smoothing import margin_for, smoothed
+    from outlast.energy import EnergyPlanner
+    from outlast.energy.plan import save_picture
+    from outlast.energy.profile import margin_for, smoothed
 
     measured = _profile(profile, blocking_watts)
     plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
@@ -348,9 +344,7 @@ def replay(
     Shows what the plan is worth on another profile than its own, and what slow changes of clocks
     cost. The result is replayed, not measured.
     """
-    from outlast.energy.frontier.plan import ClockPlan
-    from outlast.energy.frontier.stragglers import Frontier
-    from outlast.energy.replay import replay_profile
+    from outlast.energy.plan import ClockPlan, Frontier, replay_profile
 
     measured = _profile(profile, blocking_watts)
     plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
@@ -409,8 +403,7 @@ def _profile(name: str, blocking_watts: float | None) -> Profile:
 
 def _schedule_of_file(name: str, profile: Profile, microbatches: int, per_device: int) -> Schedule:
     """A named schedule for the profile's stages, or that of a file."""
-    from outlast.energy.schedule import pipelines
-    from outlast.energy.schedule.graph import schedule_from_text
+    from outlast.energy import schedule as schedules
 
     if name.endswith(".json"):
         try:
@@ -419,22 +412,22 @@ def _schedule_of_file(name: str, profile: Profile, microbatches: int, per_device
             raise EnergyError(f"{name} cannot be read ({error.strerror}): give another") from error
         except UnicodeDecodeError as error:
             raise EnergyError(f"{name} is no UTF-8 text: give a JSON file") from error
-        return schedule_from_text(text, name)
+        return schedules.schedule_from_text(text, name)
     stages = len({key.stage for key in profile.curves})
     match name:
         case "1f1b":
-            return pipelines.one_f_one_b(stages, microbatches)
+            return schedules.one_f_one_b(stages, microbatches)
         case "gpipe":
-            return pipelines.gpipe(stages, microbatches)
+            return schedules.gpipe(stages, microbatches)
         case "zero-bubble":
-            return pipelines.zero_bubble(stages, microbatches)
+            return schedules.zero_bubble(stages, microbatches)
         case "interleaved":
             if stages % per_device:
                 raise EnergyError(
                     f"--stages-per-device = {per_device} does not divide the profile's {stages} "
                     "stages: give a number that does"
                 )
-            return pipelines.interleaved(stages // per_device, microbatches, per_device)
+            return schedules.interleaved(stages // per_device, microbatches, per_device)
     raise EnergyError(f'--schedule = "{name}" is none of {", ".join(KINDS)}, nor a .json file')
 
 
@@ -583,7 +576,7 @@ def report(
 
     # Refuse what the report would else call unavailable: it was asked for just now.
     numbers = {"--pue": pue, "--loss": loss}
-    from outlast.energy.account.prices import Tariff, carbon
+    from outlast.energy.prices import Tariff, carbon
 
     for name, value in numbers.items():
         if value is not None and not math.isfinite(value):
@@ -621,9 +614,8 @@ def restore(
 
     Tries all leases, says which could not be given back, and ends with 2 if one could not.
     """
-    from outlast.energy.control.gpu import leases
-    from outlast.energy.control.gpu import restore as give_back
-    from outlast.energy.control.lease import DIRECTORY_VARIABLE, lease_directory
+    from outlast.energy.lease import DIRECTORY_VARIABLE, lease_directory, leases
+    from outlast.energy.lease import restore as give_back
 
     found = [lease] if lease is not None else list(leases())
     if not found:
@@ -655,7 +647,7 @@ def _watch(
     port: int | None,
 ) -> int:
     """Run the command, if any, and serve meanwhile where a port is given; the exit code."""
-    from outlast.energy.account.prometheus import Exporter
+    from outlast.energy.prometheus import Exporter
 
     if not command and not meter.sources:
         return 0
@@ -684,7 +676,7 @@ def _print_laps(
     every: float,
 ) -> None:
     """A line now and then until the process or the time is over."""
-    from outlast.energy.sources.track import state_of
+    from outlast.energy.sources import state_of
 
     while (left := min(every, end - time.monotonic())) > 0.0:
         if process is None:
@@ -732,8 +724,8 @@ def _state_words(state: DeviceState) -> list[str]:
 
 def _samples(meter: EnergyMeter) -> list[Sample]:
     """Samples of each meter for Prometheus."""
-    from outlast.energy.account.prometheus import Labels, Sample
-    from outlast.energy.sources.track import shown_state
+    from outlast.energy.prometheus import Labels, Sample
+    from outlast.energy.sources import shown_state
 
     return [
         Sample(Labels.from_environment(os.environ, device=source.name), shown_state(source))

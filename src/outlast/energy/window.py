@@ -10,8 +10,7 @@ from outlast.hardware.figure import Unavailable
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from outlast.energy.replay import DeviceState
-    from outlast.energy.sources.protocol import Part
+    from outlast.energy.sources import Part
 
 
 Kind: TypeAlias = Literal["measured", "modelled", "replayed", "simulated"]
@@ -43,6 +42,39 @@ class Energy:
 
     def __str__(self) -> str:
         return f"{self.joules:,.4g} J ({self.kind}: {self.source})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceState:
+    """A device at one moment.
+
+    Attributes:
+        joules: Total-energy counter since an arbitrary beginning.
+        watts: Power now.
+        sm_clock_mhz: Clock of the compute units.
+        memory_clock_mhz: Clock of the memory.
+        celsius: Temperature of the chip.
+        throttle_reasons: Why the clock is below the one asked for, in NVML's words; empty if not.
+    """
+
+    joules: float | Unavailable
+    watts: float | Unavailable
+    sm_clock_mhz: int | Unavailable
+    memory_clock_mhz: int | Unavailable
+    celsius: float | Unavailable
+    throttle_reasons: tuple[str, ...] | Unavailable
+
+    @classmethod
+    def unknown(cls, why: Unavailable, joules: float | Unavailable | None = None) -> DeviceState:
+        """A state of which at most the joules are known."""
+        return cls(
+            joules=why if joules is None else joules,
+            watts=why,
+            sm_clock_mhz=why,
+            memory_clock_mhz=why,
+            celsius=why,
+            throttle_reasons=why,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +147,26 @@ class Window:
         present = {self.parts[name] for name in names}
         absent = [other for other in wanted if other not in present]
         flags = (f"without {' and '.join(absent)}: no meter",) if absent else ()
-        return _sum({name: self.joules[name] for name in names}, flags)
+        readings = {name: self.joules[name] for name in names}
+        found = [reading for reading in readings.values() if isinstance(reading, Energy)]
+        missing = [item for item in readings.items() if isinstance(item[1], Unavailable)]
+        if missing:
+            # Only where every absence ends with a longer window does the sum's: `Still` comes last.
+            name, why = min(missing, key=lambda item: isinstance(item[1], Still))
+            assert isinstance(why, Unavailable)
+            if len(readings) == 1:
+                return why
+            return type(why)(f"{name} cannot be added: {why.reason}", why.remedy)
+        kinds = {energy.kind for energy in found}
+        every = dict.fromkeys([*flags, *(flag for energy in found for flag in energy.flags)])
+        return Energy(
+            joules=sum(energy.joules for energy in found),
+            low_joules=sum(energy.low_joules for energy in found),
+            high_joules=sum(energy.high_joules for energy in found),
+            kind=kinds.pop() if len(kinds) == 1 else "modelled",
+            source=" + ".join(energy.source for energy in found),
+            flags=tuple(every),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain lists, dictionaries, numbers and text."""
@@ -134,30 +185,6 @@ def no_meter(what: str, missing: Sequence[Unavailable]) -> Unavailable:
     reasons = "; ".join(why.reason for why in missing)
     remedies = "; ".join(why.remedy for why in missing if why.remedy)
     return Unavailable(f"{what}: {reasons}" if reasons else what, remedies)
-
-
-def _sum(readings: Mapping[str, Reading], flags: tuple[str, ...]) -> Reading:
-    found = [reading for reading in readings.values() if isinstance(reading, Energy)]
-    absent = {
-        name: reading for name, reading in readings.items() if isinstance(reading, Unavailable)
-    }
-    if absent:
-        # Only where every absence ends with a longer window does the sum's: `Still` comes last.
-        name, why = min(absent.items(), key=lambda name: isinstance(name[1], Still))
-        if len(readings) == 1:
-            return why
-        return type(why)(f"{name} cannot be added: {why.reason}", why.remedy)
-    kinds = {energy.kind for energy in found}
-    kind: Kind = kinds.pop() if len(kinds) == 1 else "modelled"
-    every = dict.fromkeys([*flags, *(flag for energy in found for flag in energy.flags)])
-    return Energy(
-        joules=sum(energy.joules for energy in found),
-        low_joules=sum(energy.low_joules for energy in found),
-        high_joules=sum(energy.high_joules for energy in found),
-        kind=kind,
-        source=" + ".join(energy.source for energy in found),
-        flags=tuple(every),
-    )
 
 
 def _plain(value: object) -> Any:

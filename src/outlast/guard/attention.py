@@ -314,7 +314,8 @@ class _Call:
         seen = None
         if self.options["is_causal"]:
             seen = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-        limits = [torch.zeros_like(tensor_in) for tensor_in in inputs]
+        # Contiguous, whatever the inputs are: heads are often a transposed view.
+        limits = [torch.zeros(item.shape, dtype=item.dtype, device=item.device) for item in inputs]
         flat = [tensor_in.reshape(-1, *tensor_in.shape[-2:]) for tensor_in in (*inputs, dy)]
         into = [limit.view(-1, *limit.shape[-2:]) for limit in limits]
         group = len(flat[0]) // len(flat[1])

@@ -1,5 +1,6 @@
 """GPUs as NVML sees them, limited to those that CUDA_VISIBLE_DEVICES shows. Read-only."""
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,52 +58,59 @@ def read_gpus() -> Gpus | Unavailable:
     Returns:
         The GPUs, or Unavailable with the reason where NVML or its driver is missing.
     """
+    nvml = start_nvml()
+    if isinstance(nvml, Unavailable):
+        return nvml
     try:
-        import pynvml
+        return _read(nvml)
+    except nvml.NVMLError as error:
+        return Unavailable(f"NVML failed while listing the GPUs ({error})", "see nvidia-smi")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def start_nvml(nvml: Any = None) -> Any:
+    """Start NVML; handles live until it is shut down.
+
+    Args:
+        nvml: The module to use; pynvml by default.
+
+    Returns:
+        The module, or Unavailable where the package or the driver is missing.
+    """
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
         return Unavailable("the package nvidia-ml-py is missing", "pip install nvidia-ml-py")
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
         return Unavailable(
             f"NVML does not start ({error})",
             "on a machine with NVIDIA GPUs, install the driver; nvidia-smi must work",
         )
+    return nvml
+
+
+def mig_parent(nvml: Any, entry: str, uuids: list[str]) -> int | None:
+    """NVML's index of the GPU that holds the MIG slice `entry`, or None."""
     try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-
-        def mig_parent(entry: str) -> int | None:
-            try:
-                slice_handle = pynvml.nvmlDeviceGetHandleByUUID(entry)
-                parent = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(slice_handle)
-                return uuids.index(str(pynvml.nvmlDeviceGetUUID(parent)))
-            except (pynvml.NVMLError, ValueError):
-                return None
-
-        shown = visible_indices(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, mig_parent)
-        return Gpus(
-            driver_version=str(pynvml.nvmlSystemGetDriverVersion()),
-            installed_count=len(handles),
-            visible=tuple(_gpu(pynvml, index, handles[index], uuids[index]) for index in shown),
-        )
-    except pynvml.NVMLError as error:
-        return Unavailable(f"NVML failed while listing the GPUs ({error})", "see nvidia-smi")
-    finally:
-        pynvml.nvmlShutdown()
+        part = nvml.nvmlDeviceGetHandleByUUID(entry)
+        whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
+        return uuids.index(str(nvml.nvmlDeviceGetUUID(whole)))
+    except (nvml.NVMLError, ValueError):
+        return None
 
 
 def visible_indices(
-    setting: str | None, uuids: list[str], mig_parent: Callable[[str], int | None]
+    setting: str | None, uuids: list[str], holder: Callable[[str], int | None]
 ) -> list[int]:
     """Apply CUDA_VISIBLE_DEVICES as CUDA does.
 
     Args:
         setting: Value of the variable; None where it is unset (everything is visible).
         uuids: UUIDs of the GPUs by NVML index.
-        mig_parent: Gives the NVML index of the GPU that holds a MIG slice, or None.
+        holder: Gives the NVML index of the GPU that holds a MIG slice, or None.
 
     Returns:
         NVML indices in the order of the setting. The first invalid or repeated entry ends the
@@ -114,7 +122,7 @@ def visible_indices(
     for entry in (part.strip() for part in setting.split(",")):
         is_slice = entry.startswith("MIG-")
         if is_slice:
-            index = mig_parent(entry)
+            index = holder(entry)
         elif entry.isdecimal():
             index = int(entry) if int(entry) < len(uuids) else None
         else:
@@ -127,6 +135,19 @@ def visible_indices(
         elif not is_slice:
             break
     return chosen
+
+
+def _read(nvml: Any) -> Gpus:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = visible_indices(setting, uuids, lambda entry: mig_parent(nvml, entry, uuids))
+    return Gpus(
+        driver_version=str(nvml.nvmlSystemGetDriverVersion()),
+        installed_count=len(handles),
+        visible=tuple(_gpu(nvml, i, handles[i], uuids[i]) for i in shown),
+    )
 
 
 def _gpu(nvml: Any, index: int, handle: Any, uuid: str) -> Gpu:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from outlast.energy.model.equations import DeviceConstants
+    from outlast.energy.model import DeviceConstants
     from outlast.plan.batch import Array
     from outlast.plan.cluster import Power, Prices
 
@@ -397,12 +397,12 @@ def with_region(prices: Prices, region: str) -> Prices:
 
     Args:
         prices: As they are.
-        region: Two letters, EU or WORLD (`outlast.energy.account.prices`).
+        region: Two letters, EU or WORLD (`outlast.energy.prices`).
 
     Raises:
         EnergyError: For an unknown region.
     """
-    from outlast.energy.account.prices import intensity
+    from outlast.energy.prices import intensity
 
     if prices.grams_per_kwh is not None:
         return prices

@@ -51,7 +51,7 @@ from outlast.plan.step_fit import Belonging
 
 if TYPE_CHECKING:
     from outlast.coding.delays import DelayModel
-    from outlast.energy.model.equations import DeviceConstants
+    from outlast.energy.model import DeviceConstants
     from outlast.plan.batch import Array, Cases
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Configuration

@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from outlast.energy.account.prices import Tariff, carbon
-from outlast.energy.account.report import PURPOSES, Amount, LossPoint, Rates, Window, account, split
-from outlast.energy.account.report import Run as AccountedRun
-from outlast.energy.window import Energy
+from outlast.energy import Energy
+from outlast.energy.account import (
+    PURPOSES,
+    AccountedRun,
+    AccountedWindow,
+    Amount,
+    LossPoint,
+    Rates,
+    account,
+    split,
+)
+from outlast.energy.prices import Tariff, carbon
 from outlast.errors import EnergyError, JobError
 from outlast.hardware.figure import Unavailable
 from outlast.job import EnergySection, settings_from_text
@@ -25,7 +33,7 @@ from outlast.report.tables import digits, table, words
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from outlast.energy.account.report import EnergyReport, Purpose
+    from outlast.energy.account import EnergyReport, Purpose
     from outlast.records import DeviceEnergy, EnergyTotals, EnergyWindow, Run
     from outlast.report.overview import Overview
 
@@ -154,18 +162,18 @@ def settings_of(run: Run) -> EnergySection:
         return EnergySection()
 
 
-def _windows(window: EnergyWindow) -> list[Window]:
+def _windows(window: EnergyWindow) -> list[AccountedWindow]:
     """One window for each device whose joules count or are missing, in device-seconds."""
     found = [each for row in window.counted if (each := _window(window, row)) is not None]
     if window.event.seconds > 0:
         found += [
-            Window(Unavailable(str(row.get("unavailable"))), window.event.seconds)
+            AccountedWindow(Unavailable(str(row.get("unavailable"))), window.event.seconds)
             for row in window.lacking
         ]
     return found
 
 
-def _window(window: EnergyWindow, device: dict[str, Any]) -> Window | None:
+def _window(window: EnergyWindow, device: dict[str, Any]) -> AccountedWindow | None:
     joules = float(device["joules"])
     spent: dict[Purpose, float] = {}
     for name, seconds in window.seconds_of(device).items():
@@ -183,7 +191,7 @@ def _window(window: EnergyWindow, device: dict[str, Any]) -> Window | None:
         source=str(device.get("source", device.get("name"))),
         flags=tuple(str(item) for item in device.get("flags", [])),
     )
-    return Window(energy, seconds, spent)
+    return AccountedWindow(energy, seconds, spent)
 
 
 def _begin(window: EnergyWindow) -> datetime:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
-from outlast.energy.account.report import Amount
+from outlast.energy.account import Amount
 from outlast.records import (
     CheckpointFailed,
     CheckpointSaved,

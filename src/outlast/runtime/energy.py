@@ -14,15 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.distributed.group import gather_objects
-from outlast.energy.account.prices import Tariff, intensity
-from outlast.energy.account.prometheus import Exporter, Labels, Sample
 from outlast.energy.meter import EnergyMeter
-from outlast.energy.replay import DeviceState
-from outlast.energy.sources import rapl
-from outlast.energy.sources.available import available_sources
-from outlast.energy.sources.node import FileSource
-from outlast.energy.sources.track import shown_state
-from outlast.energy.window import Still
+from outlast.energy.prices import Tariff, intensity
+from outlast.energy.prometheus import Exporter, Labels, Sample
+from outlast.energy.sources import FileSource, available_sources, rapl_sources, shown_state
+from outlast.energy.window import DeviceState, Still
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 from outlast.records import EnergyMeasured
@@ -33,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from outlast.distributed.ranks import Ranks
-    from outlast.energy.sources.protocol import Source
+    from outlast.energy.sources import Source
     from outlast.energy.window import Reading
     from outlast.job import EnergySection
     from outlast.runtime.guarding import RunGuard
@@ -108,7 +104,7 @@ def find_sources(
         return found, absent
     parts = [part for part in ("cpu", "memory", "node") if everything or part in wanted]
     if parts:
-        counters, missing = rapl.rapl_sources(rapl.POWERCAP)
+        counters, missing = rapl_sources()
         found += [counter for counter in counters if counter.part in parts]
         there = {source.part for source in found}
         # Few machines have meters of their memory or of the whole node: only who asks is told.

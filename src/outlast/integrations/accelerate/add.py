@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from outlast.checkpoint import SaveResult
-    from outlast.energy.sources.protocol import Source
+    from outlast.energy.sources import Source
     from outlast.records import Predicted
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from outlast.checkpoint import SaveResult
-    from outlast.energy.sources.protocol import Source
+    from outlast.energy.sources import Source
     from outlast.energy.window import Reading
     from outlast.job import CheckpointSection, GuardSection, LoopJob
     from outlast.records import CorruptionDetected, Event, Guarded, MemberLost, Predicted

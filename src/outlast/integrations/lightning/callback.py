@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from outlast.checkpoint import SaveResult
-    from outlast.energy.sources.protocol import Source
+    from outlast.energy.sources import Source
     from outlast.energy.window import Reading
     from outlast.integrations.fabric import CheckpointFiles
     from outlast.job import LoopJob

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from outlast.energy.account.prices import Provider, carbon, intensity, yearly_average
 from outlast.energy.cost import JOULES_PER_KWH, checked_pue
+from outlast.energy.prices import Provider, carbon, intensity, yearly_average
 from outlast.energy.window import Energy
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
@@ -18,12 +18,146 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from datetime import datetime
 
-    from outlast.energy.account.prices import Tariff
+    from outlast.energy.prices import Tariff
     from outlast.energy.window import Kind, Reading
 
 
+Purpose: TypeAlias = Literal[
+    "useful",
+    "idle",
+    "blocked",
+    "straggler",
+    "guard",
+    "checkpoint",
+    "redone",
+    "evaluation",
+    "setup",
+    "unattributed",
+]
+
+
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+"""blocked: waiting for devices of the same step; straggler: waiting for one that is slow."""
 PARTS = ("gpu", "cpu", "memory", "node")
 """Parts of a node that may be metered; "node" is all of it."""
+SHARING_ERROR = 0.15
+"""Half-width of the interval of a share that comes from time alone: power differs among parts."""
+_CERTAINTY: tuple[Kind, ...] = ("measured", "replayed", "modelled", "simulated")
+
+
+@dataclass(frozen=True, slots=True)
+class AccountedWindow:
+    """Part of a run that one reading covers.
+
+    Attributes:
+        joules: Of all devices of the window, or why there is none.
+        seconds: Its length, in device-seconds: two devices for a second are 2.
+        spent_seconds: Device-seconds per purpose; what they leave of `seconds` is unattributed.
+    """
+
+    joules: Reading
+    seconds: float
+    spent_seconds: Mapping[Purpose, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0.0):
+            raise EnergyError(f"seconds = {self.seconds} of a window is not above 0")
+        for purpose, seconds in self.spent_seconds.items():
+            if purpose not in PURPOSES:
+                known = ", ".join(PURPOSES)
+                raise EnergyError(f"purpose = {purpose} is none of {known}")
+            if not (math.isfinite(seconds) and seconds >= 0.0):
+                raise EnergyError(f"{purpose} took {seconds} s: seconds must be at least 0")
+        spent = math.fsum(self.spent_seconds.values())
+        if spent > self.seconds * (1.0 + 1e-6):
+            raise EnergyError(
+                f"the purposes of a window took {spent:g} s, more than its {self.seconds:g} s: "
+                "count every second once, in device-seconds"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Joules by purpose.
+
+    Attributes:
+        total: Of all windows that were metered.
+        by_purpose: Only purposes that took any; they sum to `total.joules` exactly.
+        unmetered_seconds: Device-seconds of windows without a reading; their joules are unknown.
+        reasons: Why they have none.
+    """
+
+    total: Reading
+    by_purpose: Mapping[Purpose, Energy]
+    unmetered_seconds: float
+    reasons: tuple[str, ...]
+
+
+def split(windows: Sequence[AccountedWindow]) -> Split:
+    """Split the joules of windows by purpose, in proportion to time.
+
+    Intervals of the windows add up, as errors of one meter go the same way; to these every part
+    adds the error of sharing by time, which moves joules between purposes but not the total.
+
+    Args:
+        windows: That do not overlap.
+
+    Raises:
+        EnergyError: For no windows.
+    """
+    if not windows:
+        raise EnergyError("there is no window to split: meter at least one")
+    missing = [window for window in windows if isinstance(window.joules, Unavailable)]
+    unmetered = math.fsum(window.seconds for window in missing)
+    reasons = tuple(
+        dict.fromkeys(why.reason for w in missing if isinstance(why := w.joules, Unavailable))
+    )
+    readings: list[Energy] = []
+    sums: dict[Purpose, list[tuple[float, float, float]]] = {}
+    for window in windows:
+        energy = window.joules
+        if isinstance(energy, Unavailable):
+            continue
+        readings.append(energy)
+        spent = {purpose: s for purpose, s in window.spent_seconds.items() if s > 0.0}
+        rest = window.seconds - math.fsum(spent.values())
+        if rest > 1e-9 * window.seconds:
+            spent["unattributed"] = spent.get("unattributed", 0.0) + rest
+        rate = energy.joules / math.fsum(spent.values())
+        low, high = _relative_interval(energy)
+        error = 0.0 if len(spent) == 1 else SHARING_ERROR
+        for purpose, seconds in spent.items():
+            joules = rate * seconds
+            bounds = joules * low * (1.0 - error), joules * high * (1.0 + error)
+            sums.setdefault(purpose, []).append((joules, *bounds))
+    if not readings:
+        return Split(Unavailable(f"no window was metered: {reasons[0]}"), {}, unmetered, reasons)
+    total = Energy(
+        joules=math.fsum(energy.joules for energy in readings),
+        low_joules=math.fsum(energy.low_joules for energy in readings),
+        high_joules=math.fsum(energy.high_joules for energy in readings),
+        kind=max((energy.kind for energy in readings), key=_CERTAINTY.index),
+        source=", ".join(dict.fromkeys(energy.source for energy in readings)),
+        flags=tuple(dict.fromkeys(flag for energy in readings for flag in energy.flags)),
+    )
+    amounts = {purpose: math.fsum(row[0] for row in rows) for purpose, rows in sums.items()}
+    # The largest amount takes the rounding error, so that the exact sum rounds to the total.
+    largest = max(amounts, key=lambda purpose: amounts[purpose])
+    others = [amount for purpose, amount in amounts.items() if purpose != largest]
+    amounts[largest] = math.fsum([total.joules, *(-amount for amount in others)])
+    by_purpose = {}
+    for purpose in PURPOSES:
+        if purpose in sums:
+            low, high = (math.fsum(row[end] for row in sums[purpose]) for end in (1, 2))
+            amount = amounts[purpose]
+            by_purpose[purpose] = Energy(
+                joules=amount,
+                low_joules=min(low, amount),
+                high_joules=max(amount, min(high, max(total.high_joules, amount))),
+                kind=total.kind if amount == total.joules else "modelled",
+                source=f"{total.source}, split by time",
+            )
+    return Split(total, by_purpose, unmetered, reasons)
 
 
 class LossPoint(NamedTuple):
@@ -69,7 +203,7 @@ Figure: TypeAlias = Amount | Unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class AccountedRun:
     """Figures of a run as plain data.
 
     Attributes:
@@ -120,6 +254,17 @@ class Rates:
         checked_pue(self.pue)
 
 
+_FIGURES = {
+    "joules": "energy",
+    "electricity": "electricity",
+    "cost": "cost",
+    "carbon": "carbon",
+    "joules_per_token": "per token",
+    "joules_to_loss": "to the loss",
+}
+"""Figures of a report and their names for a person."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyReport:
     """Energy of a run.
@@ -150,9 +295,8 @@ class EnergyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values; what is not known says why."""
-        figures = ("joules", "electricity", "cost", "carbon", "joules_per_token", "joules_to_loss")
         return {
-            **{name: _plain(getattr(self, name)) for name in figures},
+            **{name: _plain(getattr(self, name)) for name in _FIGURES},
             "by_purpose": {name: _plain(energy) for name, energy in self.by_purpose.items()},
             "pue": self.pue,
             "metered": list(self.metered),
@@ -165,15 +309,7 @@ class EnergyReport:
 
     def lines(self) -> list[str]:
         """For a terminal."""
-        rows = [
-            ("energy", self.joules),
-            ("electricity", self.electricity),
-            ("cost", self.cost),
-            ("carbon", self.carbon),
-            ("per token", self.joules_per_token),
-            ("to the loss", self.joules_to_loss),
-        ]
-        lines = [f"{name:<12} {value}" for name, value in rows]
+        lines = [f"{words:<12} {getattr(self, name)}" for name, words in _FIGURES.items()]
         if isinstance(self.joules, Energy) and self.joules.joules > 0.0:
             for purpose, energy in self.by_purpose.items():
                 share = energy.joules / self.joules.joules
@@ -182,7 +318,7 @@ class EnergyReport:
         return lines + [f"note: {note}" for note in self.notes]
 
 
-def account(split: Split, run: Run, rates: Rates | None = None) -> EnergyReport:
+def account(split: Split, run: AccountedRun, rates: Rates | None = None) -> EnergyReport:
     """The account of a run.
 
     Args:
@@ -252,7 +388,7 @@ def joules_to_loss(losses: Sequence[LossPoint], target: float | None, total: Rea
     before = points[reached - 1] if reached else after
     fall = before.loss - after.loss
     part = (before.loss - target) / fall if fall > 0.0 else 1.0
-    low, high = _interval(total)
+    low, high = _relative_interval(total)
     return Amount(
         value=before.joules + part * (after.joules - before.joules),
         low=before.joules * low if reached else after.joules * low,
@@ -282,7 +418,7 @@ def _carbon(total: Reading, rates: Rates, where: Mapping[str, Any]) -> Figure:
     return _amount(total, rates.pue * grams / JOULES_PER_KWH, "gCO2e", source)
 
 
-def _notes(split: Split, run: Run) -> tuple[str, ...]:
+def _notes(split: Split, run: AccountedRun) -> tuple[str, ...]:
     notes = []
     if "node" not in run.metered:
         rest = ", ".join(part for part in PARTS if part not in {*run.metered, "node"})
@@ -297,246 +433,28 @@ def _notes(split: Split, run: Run) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _interval(total: Energy) -> tuple[float, float]:
-    if total.joules <= 0.0:
-        return 1.0, 1.0
-    return total.low_joules / total.joules, total.high_joules / total.joules
-
-
-def _amount(total: Reading, factor: float, unit: str, source: str) -> Figure:
-    """Joules times a factor; a negative one (a price below 0) turns the interval round."""
-    if isinstance(total, Unavailable):
-        return total
-    ends = sorted((total.low_joules * factor, total.high_joules * factor))
-    return Amount(
-        value=total.joules * factor,
-        low=ends[0],
-        high=ends[1],
-        unit=unit,
-        kind=total.kind,
-        source=source,
-    )
-
-
-def _plain(value: Energy | Amount | Unavailable) -> dict[str, Any]:
-    if isinstance(value, Unavailable):
-        return {"unavailable": value.reason}
-    if isinstance(value, Energy):
-        return {
-            "value": value.joules,
-            "low": value.low_joules,
-            "high": value.high_joules,
-            "unit": "J",
-            "kind": value.kind,
-            "source": value.source,
-        }
-    return {
-        "value": value.value,
-        "low": value.low,
-        "high": value.high,
-        "unit": value.unit,
-        "kind": value.kind,
-        "source": value.source,
-    }
-
-
-Purpose: TypeAlias = Literal[
-    "useful",
-    "idle",
-    "blocked",
-    "straggler",
-    "guard",
-    "checkpoint",
-    "redone",
-    "evaluation",
-    "setup",
-    "unattributed",
-]
-
-
-PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-"""blocked: waiting for devices of the same step; straggler: waiting for one that is slow."""
-
-
-WAITING: tuple[Purpose, ...] = ("blocked", "straggler")
-
-
-SHARING_ERROR = 0.15
-"""Half-width of the interval of a share that comes from time alone: power differs among parts."""
-
-
-WAITING_ERROR = 0.1
-"""The same where a known waiting power prices it."""
-
-
-_CERTAINTY: tuple[Kind, ...] = ("measured", "replayed", "modelled", "simulated")
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Part of a run that one reading covers.
-
-    Attributes:
-        joules: Of all devices of the window, or why there is none.
-        seconds: Its length, in device-seconds: two devices for a second are 2.
-        spent_seconds: Device-seconds per purpose; what they leave of `seconds` is unattributed.
-    """
-
-    joules: Reading
-    seconds: float
-    spent_seconds: Mapping[Purpose, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0.0):
-            raise EnergyError(f"seconds = {self.seconds} of a window is not above 0")
-        for purpose, seconds in self.spent_seconds.items():
-            if purpose not in PURPOSES:
-                known = ", ".join(PURPOSES)
-                raise EnergyError(f"purpose = {purpose} is none of {known}")
-            if not (math.isfinite(seconds) and seconds >= 0.0):
-                raise EnergyError(f"{purpose} took {seconds} s: seconds must be at least 0")
-        spent = math.fsum(self.spent_seconds.values())
-        if spent > self.seconds * (1.0 + 1e-6):
-            raise EnergyError(
-                f"the purposes of a window took {spent:g} s, more than its {self.seconds:g} s: "
-                "count every second once, in device-seconds"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Joules by purpose.
-
-    Attributes:
-        total: Of all windows that were metered.
-        by_purpose: Only purposes that took any; they sum to `total.joules` exactly.
-        unmetered_seconds: Device-seconds of windows without a reading; their joules are unknown.
-        reasons: Why they have none.
-    """
-
-    total: Reading
-    by_purpose: Mapping[Purpose, Energy]
-    unmetered_seconds: float
-    reasons: tuple[str, ...]
-
-    def share(self, purpose: Purpose) -> float | Unavailable:
-        """Of the total."""
-        if isinstance(self.total, Unavailable):
-            return self.total
-        part = self.by_purpose.get(purpose)
-        if part is None or self.total.joules == 0.0:
-            return 0.0
-        return part.joules / self.total.joules
-
-
-def split(
-    windows: Sequence[Window],
-    *,
-    idle_watts: float | None = None,
-    blocking_watts: float | None = None,
-) -> Split:
-    """Splits the joules of windows by purpose.
-
-    Intervals of the windows add up, as errors of one meter go the same way; to these every part
-    adds the error of sharing by time, which moves joules between purposes but not the total.
-
-    Args:
-        windows: That do not overlap.
-        idle_watts: Of an idle device, if known.
-        blocking_watts: Of a waiting device, if known.
-
-    Raises:
-        EnergyError: For no windows, or powers below 0.
-    """
-    if not windows:
-        raise EnergyError("there is no window to split: meter at least one")
-    known: dict[Purpose, float] = {}
-    if idle_watts is not None:
-        known["idle"] = _checked("idle_watts", idle_watts)
-    if blocking_watts is not None:
-        known |= dict.fromkeys(WAITING, _checked("blocking_watts", blocking_watts))
-    metered = [(window, window.joules) for window in windows]
-    readings = [(window, joules) for window, joules in metered if isinstance(joules, Energy)]
-    missing = [(window, joules) for window, joules in metered if isinstance(joules, Unavailable)]
-    unmetered = math.fsum(window.seconds for window, _ in missing)
-    reasons = tuple(dict.fromkeys(joules.reason for _, joules in missing))
-    if not readings:
-        reason = f"no window was metered: {reasons[0]}"
-        return Split(Unavailable(reason), {}, unmetered, reasons)
-    sums: dict[Purpose, list[tuple[float, float, float]]] = {}
-    for window, energy in readings:
-        parts = _shares(window, energy.joules, known)
-        alone = len(parts) == 1
-        for purpose, joules in parts.items():
-            error = 0.0 if alone else WAITING_ERROR if purpose in known else SHARING_ERROR
-            low, high = _bounds(energy)
-            bounds = (joules * low * (1.0 - error), joules * high * (1.0 + error))
-            sums.setdefault(purpose, []).append((joules, *bounds))
-    total = _total([energy for _, energy in readings])
-    amounts = {purpose: math.fsum(row[0] for row in rows) for purpose, rows in sums.items()}
-    _close(amounts, total.joules)
-    by_purpose = {}
-    for purpose in PURPOSES:
-        if purpose in sums:
-            low = math.fsum(row[1] for row in sums[purpose])
-            high = math.fsum(row[2] for row in sums[purpose])
-            amount = amounts[purpose]
-            by_purpose[purpose] = Energy(
-                joules=amount,
-                low_joules=min(low, amount),
-                high_joules=max(amount, min(high, max(total.high_joules, amount))),
-                kind=total.kind if amount == total.joules else "modelled",
-                source=f"{total.source}, split by time",
-            )
-    return Split(total, by_purpose, unmetered, reasons)
-
-
-def _shares(window: Window, joules: float, known: Mapping[Purpose, float]) -> dict[Purpose, float]:
-    """Joules of a window per purpose."""
-    spent = {purpose: s for purpose, s in window.spent_seconds.items() if s > 0.0}
-    rest = window.seconds - math.fsum(spent.values())
-    if rest > 1e-9 * window.seconds:
-        spent["unattributed"] = spent.get("unattributed", 0.0) + rest
-    priced = {purpose: known[purpose] * s for purpose, s in spent.items() if purpose in known}
-    working = math.fsum(s for purpose, s in spent.items() if purpose not in known)
-    waiting = math.fsum(priced.values())
-    # A meter that saw less than the known powers, or a window of waiting only: the meter is right.
-    if waiting > joules or working == 0.0:
-        factor = joules / waiting if waiting > 0.0 else 0.0
-        if factor == 0.0:
-            return {purpose: joules * s / window.seconds for purpose, s in spent.items()}
-        shared = {purpose: amount * factor for purpose, amount in priced.items()}
-        return shared | {purpose: 0.0 for purpose in spent if purpose not in priced}
-    rate = (joules - waiting) / working
-    return {purpose: priced.get(purpose, rate * s) for purpose, s in spent.items()}
-
-
-def _bounds(energy: Energy) -> tuple[float, float]:
+def _relative_interval(energy: Energy) -> tuple[float, float]:
     """The interval relative to the estimate."""
     if energy.joules <= 0.0:
         return 1.0, 1.0
     return energy.low_joules / energy.joules, energy.high_joules / energy.joules
 
 
-def _total(readings: Sequence[Energy]) -> Energy:
-    return Energy(
-        joules=math.fsum(energy.joules for energy in readings),
-        low_joules=math.fsum(energy.low_joules for energy in readings),
-        high_joules=math.fsum(energy.high_joules for energy in readings),
-        kind=max((energy.kind for energy in readings), key=_CERTAINTY.index),
-        source=", ".join(dict.fromkeys(energy.source for energy in readings)),
-        flags=tuple(dict.fromkeys(flag for energy in readings for flag in energy.flags)),
-    )
+def _amount(total: Reading, factor: float, unit: str, source: str) -> Figure:
+    """Joules times a factor; a negative one (a price below 0) turns the interval round."""
+    if isinstance(total, Unavailable):
+        return total
+    low, high = sorted((total.low_joules * factor, total.high_joules * factor))
+    value = total.joules * factor
+    return Amount(value=value, low=low, high=high, unit=unit, kind=total.kind, source=source)
 
 
-def _close(amounts: dict[Purpose, float], total: float) -> None:
-    """Moves the rounding error to the largest amount, so that the exact sum rounds to the total."""
-    largest = max(amounts, key=lambda purpose: amounts[purpose])
-    others = [amount for purpose, amount in amounts.items() if purpose != largest]
-    amounts[largest] = math.fsum([total, *(-amount for amount in others)])
-
-
-def _checked(name: str, watts: float) -> float:
-    if not (math.isfinite(watts) and watts >= 0.0):
-        raise EnergyError(f"{name} = {watts} is not a power of at least 0")
-    return watts
+def _plain(value: Energy | Amount | Unavailable) -> dict[str, Any]:
+    if isinstance(value, Unavailable):
+        return {"unavailable": value.reason}
+    if isinstance(value, Energy):
+        low, high = value.low_joules, value.high_joules
+        value = Amount(
+            value=value.joules, low=low, high=high, unit="J", kind=value.kind, source=value.source
+        )
+    return asdict(value)

@@ -1,7 +1,9 @@
-"""Clocks and power limits for the length of a ``with`` block, whatever ends it.
+"""Clocks and power limits for the length of a ``with`` block, whatever ends it, and by Slurm.
 
 with applied(1200, NvmlController(uuid), lease_path(uuid)):
     train()
+
+Slurm's options are as in 22.05's sbatch(1), variables of its prolog as in its slurm.conf(5).
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ import contextlib
 import os
 import signal
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from outlast.energy.control.lease import Held, Lease, read_lease
+from outlast.energy.controllers import check_clock
+from outlast.energy.lease import Held, Lease, read_lease
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
-    from outlast.energy.frontier.plan import ClockPlan
-    from outlast.energy.schedule.graph import Schedule
+    from outlast.energy.plan import ClockPlan
+    from outlast.energy.schedule import Schedule
 
 
 class Controller(Protocol):
@@ -172,40 +175,6 @@ class DryRun:
         self._write(str(action))
 
 
-def try_all(*steps: Callable[[], None]) -> None:
-    """Do every step, also when one before it failed.
-
-    Raises:
-        EnergyError: With the sentences of all that failed.
-    """
-    failures = []
-    for step in steps:
-        try:
-            step()
-        except EnergyError as error:
-            failures.append(str(error))
-    if failures:
-        raise EnergyError("; ".join(failures))
-
-
-def check_clock(clock_mhz: int, known: tuple[int, ...] | Unavailable, device: str) -> None:
-    """Refuse a clock that a device is known not to support.
-
-    Raises:
-        EnergyError: With the nearest supported clock.
-    """
-    if clock_mhz <= 0:
-        raise EnergyError(
-            f"clock = {clock_mhz} MHz cannot be locked on {device}: it must be above 0"
-        )
-    if isinstance(known, Unavailable) or clock_mhz in known:
-        return
-    nearest = min(known, key=lambda clock: abs(clock - clock_mhz))
-    raise EnergyError(
-        f"clock = {clock_mhz} MHz is not supported by {device}; the nearest is {nearest} MHz"
-    )
-
-
 # What ends a job: the scheduler's request, and the end of the terminal.
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -227,52 +196,39 @@ def guarded(handle: Applied, lasts_seconds: float) -> Iterator[None]:
     timer.start()
     # It keeps the handle until it is detached, and is called when the process ends before that.
     at_exit = weakref.finalize(handle, handle.give_back)
-    with contextlib.ExitStack() as handlers:
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                handlers.enter_context(_handled(number, handle))
-        else:
-            warnings.warn(_NO_HANDLERS, RuntimeWarning, stacklevel=2)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            at_exit.detach()
-
-
-@contextmanager
-def _handled(number: signal.Signals, handle: Applied) -> Iterator[None]:
-    earlier = signal.getsignal(number)
+    earlier: dict[int, Any] = {}
 
     def on_signal(received: int, frame: FrameType | None) -> None:
         try:
             handle.give_back()
         finally:
-            _pass_on(earlier, received, frame)
+            # What would have happened without this handler.
+            before = earlier[received]
+            if callable(before):
+                before(received, frame)
+            elif before != signal.SIG_IGN:
+                signal.signal(received, signal.SIG_DFL)
+                os.kill(os.getpid(), received)
 
-    signal.signal(number, on_signal)
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            earlier[number] = signal.getsignal(number)
+            signal.signal(number, on_signal)
+    else:
+        warnings.warn(_NO_HANDLERS, RuntimeWarning, stacklevel=2)
     try:
         yield
     finally:
-        # A handler that somebody put before this one calls it: leave both then.
-        if signal.getsignal(number) is on_signal:
-            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+        timer.cancel()
+        at_exit.detach()
+        for received, before in earlier.items():
+            # A handler that somebody put before this one calls it: leave both then.
+            if signal.getsignal(received) is on_signal:
+                signal.signal(received, signal.SIG_DFL if before is None else before)
 
 
-def _pass_on(earlier: Any, received: int, frame: FrameType | None) -> None:
-    """Do what would have happened without our handler."""
-    if callable(earlier):
-        earlier(received, frame)
-    elif earlier != signal.SIG_IGN:
-        signal.signal(received, signal.SIG_DFL)
-        os.kill(os.getpid(), received)
-
-
-class _Part(NamedTuple):
-    """One thing that can be set: of which device, and its field in `Held`."""
-
-    device: int
-    field: Literal["clock_mhz", "power_watts"]
+_Part = tuple[int, Literal["clock_mhz", "power_watts"]]
+"""One thing that can be set: the number of the device, and its field in `Held`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +267,7 @@ def device_settings(plan: ClockPlan, schedule: Schedule) -> tuple[Setting, ...]:
         if len(found) != 1:
             raise EnergyError(
                 f"device {device} has {len(found)} clocks in the plan, and one can be applied: "
-                "plan with switches = none or per_stage, or play it with ClockPlayback"
+                "plan with switches = none or per_stage"
             )
     return tuple(Setting(found.pop()) for found in clocks)
 
@@ -351,7 +307,7 @@ class Applied:
             EnergyError: When it cannot be set.
         """
         change = partial(self._controllers[device].lock_clock, clock_mhz)
-        return self._change(_Part(device, "clock_mhz"), clock_mhz, change)
+        return self._change((device, "clock_mhz"), clock_mhz, change)
 
     def limit_power(self, watts: float, device: int = 0) -> bool:
         """Change the power limit of one of the devices; as `lock_clock`.
@@ -366,13 +322,21 @@ class Applied:
                 f"{watts:g} could not be taken back: change its clock only"
             )
         change = partial(self._controllers[device].limit_power, watts)
-        return self._change(_Part(device, "power_watts"), watts, change)
+        return self._change((device, "power_watts"), watts, change)
 
     def _change(self, part: _Part, value: float, change: Callable[[], None]) -> bool:
         with self._lock:
             if self._over:
                 return False
-            self._record(part, value)
+            # The lease says that this is set before it is set for the first time.
+            devices, (device, field) = list(self._lease.devices), part
+            if getattr(devices[device], field) is None:
+                changes: Any = {field: int(value) if field == "clock_mhz" else value}
+                devices[device] = replace(devices[device], **changes)
+                lease = replace(self._lease, devices=tuple(devices))
+                if self.lease_path is not None:
+                    lease.rewrite(self.lease_path)
+                self._lease = lease
             self._tried.add(part)
             change()
             self._changed.add(part)
@@ -382,21 +346,6 @@ class Applied:
                 if self.lease_path is not None:
                     self._lease.withdraw(self.lease_path)
             return not self.over
-
-    def _record(self, part: _Part, value: float) -> None:
-        """Have the lease say that this is set, before it is set for the first time."""
-        devices = list(self._lease.devices)
-        held = devices[part.device]
-        if getattr(held, part.field) is not None:
-            return
-        if part.field == "clock_mhz":
-            devices[part.device] = replace(held, clock_mhz=int(value))
-        else:
-            devices[part.device] = replace(held, power_watts=value)
-        lease = replace(self._lease, devices=tuple(devices))
-        if self.lease_path is not None:
-            lease.rewrite(self.lease_path)
-        self._lease = lease
 
     def give_back(self) -> None:
         """Restore what was changed, nothing else, and remove the lease. Later calls do nothing.
@@ -414,25 +363,21 @@ class Applied:
             # A signal may have interrupted an earlier call: only a finished one counts.
             if self._given_back:
                 return
-            if not self._taken_over():
+            found = None if self.lease_path is None else read_lease(self.lease_path)
+            if found is None or found.same_holder(self._lease):
                 self._restore_devices()
                 if self.lease_path is not None:
                     self._lease.withdraw(self.lease_path)
             self._given_back = True
 
-    def _taken_over(self) -> bool:
-        if self.lease_path is None:
-            return False
-        found = read_lease(self.lease_path)
-        return found is not None and not found.same_holder(self._lease)
-
     def _restore_devices(self) -> None:
         failures = []
         for part in sorted(self._tried):
-            controller = self._controllers[part.device]
-            previous_watts = self._lease.devices[part.device].previous_power_watts
+            device, field = part
+            controller = self._controllers[device]
+            previous_watts = self._lease.devices[device].previous_power_watts
             try:
-                if part.field == "clock_mhz":
+                if field == "clock_mhz":
                     controller.restore()
                 elif previous_watts is not None:
                     controller.restore(previous_watts, clock=False)
@@ -478,7 +423,13 @@ def applied(
             before is then given back.
     """
     devices = tuple(controllers) if isinstance(controllers, Sequence) else (controllers,)
-    wanted = _wanted(settings, len(devices))
+    if isinstance(settings, int):
+        settings = Setting(settings)
+    wanted = (settings,) * len(devices) if isinstance(settings, Setting) else tuple(settings)
+    if len(wanted) != len(devices):
+        raise EnergyError(
+            f"{len(wanted)} settings are given for {len(devices)} devices: give one each"
+        )
     dry = {isinstance(device, DryRun) for device in devices}
     if len(dry) != 1:
         raise EnergyError("controllers must all be dry runs, or none, and at least one is needed")
@@ -516,116 +467,64 @@ def _held(setting: Setting, device: Controller) -> Held:
     )
 
 
-def _wanted(settings: int | Setting | Sequence[Setting], devices: int) -> tuple[Setting, ...]:
-    if isinstance(settings, int):
-        settings = Setting(settings)
-    if isinstance(settings, Setting):
-        return (settings,) * devices
-    if len(settings) != devices:
-        raise EnergyError(
-            f"{len(settings)} settings are given for {devices} devices: give one each"
-        )
-    return tuple(settings)
+COMMENT = "outlast-clocks="
+"""Begins the job comment by which a job asks the prolog for clocks."""
 
 
-class Clock(Protocol):
-    """Protocol of a playback: a controller, or better the handle of `applied`, which restores."""
+def batch_lines(clocks_mhz: Sequence[int], *, gpus_per_node: int) -> str:
+    """Lines for the head of a batch script.
 
-    def lock_clock(self, clock_mhz: int, /) -> object:
-        """Run at this clock from now on."""
-
-
-class ClockPlayback:
-    """Sets the clock of one device when an operation begins, if it is not the one in force.
-
-    It never synchronises with the device: that would change what it controls. The host runs ahead
-    of the device, so a clock comes into force some kernels early.
-
-    Lowering the clock soon after another change is held back, since it costs a switch and saves
-    little; raising it never is, since the deadline may depend on it. Every operation thus runs at
-    its planned clock or above.
+    One clock for all devices needs a Slurm built with NVML; clocks that differ within a node need
+    the prolog.
 
     Args:
-        plan: A clock for every operation.
-        schedule: The operations.
-        clock: Sets the clock.
-        device: Which of the schedule's devices this is.
-        dwell_seconds: How long a clock stays before it is lowered.
-        now: Seconds on a clock that never goes back.
-
-    Attributes:
-        switches: How often the clock was set.
-        held_back: How often it was not lowered because of the dwell.
+        clocks_mhz: Of each device, in the order of ranks.
+        gpus_per_node: How many devices a node has.
 
     Raises:
-        EnergyError: When the plan is not of this schedule, or has no clock for the device.
+        EnergyError: When nodes would need different lists of clocks, or a clock is not above 0.
     """
+    if not clocks_mhz or min(clocks_mhz) <= 0:
+        raise EnergyError(f"clocks_mhz = {list(clocks_mhz)} must be one or more clocks above 0")
+    if gpus_per_node < 1 or len(clocks_mhz) % min(gpus_per_node, len(clocks_mhz)):
+        raise EnergyError(
+            f"gpus_per_node = {gpus_per_node} does not divide the {len(clocks_mhz)} devices"
+        )
+    nodes = {
+        tuple(clocks_mhz[first : first + gpus_per_node])
+        for first in range(0, len(clocks_mhz), gpus_per_node)
+    }
+    if len(nodes) > 1:
+        raise EnergyError(
+            f"the plan gives {len(nodes)} of its nodes different clocks, which a job comment "
+            "cannot say: set them from each rank with NVML or zeusd, or plan with switches = none"
+        )
+    node = nodes.pop()
+    if len(set(node)) == 1:
+        # Slurm takes the nearest clock that the GPU supports, and resets it after the job.
+        return f"#SBATCH --gpu-freq={node[0]},verbose\n"
+    return f"#SBATCH --comment={COMMENT}{','.join(map(str, node))}\n"
 
-    def __init__(
-        self,
-        plan: ClockPlan,
-        schedule: Schedule,
-        clock: Clock,
-        device: int,
-        *,
-        dwell_seconds: float = 0.0,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        if len(plan.clocks_mhz) != len(schedule.operations):
-            raise EnergyError(
-                f"the plan has clocks for {len(plan.clocks_mhz)} operations, but the schedule has "
-                f"{len(schedule.operations)}: play it with the schedule that it was made for"
-            )
-        self._clocks_mhz = {
-            (operation.stage, operation.phase, operation.microbatch): clock_mhz
-            for operation, clock_mhz in zip(schedule.operations, plan.clocks_mhz, strict=True)
-            if operation.device == device
-        }
-        if not any(self._clocks_mhz.values()):
-            raise EnergyError(f"device = {device} has no operation with a clock in the plan")
-        self._stages = sorted({stage for stage, _, _ in self._clocks_mhz})
-        self._device = device
-        self._clock = clock
-        self._dwell_seconds = dwell_seconds
-        self._now = now
-        self._in_force_mhz: int | None = None
-        self._changed_at_seconds = 0.0
-        self.switches = 0
-        self.held_back = 0
 
-    def on_operation(self, phase: str, microbatch: int, stage: int | None = None) -> None:
-        """To be called just before an operation is launched.
+def prolog() -> str:
+    """A Prolog script (run as root on every node) that locks clocks for jobs that ask for them.
 
-        Args:
-            phase: As in the schedule.
-            microbatch: From 0; -1 for what happens once per step.
-            stage: Needed only where the device has several (interleaved schedules).
+    A job asks with ``--comment=outlast-clocks=1200,1410``: one clock for each of its GPUs on a
+    node. Anything but digits and commas is ignored, for the comment is the user's. GPUs that are
+    divided by MIG, on which others compute, or of which that cannot be told, are left alone. A file
+    per job and GPU in /run/outlast-clocks, which belongs to root, says what has been locked.
+    """
+    return _script("slurm_prolog.sh")
 
-        Raises:
-            EnergyError: When the plan has no such operation on this device.
-        """
-        if stage is None:
-            if len(self._stages) > 1:
-                raise EnergyError(
-                    f"device {self._device} has stages {self._stages}: say which one begins"
-                )
-            stage = self._stages[0]
-        clock_mhz = self._clocks_mhz.get((stage, phase, microbatch))
-        if clock_mhz is None:
-            raise EnergyError(
-                f"the plan has no {phase} of microbatch {microbatch} in stage {stage} on device "
-                f"{self._device}: it was made for another schedule"
-            )
-        if clock_mhz and clock_mhz != self._in_force_mhz:
-            self._change(clock_mhz)
 
-    def _change(self, clock_mhz: int) -> None:
-        now_seconds = self._now()
-        lowered = self._in_force_mhz is not None and clock_mhz < self._in_force_mhz
-        if lowered and now_seconds - self._changed_at_seconds < self._dwell_seconds:
-            self.held_back += 1
-            return
-        self._clock.lock_clock(clock_mhz)
-        self._in_force_mhz = clock_mhz
-        self._changed_at_seconds = now_seconds
-        self.switches += 1
+def epilog() -> str:
+    """The Epilog script that belongs to `prolog`: gives the clocks back, however the job ended.
+
+    It goes by the prolog's files and never by the comment, which the user can change meanwhile.
+    Where a clock cannot be given back the file stays.
+    """
+    return _script("slurm_epilog.sh")
+
+
+def _script(name: str) -> str:
+    return resources.files("outlast.energy").joinpath(name).read_text(encoding="utf-8")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outlast.energy.frontier.linear import slopes
+from outlast.energy.linear_program import slopes
 from outlast.energy.profile import Curve, Point, effective
+from outlast.energy.schedule import LINK
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from outlast.energy.frontier.linear import Relaxed
-    from outlast.energy.frontier.planner import Choices
+    from outlast.energy.linear_program import Relaxed
     from outlast.energy.profile import Key, Profile
-    from outlast.energy.schedule.graph import Schedule
+    from outlast.energy.schedule import Schedule
 
 
 # Times that differ by less are taken for equal: the top clock is then the baseline.
@@ -37,7 +36,7 @@ def curves_of(profile: Profile, schedule: Schedule) -> list[Curve]:
         EnergyError: When an operation is not in the profile, or a value there is no time, energy
             or power; and when nothing takes energy.
     """
-    if not any(operation.device >= 0 for operation in schedule.operations):
+    if not any(operation.device != LINK for operation in schedule.operations):
         raise EnergyError(
             "the schedule has no operations on devices: there is nothing to plan for links alone"
         )
@@ -48,18 +47,31 @@ def curves_of(profile: Profile, schedule: Schedule) -> list[Curve]:
         )
     known: dict[tuple[Key, bool], Curve] = {}
     for operation in schedule.operations:
-        place = (operation.key, operation.device < 0)
+        place = (operation.key, operation.device == LINK)
         if place not in known:
             curve = profile.curve(operation.key)
-            _check(operation.key, curve)
-            if operation.device < 0:
+            name = f"the profile's stage {operation.stage} {operation.phase}"
+            if not curve.points:
+                raise EnergyError(f"{name} has no points: measure it at one clock or more")
+            for point in curve.points:
+                if not (math.isfinite(point.seconds) and point.seconds > 0):
+                    raise EnergyError(
+                        f"{name} at {point.clock_mhz} MHz has seconds = {point.seconds:g}, which "
+                        "must be above 0: measure it again"
+                    )
+                if not (math.isfinite(point.joules) and point.joules >= 0):
+                    raise EnergyError(
+                        f"{name} at {point.clock_mhz} MHz has joules = {point.joules:g}, which "
+                        "must not be below 0: measure it again"
+                    )
+            if operation.device == LINK:
                 fixed = curve.top
                 joules = fixed.joules + watts * fixed.seconds
                 curve = Curve((Point(0, fixed.seconds, joules),))
             known[place] = curve
     if not watts and not any(point.joules for curve in known.values() for point in curve.points):
         raise EnergyError("no operation of the schedule takes energy: there is nothing to save")
-    return [known[operation.key, operation.device < 0] for operation in schedule.operations]
+    return [known[operation.key, operation.device == LINK] for operation in schedule.operations]
 
 
 def baseline(schedule: Schedule, curves: list[Curve]) -> list[Point]:
@@ -82,30 +94,17 @@ def baseline(schedule: Schedule, curves: list[Curve]) -> list[Point]:
     return next(points for seconds, points in rivals if seconds <= limit)
 
 
-def _check(key: Key, curve: Curve) -> None:
-    name = f"the profile's stage {key.stage} {key.phase}"
-    if not curve.points:
-        raise EnergyError(f"{name} has no points: measure it at one clock or more")
-    for point in curve.points:
-        if not (math.isfinite(point.seconds) and point.seconds > 0):
-            raise EnergyError(
-                f"{name} at {point.clock_mhz} MHz has seconds = {point.seconds:g}, which must be "
-                "above 0: measure it again"
-            )
-        if not (math.isfinite(point.joules) and point.joules >= 0):
-            raise EnergyError(
-                f"{name} at {point.clock_mhz} MHz has joules = {point.joules:g}, which must not be "
-                "below 0: measure it again"
-            )
-
-
 Places = list[int]
 """A plan: of each operation, which of its points it runs at; 0 is the fastest one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Curves:
-    """Time and energy of each operation at its clocks, as arrays; equal operations share theirs.
+class Choices:
+    """Clocks, times and energies that every operation may have; equal operations share theirs.
+
+    Args:
+        points: (operations,) Pareto points, fastest first.
+        hulls: (operations,) those of them that are corners of the lower hull.
+        blocking_watts: Power of a waiting device.
 
     Attributes:
         seconds: (operations,) arrays of (points,), rising.
@@ -113,18 +112,13 @@ class Curves:
         corners: (operations,) which places are corners of the lower hull.
     """
 
-    seconds: list[npt.NDArray[np.float64]]
-    joules: list[npt.NDArray[np.float64]]
-    corners: list[list[int]]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         points: Sequence[Sequence[Point]],
         hulls: Sequence[Sequence[Point]],
         blocking_watts: float,
-    ) -> Curves:
-        """The arrays of Pareto points and their hulls, fastest first."""
+    ) -> None:
+        self.points, self.hulls, self.blocking_watts = points, hulls, blocking_watts
         known: dict[int, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], list[int]]] = {}
         for own, hull in zip(points, hulls, strict=True):
             if id(own) not in known:
@@ -135,7 +129,7 @@ class Curves:
                     [place for place, point in enumerate(own) if point in corners],
                 )
         found = [known[id(own)] for own in points]
-        return cls([f[0] for f in found], [f[1] for f in found], [f[2] for f in found])
+        self.seconds, self.joules, self.corners = map(list, zip(*found, strict=True))
 
     def durations(self, places: Sequence[int]) -> list[float]:
         """(operations,) seconds of a plan."""
@@ -213,7 +207,20 @@ def merged(
     the deadline, which the caller must check.
     """
     points = [curve.points[-1] for curve in curves]
-    prices = _prices(choices, relaxed)
+    # (operations,) watts that one more second of each is worth.
+    prices = []
+    for hull, seconds in zip(choices.hulls, relaxed.seconds.tolist(), strict=True):
+        falls = [-slope for slope in slopes(hull, choices.blocking_watts)]
+        if not falls:
+            prices.append(0.0)
+            continue
+        # Beyond the ends the price is only known to be higher or lower: twice and half are guesses.
+        segments = [2 * falls[0], *falls, falls[-1] / 2]
+        inner = [corner.seconds for corner in hull]
+        slack = 1e-9 * inner[-1]
+        left = int(np.searchsorted(inner, seconds - slack, side="right"))
+        right = int(np.searchsorted(inner, seconds + slack, side="right"))
+        prices.append((segments[min(left, right)] + segments[max(left, right)]) / 2)
     sequences: dict[int, list[int]] = {}
     for index in schedule.order:
         if any(point.clock_mhz for point in curves[index].points):
@@ -238,21 +245,3 @@ def merged(
             points[index] = curves[index].at(clocks[at])
             at = int(before[at])
     return points
-
-
-def _prices(choices: Choices, relaxed: Relaxed) -> list[float]:
-    """(operations,) watts that one more second of each is worth."""
-    found = []
-    for hull, seconds in zip(choices.hulls, relaxed.seconds.tolist(), strict=True):
-        falls = [-slope for slope in slopes(hull, choices.blocking_watts)]
-        if not falls:
-            found.append(0.0)
-            continue
-        # Beyond the ends the price is only known to be higher or lower: twice and half are guesses.
-        prices = [2 * falls[0], *falls, falls[-1] / 2]
-        inner = [corner.seconds for corner in hull]
-        slack = 1e-9 * inner[-1]
-        left = int(np.searchsorted(inner, seconds - slack, side="right"))
-        right = int(np.searchsorted(inner, seconds + slack, side="right"))
-        found.append((prices[min(left, right)] + prices[max(left, right)]) / 2)
-    return found

@@ -28,54 +28,41 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
+    from scipy.sparse import csc_array
 
     from outlast.energy.profile import Point
-    from outlast.energy.schedule.graph import Schedule
-
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-    from scipy.sparse import csc_array
+    from outlast.energy.schedule import Schedule
 
     Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Constraints ``lower <= matrix @ x <= upper``.
-
-    Attributes:
-        matrix: (rows, columns).
-        lower: (rows,) or a number.
-        upper: (rows,) or a number.
-    """
-
-    matrix: csc_array
-    lower: Floats | float
-    upper: Floats | float
-
-
-def programme(
-    costs: Floats, bounds: tuple[Floats, Floats], rows: Rows, *, integral: Floats | None = None
+def highs_model(
+    costs: Floats,
+    bounds: tuple[Floats, Floats],
+    matrix: csc_array,
+    limits: tuple[Floats | float, Floats | float],
+    *,
+    integral: Floats | None = None,
 ) -> Any:
     """A `highspy.Highs` that minimises ``costs @ x``; call its `run`.
 
     Args:
         costs: (columns,).
-        bounds: (columns,) lower and upper ones.
-        rows: The constraints.
+        bounds: (columns,) lower and upper ones of x.
+        matrix: (rows, columns).
+        limits: (rows,) or a number: lower and upper ones of ``matrix @ x``.
         integral: (columns,) which of x must be whole; None for a linear programme.
     """
     import highspy
 
-    matrix = rows.matrix
     count = matrix.shape[0]
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = len(costs), count
     model.col_cost_ = costs
     model.col_lower_, model.col_upper_ = bounds
-    model.row_lower_ = np.broadcast_to(np.asarray(rows.lower, np.float64), count).copy()
-    model.row_upper_ = np.broadcast_to(np.asarray(rows.upper, np.float64), count).copy()
+    model.row_lower_, model.row_upper_ = (
+        np.broadcast_to(np.asarray(limit, np.float64), count).copy() for limit in limits
+    )
     model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     model.a_matrix_.start_ = matrix.indptr
     model.a_matrix_.index_ = matrix.indices
@@ -103,7 +90,10 @@ def lower_hull(points: Sequence[Point], blocking_watts: float) -> tuple[Point, .
     """
     corners: list[Point] = []
     for point in points:
-        while len(corners) >= 2 and not _turns_up((*corners[-2:], point), blocking_watts):
+        while len(corners) >= 2:
+            before, after = slopes((*corners[-2:], point), blocking_watts)
+            if after > before:
+                break
             corners.pop()
         corners.append(point)
     return tuple(corners)
@@ -115,11 +105,6 @@ def slopes(corners: Sequence[Point], blocking_watts: float) -> list[float]:
         (effective(b, blocking_watts) - effective(a, blocking_watts)) / (b.seconds - a.seconds)
         for a, b in itertools.pairwise(corners)
     ]
-
-
-def _turns_up(three: Sequence[Point], blocking_watts: float) -> bool:
-    before, after = slopes(three, blocking_watts)
-    return after > before
 
 
 class DeadlineError(EnergyError):
@@ -167,34 +152,54 @@ class Relaxed:
     operation_watts: npt.NDArray[np.float64]
 
 
-class Programme:
+class LinearProgram:
     """The linear programme of one schedule; solve it for as many deadlines as needed.
 
     Args:
         schedule: The step.
         hulls: Of each operation, see `lower_hull`.
         blocking_watts: Per device.
+
+    Attributes:
+        fastest_seconds: The shortest deadline that can be met.
     """
 
     def __init__(
         self, schedule: Schedule, hulls: Sequence[Sequence[Point]], blocking_watts: float
     ) -> None:
         self._schedule = schedule
-        count = len(schedule.operations)
+        count, edges = len(schedule.operations), schedule.edges
         shortest = [hull[0].seconds for hull in hulls]
-        self._fastest_seconds = schedule.makespan(shortest)
-        self._unit = unit_of(self._fastest_seconds, 2.0)
+        self.fastest_seconds = schedule.makespan(shortest)
+        self._unit = unit_of(self.fastest_seconds, 2.0)
         self._shortest = np.array(shortest) / self._unit
         self._constant = float(sum(effective(hull[0], blocking_watts) for hull in hulls))
         lengths = [np.diff([point.seconds for point in hull]) for hull in hulls]
         # Which operation each segment belongs to.
         self._owner = np.repeat(np.arange(count), [len(length) for length in lengths])
-        costs = [slope for hull in hulls for slope in slopes(hull, blocking_watts)]
-        self._segments = np.concatenate(lengths) / self._unit
         self._last = [i for i in range(count) if not schedule.successors[i]]
         # The operation at the beginning of each row: of edges, then of those that come last.
-        self._before = np.array([edge[0] for edge in schedule.edges] + self._last)
-        self._highs = self._build(np.array([0.0] * count + costs))
+        self._before = np.array([edge[0] for edge in edges] + self._last)
+        rows = [*((row, *edge) for row, edge in enumerate(edges))]
+        rows += [(row, index, -1) for row, index in enumerate(self._last, start=len(edges))]
+        # Rows in which each operation's end stands, to put its segments there.
+        ends: list[list[int]] = [[] for _ in range(count)]
+        for row, index, _ in rows:
+            ends[index].append(row)
+        entries = [(row, index, 1.0) for row, index, _ in rows]
+        entries += [(row, after, -1.0) for row, _, after in rows if after >= 0]
+        entries += [
+            (row, column, 1.0)
+            for column, owner in enumerate(self._owner.tolist(), start=count)
+            for row in ends[owner]
+        ]
+        at_row, at_column, value = zip(*entries, strict=True)
+        slope = [watts for hull in hulls for watts in slopes(hull, blocking_watts)]
+        costs = np.array([0.0] * count + slope)
+        matrix = coo_array((value, (at_row, at_column)), shape=(len(rows), len(costs))).tocsc()
+        upper = np.concatenate([np.full(count, np.inf), np.concatenate(lengths) / self._unit])
+        limits = (-np.inf, -self._shortest[self._before])
+        self._highs = highs_model(costs, (np.zeros(len(costs)), upper), matrix, limits)
 
     def solve(self, deadline_seconds: float) -> Relaxed:
         """The optimum for a deadline.
@@ -204,13 +209,13 @@ class Programme:
             EnergyError: When HiGHS finds no optimum.
         """
         # A deadline that is the fastest plan's own time must not fail by rounding.
-        if deadline_seconds < self._fastest_seconds * (1 - 1e-9):
+        if deadline_seconds < self.fastest_seconds * (1 - 1e-9):
             raise DeadlineError(
                 f"deadline = {deadline_seconds:g} s cannot be met: at the fastest clocks the step "
-                f"takes {self._fastest_seconds:.6g} s",
-                self._fastest_seconds,
+                f"takes {self.fastest_seconds:.6g} s",
+                self.fastest_seconds,
             )
-        deadline = max(deadline_seconds, self._fastest_seconds * (1 + 1e-12)) / self._unit
+        deadline = max(deadline_seconds, self.fastest_seconds * (1 + 1e-12)) / self._unit
         first = len(self._schedule.edges)
         for row, index in enumerate(self._last, start=first):
             self._highs.changeRowBounds(row, -np.inf, deadline - self._shortest[index])
@@ -238,30 +243,3 @@ class Programme:
             edge_watts=prices[:first],
             operation_watts=operation_watts,
         )
-
-    @property
-    def fastest_seconds(self) -> float:
-        """The shortest deadline that can be met."""
-        return self._fastest_seconds
-
-    def _build(self, costs: npt.NDArray[np.float64]) -> Any:
-        count, edges = len(self._shortest), self._schedule.edges
-        rows = [*((row, *edge) for row, edge in enumerate(edges))]
-        rows += [(row, index, -1) for row, index in enumerate(self._last, start=len(edges))]
-        # Rows in which each operation's end stands, to put its segments there.
-        ends: list[list[int]] = [[] for _ in range(count)]
-        for row, index, _ in rows:
-            ends[index].append(row)
-        entries = [(row, index, 1.0) for row, index, _ in rows]
-        entries += [(row, after, -1.0) for row, _, after in rows if after >= 0]
-        entries += [
-            (row, column, 1.0)
-            for column, owner in enumerate(self._owner.tolist(), start=count)
-            for row in ends[owner]
-        ]
-        at_row, at_column, value = zip(*entries, strict=True)
-        matrix = coo_array((value, (at_row, at_column)), shape=(len(rows), len(costs))).tocsc()
-        lower = np.zeros(len(costs))
-        upper = np.concatenate([np.full(count, np.inf), self._segments])
-        limits = Rows(matrix, -np.inf, -self._shortest[self._before])
-        return programme(costs, (lower, upper), limits)

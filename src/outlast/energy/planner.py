@@ -20,38 +20,35 @@ import heapq
 import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outlast.energy.frontier.linear import DeadlineError, Programme, lower_hull
-from outlast.energy.frontier.operations import Curves, SwitchDelays, baseline, curves_of, merged
-from outlast.energy.frontier.plan import SWITCHES, ClockPlan, fingerprint
-from outlast.energy.frontier.stragglers import Frontier
-from outlast.energy.frontier.switches import Grouped, GroupedProgramme
+from outlast.energy.linear_program import DeadlineError, LinearProgram, lower_hull
+from outlast.energy.operations import Choices, SwitchDelays, baseline, curves_of, merged
+from outlast.energy.plan import SWITCHES, ClockPlan, Frontier, fingerprint
 from outlast.energy.profile import effective
+from outlast.energy.switches import Grouped, GroupedProgram
 from outlast.errors import EnergyError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outlast.energy.frontier.linear import Relaxed
-    from outlast.energy.frontier.operations import Places
-    from outlast.energy.frontier.plan import Switches
+    from outlast.energy.linear_program import Relaxed
+    from outlast.energy.operations import Places
+    from outlast.energy.plan import Switches
     from outlast.energy.profile import Point, Profile
-    from outlast.energy.schedule.graph import Schedule
-
+    from outlast.energy.schedule import Schedule
 
 Array: TypeAlias = NDArray[np.float64]
-
-
 Indices: TypeAlias = NDArray[np.intp]
-
-
 # Ends that are kept at most, over all plans: where hundreds wait at once, fewer plans are kept.
 _KEPT_ENDS = 40_000
+# Points of an operation that are tried: those that lose least. The fastest one is tried always, so
+# that the deadline can be met. More options help no further: plans then win by gaining time early
+# that they lose later.
+_OPTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -68,21 +65,6 @@ class Leaning:
     pull: float
     grain: float = 2e-3
     early: float = 1.0
-
-
-@dataclass(frozen=True)
-class Width:
-    """Breadth of a beam search.
-
-    Attributes:
-        plans: Kept after each operation.
-        options: Points of an operation that are tried: those that lose least. The fastest one is
-            tried always, so that the deadline can be met. More options help no further: plans
-            then win by gaining time early that they lose later.
-    """
-
-    plans: int = 32
-    options: int = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,17 +108,17 @@ class Beam:
 
     Args:
         schedule: The step.
-        curves: What operations may run at.
+        choices: What operations may run at.
         relaxed: The optimum of the linear programme; for a schedule with reversed edges, with
             starts counted from the end.
         deadline_seconds: Not shorter than the fastest plan takes.
     """
 
     def __init__(
-        self, schedule: Schedule, curves: Curves, relaxed: Relaxed, deadline_seconds: float
+        self, schedule: Schedule, choices: Choices, relaxed: Relaxed, deadline_seconds: float
     ) -> None:
         count = len(schedule.operations)
-        self._curves = curves
+        self._choices = choices
         self._deadline = deadline_seconds
         self._edge_watts = relaxed.edge_watts.tolist()
         self._watts = relaxed.operation_watts.tolist()
@@ -147,18 +129,23 @@ class Beam:
             self._final_watts[before] -= self._edge_watts[edge]
         self._after = schedule.successors
         self._references = (relaxed.starts + relaxed.seconds).tolist()
-        fastest = [float(own[0]) for own in curves.seconds]
-        latest = schedule.latest_ends(fastest, deadline_seconds * (1 + 1e-12))
-        self._latest = latest
+        fastest = [float(own[0]) for own in choices.seconds]
+        self._latest = schedule.latest_ends(fastest, deadline_seconds * (1 + 1e-12))
         self._mean_seconds = sum(fastest) / max(count, 1)
-        self._order = _in_time(schedule, relaxed.starts.tolist())
+        # By start, so that operations that compete for time are near.
+        self._order = schedule.topological(relaxed.starts.tolist())
         self._slots, self._freed, self._slot_count = _slots(schedule, self._order)
         self._hash = (np.random.default_rng(0).random(count) + 0.5).tolist()
 
-    def search(self, leanings: Sequence[Leaning], width: Width) -> list[Places]:
-        """For each leaning the plan found that loses least; all meet the deadline."""
+    def search(self, leanings: Sequence[Leaning], plans: int) -> list[Places]:
+        """For each leaning the plan found that loses least; all meet the deadline.
+
+        Args:
+            leanings: Of searches side by side.
+            plans: How many each keeps after an operation.
+        """
         count = len(leanings)
-        plans = max(min(width.plans, _KEPT_ENDS // (self._slot_count * count)), 1)
+        plans = max(min(plans, _KEPT_ENDS // (self._slot_count * count)), 1)
         searches = _Searches(
             plans,
             np.repeat([leaning.pull for leaning in leanings], plans)[:, None],
@@ -173,9 +160,16 @@ class Beam:
         known: dict[tuple[int, float], tuple[Indices, Array, Array]] = {}
         history = []
         for index in self._order:
-            kind = (id(self._curves.seconds[index]), round(self._watts[index], 9))
+            all_seconds, joules = self._choices.seconds[index], self._choices.joules[index]
+            kind = (id(all_seconds), round(self._watts[index], 9))
             if kind not in known:
-                known[kind] = self._options(index, width.options)
+                # Places that lose least at the operation's price, their seconds and losses.
+                losses = joules + self._watts[index] * all_seconds
+                losses -= losses.min()
+                places = np.argsort(losses, kind="stable")[:_OPTIONS]
+                if 0 not in places:
+                    places = np.append(places, 0)
+                known[kind] = places, all_seconds[places], losses[places]
             places, seconds, losses = known[kind]
             states, before, columns = self._step(index, seconds, losses, (states, searches))
             history.append((before, places[columns]))
@@ -183,24 +177,23 @@ class Beam:
         found = np.zeros((count, len(self._order)), dtype=np.intp)
         for index, (before, chosen) in zip(reversed(self._order), reversed(history), strict=True):
             found[:, index], row = chosen[row], before[row]
-        return [[int(place) for place in tensor] for tensor in found]
-
-    def _options(self, index: int, count: int) -> tuple[Indices, Array, Array]:
-        """Places that lose least at the operation's price, their seconds and losses."""
-        seconds, joules = self._curves.seconds[index], self._curves.joules[index]
-        losses = joules + self._watts[index] * seconds
-        losses -= losses.min()
-        places = np.argsort(losses, kind="stable")[:count]
-        if 0 not in places:
-            places = np.append(places, 0)
-        return places, seconds[places], losses[places]
+        return [[int(place) for place in plan] for plan in found]
 
     def _step(
         self, index: int, seconds: Array, losses: Array, now: tuple[_States, _Searches]
     ) -> tuple[_States, Indices, Indices]:
         """Place an operation: the states that are kept, of which rows and options they are."""
         states, searches = now
-        start, lost = self._start(index, states)
+        # Earliest start of the operation, and the loss once those before it have waited.
+        before = [
+            (self._edge_watts[e], states.ends[:, self._slots[i]]) for e, i in self._before[index]
+        ]
+        start, lost = np.zeros(len(states.lost)), states.lost
+        for _, before_ends in before:
+            start = np.maximum(start, before_ends)
+        for watts, before_ends in before:
+            if watts > 0:
+                lost = lost + watts * (start - before_ends)
         ends = start[:, None] + seconds
         lost = lost[:, None] + losses
         pulled, marks = states.pulled, states.marks
@@ -237,19 +230,6 @@ class Beam:
             kept.ends[:, self._slots[index]] = ends.ravel()[picked]
             kept.pulls[:, self._slots[index]] = pulls.ravel()[picked]
         return kept, rows, columns
-
-    def _start(self, index: int, states: _States) -> tuple[Array, Array]:
-        """Earliest start of the operation, and the loss once those before it have waited."""
-        before = [
-            (self._edge_watts[e], states.ends[:, self._slots[i]]) for e, i in self._before[index]
-        ]
-        start, lost = np.zeros(len(states.lost)), states.lost
-        for _, ends in before:
-            start = np.maximum(start, ends)
-        for watts, ends in before:
-            if watts > 0:
-                lost = lost + watts * (start - ends)
-        return start, lost
 
 
 def mirrored(schedule: Schedule) -> Schedule:
@@ -291,22 +271,6 @@ def _picked(scores: Array, marks: Array, searches: _Searches) -> Indices:
     return picked.ravel()
 
 
-def _in_time(schedule: Schedule, starts: list[float]) -> list[int]:
-    """A topological order by start, so that operations that compete for time are near."""
-    waiting = [len(before) for before in schedule.predecessors]
-    ready = [(starts[index], index) for index, number in enumerate(waiting) if not number]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        order.append(index)
-        for after in schedule.successors[index]:
-            waiting[after] -= 1
-            if not waiting[after]:
-                heapq.heappush(ready, (starts[after], after))
-    return order
-
-
 def _slots(schedule: Schedule, order: list[int]) -> tuple[list[int], list[list[int]], int]:
     """Slot of each operation's end, slots that each operation frees, and the number of slots.
 
@@ -336,58 +300,54 @@ class Slack:
 
     Args:
         schedule: The step.
-        curves: What operations may run at.
+        choices: What operations may run at.
         places: The plan to begin with; it meets the deadline.
         deadline_seconds: Of the step.
     """
 
     def __init__(
-        self, schedule: Schedule, curves: Curves, places: Sequence[int], deadline_seconds: float
+        self, schedule: Schedule, choices: Choices, places: Sequence[int], deadline_seconds: float
     ) -> None:
         self._before, self._after = schedule.predecessors, schedule.successors
         self._rank = [0] * len(places)
         for rank, index in enumerate(schedule.order):
             self._rank[index] = rank
-        self._seconds = [own.tolist() for own in curves.seconds]
-        self._joules = [own.tolist() for own in curves.joules]
-        self._durations = curves.durations(places)
+        self._seconds = [own.tolist() for own in choices.seconds]
+        self._joules = [own.tolist() for own in choices.joules]
+        self._durations = choices.durations(places)
         self._starts = schedule.earliest_starts(self._durations)
         self._ends = schedule.latest_ends(self._durations, deadline_seconds)
         # Sums in another order may differ by a few units in the last place.
         self._tolerance = 1e-12 * deadline_seconds
         self.places: Places = list(places)
 
-    def fill(self, allowed: Sequence[Sequence[int]]) -> None:
-        """Slow operations down until none fits a slower place, most watts saved first.
-
-        Args:
-            allowed: (operations,) rising places that may be chosen.
-        """
+    def fill(self) -> Places:
+        """Slow operations down until none fits a slower place, most watts saved first."""
         heap = []
-        for index, own in enumerate(allowed):
-            step = self._best(index, own)
+        for index in range(len(self.places)):
+            step = self._best(index)
             if step:
                 heap.append((-step[0], index))
         heapq.heapify(heap)
         while heap:
             watts, index = heapq.heappop(heap)
-            step = self._best(index, allowed[index])
+            step = self._best(index)
             if not step:
                 continue
             # Others have taken slack since: it waits for its turn again.
             if -step[0] <= watts + 1e-12:
                 self._take(index, step[1])
-                step = self._best(index, allowed[index])
+                step = self._best(index)
             if step:
                 heapq.heappush(heap, (-step[0], index))
+        return self.places
 
-    def _best(self, index: int, allowed: Sequence[int]) -> tuple[float, int] | None:
+    def _best(self, index: int) -> tuple[float, int] | None:
+        """The slower place that saves most watts, and how many; None where none fits."""
         seconds, joules, here = self._seconds[index], self._joules[index], self.places[index]
         room = self._ends[index] - self._starts[index] + self._tolerance
         best = None
-        for place in allowed:
-            if place <= here:
-                continue
+        for place in range(here + 1, len(seconds)):
             if seconds[place] > room:
                 break
             watts = (joules[here] - joules[place]) / (seconds[place] - seconds[here])
@@ -426,80 +386,31 @@ _LEANINGS = tuple(
     for grain in (2e-3, 1e-2)
     for pull in (0.3, 1.0, 2.0, 5.0, 10.0)
 )
-
-
 # Plans that a search keeps, more of them in short steps; wider searches help less than more.
 _KEPT, _MOST_KEPT = 16, 48
-
-
 # Their number times operations.
 _PLACES = 6_000
-
-
 # Longer steps are searched with every other leaning only, to save time.
 _LONG = 1_000
-
-
 # Plans of the searches whose slack is filled, the best ones: others hardly become the best.
 _FILLED = 2
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Searches that are made together.
-
-    Attributes:
-        backwards: In time.
-        price: Weight of the mean of deadlines nearby in the prices.
-        time: The same in the times that plans are pulled to.
-        above: Not made where the plan is nearer to the bound, as a share of the step's energy.
-    """
-
-    backwards: bool
-    price: float
-    time: float
-    above: float
-
-
-# The most useful ones first. Later ones pay where plans are still far from the bound.
+# Rounds of searches: whether backwards in time; weights of the mean of deadlines nearby in the
+# prices, and in the times that plans are pulled to; not made where the plan is nearer to the bound
+# than this share of the step's energy. The most useful ones come first. Later ones pay where plans
+# are still far from the bound.
 _ROUNDS = (
-    _Round(False, 0.0, 0.0, 0.0),
-    _Round(True, 1.0, 0.0, 4e-4),
-    _Round(False, 1.0, 0.0, 4e-4),
-    _Round(True, 0.0, 0.0, 4e-4),
-    _Round(False, 0.0, 1.0, 6e-4),
-    _Round(False, 0.5, 0.0, 6e-4),
-    _Round(True, 0.5, 0.0, 6e-4),
-    _Round(False, 0.5, 0.5, 6e-4),
-    _Round(True, 0.0, 1.0, 6e-4),
+    (False, 0.0, 0.0, 0.0),
+    (True, 1.0, 0.0, 4e-4),
+    (False, 1.0, 0.0, 4e-4),
+    (True, 0.0, 0.0, 4e-4),
+    (False, 0.0, 1.0, 6e-4),
+    (False, 0.5, 0.0, 6e-4),
+    (True, 0.5, 0.0, 6e-4),
+    (False, 0.5, 0.5, 6e-4),
+    (True, 0.0, 1.0, 6e-4),
 )
-
-
 # Operations that rounds place for one deadline, and the fewest rounds.
-_PLACED = 5_000
-
-
-_FEWEST_ROUNDS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class Choices:
-    """Clocks, times and energies that every operation may have.
-
-    Attributes:
-        points: (operations,) Pareto points, fastest first.
-        hulls: (operations,) those of them that are corners of the lower hull.
-        blocking_watts: Power of a waiting device.
-    """
-
-    points: Sequence[Sequence[Point]]
-    hulls: Sequence[Sequence[Point]]
-    blocking_watts: float
-
-    @cached_property
-    def curves(self) -> Curves:
-        """The same as arrays."""
-        return Curves.of(self.points, self.hulls, self.blocking_watts)
+_PLACED, _FEWEST_ROUNDS = 5_000, 3
 
 
 def rounded(
@@ -520,88 +431,56 @@ def rounded(
         nearby: Optima of slightly shorter and longer deadlines. Prices jump from one deadline to
             the next; their mean weighs more operations.
     """
-    curves = choices.curves
     fastest = [0] * len(choices.points)
     # A deadline that is the fastest plan's own time must not fail by rounding.
-    deadline = max(deadline_seconds, schedule.makespan(curves.durations(fastest)))
-    limit = deadline * (1 + 1e-9)
-    mean = _mean(relaxed, nearby, deadline)
-    full = relaxed.joules + schedule.devices * choices.blocking_watts * deadline
-    rounds = max(_PLACED // max(len(fastest), 1), _FEWEST_ROUNDS)
-    rough = curves.below(relaxed.seconds.tolist())
-    best = _better(schedule, curves, fastest, ([rough], limit))
-    for round_ in _ROUNDS[:rounds]:
-        if curves.energy(best) - relaxed.joules > round_.above * full:
-            # An optimum's mixture with the mean.
-            price, time = round_.price, round_.time
-            optimum = replace(
-                relaxed,
-                starts=(1 - time) * relaxed.starts + time * mean.starts,
-                seconds=(1 - time) * relaxed.seconds + time * mean.seconds,
-                edge_watts=(1 - price) * relaxed.edge_watts + price * mean.edge_watts,
-                operation_watts=(1 - price) * relaxed.operation_watts
-                + price * mean.operation_watts,
-            )
-            plans = _searched(schedule, curves, optimum, (deadline, round_.backwards))
-            best = _better(schedule, curves, best, (plans, limit))
-    return [own[place] for own, place in zip(choices.points, best, strict=True)]
+    deadline = max(deadline_seconds, schedule.makespan(choices.durations(fastest)))
 
+    def better(best: Places, rivals: Sequence[Places]) -> Places:
+        """The plan that needs least, of the best so far and of rivals that keep to the limit."""
+        limit = deadline * (1 + 1e-9)
+        fitting = [p for p in rivals if schedule.makespan(choices.durations(p)) <= limit]
+        return min((best, *fitting), key=choices.energy)
 
-def _mean(relaxed: Relaxed, nearby: Sequence[Relaxed], deadline: float) -> Relaxed:
-    """The mean of optima, as if all were for the deadline; its prices are a flow as well."""
+    # Optima of deadlines nearby as if they were for this one; the mean's prices are a flow as well.
     every = [relaxed]
     for item in nearby:
         longer = deadline / float((item.starts + item.seconds).max())
         every.append(replace(item, starts=item.starts * longer, seconds=item.seconds * longer))
-    return replace(
+    mean = replace(
         relaxed,
-        starts=np.mean([said.starts for said in every], axis=0),
-        seconds=np.mean([said.seconds for said in every], axis=0),
-        edge_watts=np.mean([said.edge_watts for said in every], axis=0),
-        operation_watts=np.mean([said.operation_watts for said in every], axis=0),
+        starts=np.mean([item.starts for item in every], axis=0),
+        seconds=np.mean([item.seconds for item in every], axis=0),
+        edge_watts=np.mean([item.edge_watts for item in every], axis=0),
+        operation_watts=np.mean([item.operation_watts for item in every], axis=0),
     )
-
-
-def _better(
-    schedule: Schedule, curves: Curves, best: Places, rivals: tuple[list[Places], float]
-) -> Places:
-    """The plan that needs least, of the best so far and of rivals that keep to the limit."""
-    plans, limit = rivals
-    fitting = [p for p in plans if schedule.makespan(curves.durations(p)) <= limit]
-    return min((best, *fitting), key=curves.energy)
-
-
-def _searched(
-    schedule: Schedule, curves: Curves, optimum: Relaxed, aim: tuple[float, bool]
-) -> list[Places]:
-    """The best plans of the searches of one round, with filled slack."""
-    deadline, backwards = aim
-    if backwards:
-        optimum = mirrored_optimum(optimum, deadline)
-    beam = Beam(mirrored(schedule) if backwards else schedule, curves, optimum, deadline)
+    full = relaxed.joules + schedule.devices * choices.blocking_watts * deadline
     kept = min(max(_PLACES // len(schedule.operations), _KEPT), _MOST_KEPT)
     leanings = _LEANINGS[::2] if len(schedule.operations) > _LONG else _LEANINGS
-    plans = sorted(beam.search(leanings, Width(plans=kept)), key=curves.energy)
-    return [_filled(schedule, curves, places, deadline) for places in plans[:_FILLED]]
-
-
-def _filled(schedule: Schedule, curves: Curves, places: Places, deadline: float) -> Places:
-    """A plan with filled slack."""
-    slack = Slack(schedule, curves, places, deadline)
-    slack.fill([range(len(own)) for own in curves.seconds])
-    return slack.places
+    best = better(fastest, [choices.below(relaxed.seconds.tolist())])
+    rounds = max(_PLACED // max(len(fastest), 1), _FEWEST_ROUNDS)
+    for backwards, price, time, above in _ROUNDS[:rounds]:
+        if not choices.energy(best) - relaxed.joules > above * full:
+            continue
+        # An optimum's mixture with the mean.
+        optimum = replace(
+            relaxed,
+            starts=(1 - time) * relaxed.starts + time * mean.starts,
+            seconds=(1 - time) * relaxed.seconds + time * mean.seconds,
+            edge_watts=(1 - price) * relaxed.edge_watts + price * mean.edge_watts,
+            operation_watts=(1 - price) * relaxed.operation_watts + price * mean.operation_watts,
+        )
+        if backwards:
+            optimum = mirrored_optimum(optimum, deadline)
+        beam = Beam(mirrored(schedule) if backwards else schedule, choices, optimum, deadline)
+        plans = sorted(beam.search(leanings, kept), key=choices.energy)[:_FILLED]
+        best = better(best, [Slack(schedule, choices, plan, deadline).fill() for plan in plans])
+    return [own[place] for own, place in zip(choices.points, best, strict=True)]
 
 
 LONGEST = 1.1
-
-
 """A frontier ends at this multiple of the baseline's time, where not told otherwise."""
-
-
 # By what share the deadlines differ whose prices help to round a plan.
 _NEARBY = 0.005
-
-
 # Halvings of the interval of deadlines in which a plan with delayed changes of clock is looked for.
 _HALVINGS = 7
 
@@ -710,8 +589,13 @@ class _Solver:
         keys = [id(curve) for curve in self._curves]
         self._choices = Choices([pareto[key] for key in keys], [hulls[key] for key in keys], watts)
         self._baseline = baseline(schedule, self._curves)
-        self._programme = Programme(schedule, self._choices.hulls, watts)
-        self._grouped = self._grouped_programmes()
+        self._program = LinearProgram(schedule, self._choices.hulls, watts)
+        budgets: list[Switches] = [switches]
+        if switches == "free":
+            budgets = ["per_stage", "free"] if switch_seconds else []
+        self._grouped = [
+            GroupedProgram(schedule, profile, budget, switch_seconds) for budget in budgets
+        ]
         self._fingerprint = fingerprint(schedule)
         self.baseline_seconds = schedule.makespan([point.seconds for point in self._baseline])
 
@@ -749,7 +633,7 @@ class _Solver:
         seconds = self.seconds_of(deadline)
         usable = seconds * (1 - _checked(margin, "margin", 1.0))
         try:
-            relaxed = self._programme.solve(usable)
+            relaxed = self._program.solve(usable)
             found = self._within(relaxed, usable)
         except DeadlineError as error:
             if not margin:
@@ -760,7 +644,7 @@ class _Solver:
                 f"{error.shortest_seconds / (1 - margin):.6g} s; allow it, or a smaller margin"
             ) from error
         blocked = self._blocked(seconds)
-        bound = self._programme.solve(seconds).joules if margin else relaxed.joules
+        bound = self._program.solve(seconds).joules if margin else relaxed.joules
         own = found.bound_joules if not margin else bound
         return ClockPlan(
             clocks_mhz=tuple(point.clock_mhz for point in found.points),
@@ -782,56 +666,40 @@ class _Solver:
         )
 
     def _within(self, relaxed: Relaxed, seconds: float) -> Grouped:
-        if self._switches_allowed == "free" and not self._delays.switch_seconds:
-            nearby = [self._programme.solve(value) for value in self._near(seconds)]
-            points = rounded(self._schedule, self._choices, relaxed, seconds, nearby)
-            return Grouped(points, relaxed.joules)
         if self._switches_allowed != "free":
             return self._grouped[0].solve(seconds)
-        return self._free_with_delays(seconds, relaxed.joules)
-
-    def _near(self, seconds: float) -> list[float]:
-        """Deadlines a little shorter and longer, whose prices help to round."""
-        shorter = max(seconds * (1 - _NEARBY), self._programme.fastest_seconds)
-        return [shorter, seconds * (1 + _NEARBY)]
+        if self._delays.switch_seconds:
+            return self._free_with_delays(seconds, relaxed.joules)
+        # Deadlines a little shorter and longer, whose prices help to round.
+        shorter = max(seconds * (1 - _NEARBY), self._program.fastest_seconds)
+        nearby = [self._program.solve(value) for value in (shorter, seconds * (1 + _NEARBY))]
+        points = rounded(self._schedule, self._choices, relaxed, seconds, nearby)
+        return Grouped(points, relaxed.joules)
 
     def _free_with_delays(self, seconds: float, bound: float) -> Grouped:
         """The best of plans per device, per part of the step, and with merged changes."""
-        best: list[Point] | None = None
+        found: list[list[Point]] = []
         problem = None
         for grouped in self._grouped:
             try:
-                points = grouped.solve(seconds).points
+                found.append(grouped.solve(seconds).points)
             except EnergyError as error:
                 problem = error
-                continue
-            if best is None or self._joules(points, seconds) < self._joules(best, seconds):
-                best = points
-        low, high = self._programme.fastest_seconds, seconds
+        low, high = self._program.fastest_seconds, seconds
         for halving in range(_HALVINGS):
             middle = high if not halving else (low + high) / 2
-            relaxed = self._programme.solve(middle)
+            relaxed = self._program.solve(middle)
             points = merged(
                 self._schedule, self._curves, self._choices, relaxed, self._delays.switch_seconds
             )
             if self._schedule.makespan(self._delays.seconds(points)) > seconds * (1 + 1e-9):
                 high = middle
-                continue
-            low = middle
-            if best is None or self._joules(points, seconds) < self._joules(best, seconds):
-                best = points
-        if best is None:
+            else:
+                low = middle
+                found.append(points)
+        if not found:
             raise problem or EnergyError(f"deadline = {seconds:g} s cannot be met")
-        return Grouped(best, bound)
-
-    def _grouped_programmes(self) -> list[GroupedProgramme]:
-        budgets: list[Switches] = [self._switches_allowed]
-        if self._switches_allowed == "free":
-            budgets = ["per_stage", "free"] if self._delays.switch_seconds else []
-        return [
-            GroupedProgramme(self._schedule, self._profile, budget, self._delays.switch_seconds)
-            for budget in budgets
-        ]
+        return Grouped(min(found, key=lambda points: self._joules(points, seconds)), bound)
 
     def _blocked(self, seconds: float) -> float:
         return self._schedule.devices * self._profile.blocking_watts * seconds

@@ -238,7 +238,7 @@ def table() -> Mapping[str, Intensity]:
     # Imported here: it is slow, and most runs name no region.
     from importlib import resources
 
-    file = resources.files("outlast.energy.account").joinpath("intensity.csv")
+    file = resources.files("outlast.energy").joinpath("intensity.csv")
     with file.open(encoding="utf-8") as lines:
         return {
             row["region"]: Intensity(

@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from outlast.energy.controllers import opened
 from outlast.errors import EnergyError
-from outlast.records.process import boot_identity, started_seconds
+from outlast.records import sync_directory
+from outlast.records.process import boot_identity, process_lives, started_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from outlast.energy.controllers import NvmlController
+
 _VERSION = 1
-# Twice the resolution of /proc; two processes with one pid are at least a round of pids apart.
-_SAME_START_SECONDS = 0.02
 _CONTROLLER_FIELDS = {"nvml": {"uuid"}, "zeusd": {"uuid", "socket"}}
 DIRECTORY_VARIABLE = "OUTLAST_LEASES"
 
@@ -100,14 +102,7 @@ class Lease:
         """True if its process lives. On another host that cannot be known: it counts as alive."""
         if self.host != socket.gethostname():
             return True
-        if self.boot != boot_identity():
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(started_seconds(process) - self.started_seconds) < _SAME_START_SECONDS
-            return same and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        return self.boot == boot_identity() and process_lives(self.pid, self.started_seconds)
 
     def same_holder(self, other: Lease) -> bool:
         """True if both are one lease, whatever has been set under it meanwhile."""
@@ -127,7 +122,16 @@ class Lease:
             # Unlike a rename, a link fails where a lease stands: two cannot both succeed.
             self._write(path, os.link)
         except FileExistsError:
-            raise EnergyError(_taken(path)) from None
+            lease = read_lease(path)
+            if lease is not None and lease.alive and not lease.expired:
+                raise EnergyError(
+                    f"process {lease.pid} on {lease.host} holds the clocks already (lease {path}): "
+                    "end it first"
+                ) from None
+            raise EnergyError(
+                f"the lease {path} of a process that has ended or of a time that is over is still "
+                f"there: run outlast energy restore {path} first"
+            ) from None
         except OSError as error:
             raise EnergyError(
                 f"the lease {path} cannot be written: {error.strerror}; name another place, or "
@@ -153,7 +157,7 @@ class Lease:
         found = read_lease(path)
         if found is not None and found.same_holder(self):
             path.unlink(missing_ok=True)
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def _write(self, path: Path, put: Callable[[str, Path], None]) -> None:
         text = json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
@@ -166,7 +170,7 @@ class Lease:
             put(name, path)
         finally:
             Path(name).unlink(missing_ok=True)
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
 
 def lease_path(uuid: str) -> Path:
@@ -222,73 +226,102 @@ def read_lease(path: Path) -> Lease | None:
     except OSError as error:
         raise EnergyError(f"the lease {path} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise EnergyError(_no_lease(path)) from None
+        content = None
     if owner != os.getuid():
         # It names a socket that would be sent this user's token.
         raise EnergyError(f"the lease {path} belongs to user {owner}: let that user restore it")
     try:
         return _parsed(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise EnergyError(_no_lease(path)) from None
+        raise EnergyError(
+            f"{path} is no lease of clocks (version {_VERSION}): if it should be one, reset the "
+            "clocks with nvidia-smi --reset-gpu-clocks and remove the file"
+        ) from None
 
 
 def _parsed(content: Any) -> Lease:
     if content["version"] != _VERSION:
         raise ValueError
-    devices = tuple(
-        Held(
-            uuid=str(device["uuid"]),
-            controller=_controller(device["controller"]),
-            clock_mhz=_optional(int, device["clock_mhz"]),
-            power_watts=_optional(float, device["power_watts"]),
-            previous_power_watts=_optional(float, device["previous_power_watts"]),
+    devices = []
+    for device in content["devices"]:
+        controller = {str(key): str(value) for key, value in device["controller"].items()}
+        if not _CONTROLLER_FIELDS.get(controller["kind"], set()) <= controller.keys():
+            raise ValueError
+        clock, power = device["clock_mhz"], device["power_watts"]
+        previous = device["previous_power_watts"]
+        devices.append(
+            Held(
+                uuid=str(device["uuid"]),
+                controller=controller,
+                clock_mhz=None if clock is None else int(clock),
+                power_watts=None if power is None else float(power),
+                previous_power_watts=None if previous is None else float(previous),
+            )
         )
-        for device in content["devices"]
-    )
     return Lease(
         host=str(content["host"]),
         boot=str(content["boot"]),
         pid=int(content["pid"]),
         started_seconds=float(content["started_seconds"]),
         expires_unix_seconds=float(content["expires_unix_seconds"]),
-        devices=devices,
+        devices=tuple(devices),
     )
 
 
-def _controller(content: Any) -> dict[str, str]:
-    found = {str(key): str(value) for key, value in content.items()}
-    if not _CONTROLLER_FIELDS.get(found["kind"], set()) <= found.keys():
-        raise ValueError
-    return found
+def restore(
+    path: Path, *, force: bool = False, open_controller: Callable[..., NvmlController] = opened
+) -> Lease:
+    """Give back what a lease holds, then remove it: what ``outlast energy restore`` does.
 
+    Doing it twice does no harm. Where a device cannot be given back the lease stays.
 
-def _optional(kind: Any, value: Any) -> Any:
-    return None if value is None else kind(value)
+    Args:
+        path: The lease file.
+        force: Also when its process lives.
+        open_controller: Makes a controller from its description.
 
+    Returns:
+        The lease that was removed.
 
-def _no_lease(path: Path) -> str:
-    return (
-        f"{path} is no lease of clocks (version {_VERSION}): if it should be one, reset the clocks "
-        "with nvidia-smi --reset-gpu-clocks and remove the file"
-    )
-
-
-def _taken(path: Path) -> str:
+    Raises:
+        EnergyError: When there is no lease, it is another user's, its process lives and its time
+            is not over, or a device cannot be given back.
+    """
     lease = read_lease(path)
-    if lease is not None and lease.alive and not lease.expired:
-        return (
-            f"process {lease.pid} on {lease.host} holds the clocks already (lease {path}): end it "
-            "first"
+    if lease is None:
+        raise EnergyError(f"there is no lease {path}: nothing is to be restored")
+    if lease.alive and not lease.expired and not force:
+        raise EnergyError(
+            f"process {lease.pid} on {lease.host} holds the lease {path} and is alive: end it, or "
+            "restore with --force"
         )
-    return (
-        f"the lease {path} of a process that has ended or of a time that is over is still there: "
-        f"run outlast energy restore {path} first"
-    )
+    failures = []
+    for held in lease.devices:
+        limited = held.power_watts is not None
+        try:
+            open_controller(held.controller).restore(
+                held.previous_power_watts if limited else None, clock=held.clock_mhz is not None
+            )
+        except EnergyError as error:
+            failures.append(str(error))
+    if failures:
+        raise EnergyError(
+            f"the lease {path} stays, for clocks or power limits are still set: "
+            f"{'; '.join(failures)}"
+        )
+    lease.withdraw(path)
+    return lease
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def leases(directory: Path | None = None) -> tuple[Path, ...]:
+    """This user's lease files in a directory, by name; in the default place when none is given.
+
+    Raises:
+        EnergyError: When others could have put leases into the default place.
+    """
+    place = directory or lease_directory()
+    if directory is None and os.path.lexists(place):
+        check_directory(place)
+    files = sorted(place.glob("*.json"))
+    # A file of another user is no lease of this one; one that has just gone neither.
+    return tuple(path for path in files if path.exists() and path.stat().st_uid == os.getuid())

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from outlast.energy.model.equations import Work
+from outlast.energy.model import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def capture(
         step(*args)
     works: dict[str, Work] = defaultdict(lambda: Work(flops=0.0, memory_bytes=0.0))
     for one in counter.operations:
-        works[one.phase if by == "phase" else f"{one.phase} {one.name}"] += _work(one, fused)
+        works[one.phase if by == "phase" else f"{one.phase} {one.name}"] += one.work(fused)
     return dict(works)
 
 
@@ -81,6 +81,18 @@ class _Operation:
         """True if this one is fused with the maker of an input: nothing else runs between."""
         return maker is not None and self.pointwise and maker.run == self.run
 
+    def work(self, fused: bool) -> Work:
+        """Work that it adds, given the operations it can be fused with."""
+        reads = sum(size for maker, size in self.reads if not (fused and self.joins(maker)))
+        inside = [consumer.joins(self) for consumer in self.consumers] if fused else []
+        kept = inside and all(inside)
+        return Work(
+            flops=self.flops,
+            memory_bytes=reads + (0.0 if kept else self.written_bytes),
+            link_bytes=self.link_bytes,
+            launches=0 if any(inside) else 1,
+        )
+
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators; knows who made a storage last."""
@@ -95,40 +107,30 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._record(func, args, kwargs, result)
-        return result
-
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         name = func.name().split("::", 1)[1].split(".")[0]
-        if _is_view(func) or name.removesuffix("_like") in _FREE:
-            return
-        collective = func.namespace in _COLLECTIVES
-        made = _Operation(
-            name=str(func.overloadpacket),
-            phase=self._phase(),
-            flops=float(_flops(func, args, kwargs, result)),
-            link_bytes=_link_bytes(name, args, result) if collective else 0.0,
-            pointwise=torch.Tag.pointwise in func.tags,
-            written_bytes=float(sum(_bytes(output) for output in outputs)),
-            reads=[
-                (self._makers.get(_storage(tensor_in)), _bytes(tensor_in))
-                for tensor_in in inputs
-                if name.removesuffix("_like") not in _WRITERS
-            ],
-        )
-        self._runs += not made.pointwise or not self._continues(made)
-        made.run = self._runs
-        for maker, _ in made.reads:
-            if maker is not None:
-                maker.consumers.append(made)
-        for output in outputs:
-            self._makers[_storage(output)] = made
-        self.operations.append(made)
-
-    def _continues(self, made: _Operation) -> bool:
-        last = self.operations[-1] if self.operations else None
-        return last is not None and last.pointwise and last.phase == made.phase
+        kind = name.removesuffix("_like")
+        if not _is_view(func) and kind not in _FREE:
+            collective = func.namespace in _COLLECTIVES
+            inputs = () if kind in _WRITERS else _tensors((args, kwargs))
+            made = _Operation(
+                name=str(func.overloadpacket),
+                phase=self._phase(),
+                flops=float(_flops(func, args, kwargs, result)),
+                link_bytes=_link_bytes(name, args, result) if collective else 0.0,
+                pointwise=torch.Tag.pointwise in func.tags,
+                written_bytes=float(sum(map(_bytes, _tensors(result)))),
+                reads=[(self._makers.get(_storage(read)), _bytes(read)) for read in inputs],
+            )
+            last = self.operations[-1] if self.operations else None
+            goes_on = last is not None and last.pointwise and last.phase == made.phase
+            self._runs += not (made.pointwise and goes_on)
+            made.run = self._runs
+            for maker, _ in made.reads:
+                if maker is not None:
+                    maker.consumers.append(made)
+            self._makers.update(dict.fromkeys(map(_storage, _tensors(result)), made))
+            self.operations.append(made)
+        return result
 
     def _phase(self) -> str:
         if torch._C._current_graph_task_id() >= 0:
@@ -136,19 +138,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "backward"
         # Optimizers run without gradients, after a backward.
         return "tail" if self._had_backward and not torch.is_grad_enabled() else "forward"
-
-
-def _work(one: _Operation, fused: bool) -> Work:
-    """Work that an operation adds, given the operations it can be fused with."""
-    reads = sum(size for maker, size in one.reads if not (fused and one.joins(maker)))
-    inside = [consumer.joins(one) for consumer in one.consumers] if fused else []
-    kept = inside and all(inside)
-    return Work(
-        flops=one.flops,
-        memory_bytes=reads + (0.0 if kept else one.written_bytes),
-        link_bytes=one.link_bytes,
-        launches=0 if any(inside) else 1,
-    )
 
 
 def _is_view(func: Any) -> bool:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from scipy.sparse import csc_array, vstack
 
-from outlast.energy.frontier.linear import DeadlineError, Rows, programme, unit_of
-from outlast.energy.frontier.operations import SwitchDelays, curves_of
+from outlast.energy.linear_program import DeadlineError, highs_model, unit_of
+from outlast.energy.operations import SwitchDelays, curves_of
 from outlast.energy.profile import effective
 from outlast.errors import EnergyError
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from outlast.energy.frontier.plan import Switches
+    from outlast.energy.plan import Switches
     from outlast.energy.profile import Point, Profile
-    from outlast.energy.schedule.graph import Operation, Schedule
+    from outlast.energy.schedule import Schedule
 
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 
@@ -64,7 +64,7 @@ class Grouped:
     bound_joules: float
 
 
-class GroupedProgramme:
+class GroupedProgram:
     """The integer programme of a budget of switches; knows more paths after each deadline.
 
     Args:
@@ -88,33 +88,51 @@ class GroupedProgramme:
         curves = [curve.points for curve in curves_of(profile, schedule)]
         clocked = [any(point.clock_mhz for point in curve) for curve in curves]
         parts = _parts(schedule) if budget == "free" else [""] * len(operations)
-        labels = [
-            _label(item, budget, parts[index]) if own else (index,)
-            for index, (item, own) in enumerate(zip(operations, clocked, strict=True))
-        ]
+        labels: list[tuple[object, ...]] = []
+        for index, operation in enumerate(operations):
+            # The common trait of the operations of one clock.
+            if not clocked[index]:
+                labels.append((index,))
+            elif budget == "none":
+                labels.append(("all",))
+            elif budget == "per_stage":
+                labels.append(("device", operation.device))
+            else:
+                part = operation.phase if budget == "per_phase" else parts[index]
+                labels.append(("device", operation.device, part))
         numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
         self._group = np.array([numbers[label] for label in labels])
-        clocks = self._shared_clocks(curves)
-        self._columns = [(g, clock) for g, shared in enumerate(clocks) for clock in sorted(shared)]
-        self._first = np.cumsum([0, *(len(shared) for shared in clocks)])
+        shared: dict[int, set[int]] = {}
+        for curve, group in zip(curves, self._group.tolist(), strict=True):
+            own_clocks = {point.clock_mhz for point in curve}
+            shared[group] = shared[group] & own_clocks if group in shared else own_clocks
+        if not all(shared.values()):
+            raise EnergyError(
+                f'switches = "{budget}" needs a clock that all operations of a group have, and '
+                "some have none in common: measure them at the same clocks, or allow more switches"
+            )
+        self._columns = [(g, clock) for g in range(len(shared)) for clock in sorted(shared[g])]
+        self._first = np.cumsum([0, *(len(shared[g]) for g in range(len(shared)))])
         tables = [{point.clock_mhz: point for point in curve} for curve in curves]
         # (operations,) the points of each at its group's clocks.
         self._points = [
             [table[clock] for _, clock in self._columns[self._first[g] : self._first[g + 1]]]
             for table, g in zip(tables, self._group.tolist(), strict=True)
         ]
-        self._costs = self._summed(
-            [
-                [effective(point, profile.blocking_watts) for point in points]
-                for points in self._points
-            ]
-        )
+        # (columns,) sums over the operations of each group.
+        self._costs = np.zeros(len(self._columns))
+        for group, points in zip(self._group.tolist(), self._points, strict=True):
+            joules = [effective(point, profile.blocking_watts) for point in points]
+            self._costs[self._first[group] : self._first[group + 1]] += joules
         fastest = schedule.makespan([min(p.seconds for p in own) for own in self._points])
         self._unit = unit_of(fastest, _LEAST_UNITS)
         self._joules_unit = unit_of(fastest, 2.0)
         self._before = self._delays.before(clocked)
-        between = switch_seconds and budget != "free"
-        self._pairs = self._switching_pairs() if between else []
+        self._pairs: list[tuple[int, int]] = []
+        if switch_seconds and budget != "free":
+            groups = self._group.tolist()
+            met = zip((groups[last] for last in self._before), groups, strict=True)
+            self._pairs = sorted({(min(two), max(two)) for two in met if two[0] != two[1]})
         self._fixed_seconds = np.zeros(len(operations))
         if budget == "free":
             self._fixed_seconds[self._group != self._group[self._before]] = switch_seconds
@@ -169,7 +187,11 @@ class GroupedProgramme:
                     f'switches = "{self._budget}": no plan was found in {_ROUNDS} rounds for '
                     f"deadline = {deadline or 0:g} s: try another deadline"
                 )
-        return Grouped(self._chosen(weights), bound)
+        best = [
+            int(np.argmax(weights[start:end])) for start, end in itertools.pairwise(self._first)
+        ]
+        chosen = zip(self._points, self._group.tolist(), strict=True)
+        return Grouped([points[best[group]] for points, group in chosen], bound)
 
     def _solved(self, deadline: float | None, integral: bool) -> tuple[Floats, float, float] | None:
         """Weights, the bound of the cost and the time that paths may take; None if infeasible."""
@@ -184,8 +206,9 @@ class GroupedProgramme:
             lower[-1] = upper[-1] = deadline / self._unit
         whole = np.ones(len(costs))
         whole[-1] = 0
-        highs = programme(
-            costs, (lower, upper), self._rules(), integral=whole if integral else None
+        matrix, limits = self._rules()
+        highs = highs_model(
+            costs, (lower, upper), matrix, limits, integral=whole if integral else None
         )
         highs.setOptionValue("mip_feasibility_tolerance", _WHOLE)
         highs.setOptionValue("mip_rel_gap", RELATIVE_GAP)
@@ -207,49 +230,35 @@ class GroupedProgramme:
             found = np.round(found)
         return found, float(bound) * self._joules_unit, limit
 
-    def _rules(self) -> Rows:
+    def _rules(self) -> tuple[csc_array, tuple[Floats, Floats]]:
         """One clock for each group, paths within the time, and what a switch takes."""
-        one_each = csc_array(self._one_clock_each())
-        count = one_each.shape[0]
-        blocks, lower, upper = [one_each], [np.ones(count)], [np.ones(count)]
+        width = len(self._columns) + len(self._pairs) + 1
+        one_each = np.zeros((len(self._first) - 1, width))
+        for group, (start, end) in enumerate(itertools.pairwise(self._first)):
+            one_each[group, start:end] = 1
+        blocks = [csc_array(one_each)]
+        lower, upper = [np.ones(len(one_each))], [np.ones(len(one_each))]
         if self._paths:
             blocks.append(csc_array(np.array([[*path, -1.0] for path in self._paths])))
             lower.append(np.full(len(self._paths), -np.inf))
             upper.append(-np.array(self._path_seconds))
-        if self._pairs:
-            rules = csc_array(self._switch_rules())
-            blocks.append(rules)
-            lower.append(np.full(rules.shape[0], -np.inf))
-            upper.append(np.zeros(rules.shape[0]))
-        return Rows(csc_array(vstack(blocks)), np.concatenate(lower), np.concatenate(upper))
-
-    def _shared_clocks(self, curves: Sequence[Sequence[Point]]) -> list[set[int]]:
-        shared: dict[int, set[int]] = {}
-        for curve, group in zip(curves, self._group.tolist(), strict=True):
-            own = {point.clock_mhz for point in curve}
-            shared[group] = shared[group] & own if group in shared else own
-        if not all(shared.values()):
-            raise EnergyError(
-                f'switches = "{self._budget}" needs a clock that all operations of a group have, '
-                "and some have none in common: measure them at the same clocks, or allow more "
-                "switches"
-            )
-        return [shared[group] for group in range(len(shared))]
-
-    def _summed(self, values: list[list[float]]) -> Floats:
-        """(columns,) sums over the operations of each group."""
-        sums = np.zeros(len(self._columns))
-        for group, own in zip(self._group.tolist(), values, strict=True):
-            sums[self._first[group] : self._first[group + 1]] += own
-        return sums
-
-    def _switching_pairs(self) -> list[tuple[int, int]]:
-        groups = self._group.tolist()
-        met = {
-            (min(groups[last], group), max(groups[last], group))
-            for last, group in zip(self._before, groups, strict=True)
-        }
-        return sorted(pair for pair in met if pair[0] != pair[1])
+        places = {column: i for i, column in enumerate(self._columns)}
+        rules = []
+        for number, (one, other) in enumerate(self._pairs):
+            # Both ways, for clocks that only one of the two groups has.
+            for first, second in ((one, other), (other, one)):
+                for clock in [clock for group, clock in self._columns if group == first]:
+                    row = np.zeros(width)
+                    row[places[first, clock]] = 1
+                    if (second, clock) in places:
+                        row[places[second, clock]] = -1
+                    row[len(self._columns) + number] = -1
+                    rules.append(row)
+        if rules:
+            blocks.append(csc_array(np.array(rules)))
+            lower.append(np.full(len(rules), -np.inf))
+            upper.append(np.zeros(len(rules)))
+        return csc_array(vstack(blocks)), (np.concatenate(lower), np.concatenate(upper))
 
     def _row(self, path: Sequence[int]) -> Floats:
         """(columns + pairs,) what each variable adds to the length of a path."""
@@ -288,24 +297,20 @@ class GroupedProgramme:
 
     def _seconds(self, weights: Floats) -> list[float]:
         """(operations,) durations of possibly fractional weights, changes of clock included."""
+        columns = len(self._columns)
         switched = dict(
-            zip(
-                self._pairs,
-                weights[len(self._columns) : len(self._columns) + len(self._pairs)],
-                strict=True,
-            )
+            zip(self._pairs, weights[columns : columns + len(self._pairs)], strict=True)
         )
-        shares = [
-            weights[start:end].tolist() for start, end in itertools.pairwise(self._first.tolist())
-        ]
+        first = itertools.pairwise(self._first.tolist())
+        shares = [weights[start:end].tolist() for start, end in first]
         groups = self._group.tolist()
         found = []
         for index, group in enumerate(groups):
             last = groups[self._before[index]]
             delay = switched.get((min(group, last), max(group, last)), 0.0)
-            points = self._points[index]
             own = sum(
-                share * point.seconds for share, point in zip(shares[group], points, strict=True)
+                share * point.seconds
+                for share, point in zip(shares[group], self._points[index], strict=True)
             )
             delayed = float(delay) * self._delays.switch_seconds
             found.append(own + delayed + float(self._fixed_seconds[index]))
@@ -320,24 +325,6 @@ class GroupedProgramme:
             index = max(schedule.predecessors[index], key=lambda i: starts[i] + seconds[i])
             path.append(index)
         return path
-
-    def _chosen(self, weights: Floats) -> list[Point]:
-        best = [
-            int(np.argmax(weights[start:end])) for start, end in itertools.pairwise(self._first)
-        ]
-        return [
-            points[best[group]]
-            for points, group in zip(self._points, self._group.tolist(), strict=True)
-        ]
-
-
-def _label(operation: Operation, budget: Switches, part: str) -> tuple[object, ...]:
-    """Common trait of the operations of one clock."""
-    if budget == "none":
-        return ("all",)
-    if budget == "per_stage":
-        return ("device", operation.device)
-    return ("device", operation.device, operation.phase if budget == "per_phase" else part)
 
 
 def _parts(schedule: Schedule) -> list[str]:

@@ -1,1 +1,0 @@
-"""Setting clocks and power limits, only when asked to, and giving them back."""

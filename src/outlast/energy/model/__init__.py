@@ -1,1 +1,0 @@
-"""Time and energy at every clock from what a step does and a few constants of the device."""

@@ -1,1 +1,0 @@
-"""Counters of joules that `EnergyMeter` reads."""
