@@ -39,9 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import OutlastError
 from outlast.guard.forward_patch import suspended_checks
-from outlast.tensorize.forms.low_rank import LowRankLinear
-from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
-from outlast.tensorize.parallel.fsdp import shard_tensorized
+from outlast.tensorize.fsdp import shard_tensorized
+from outlast.tensorize.low_rank import LowRankLinear
+from outlast.tensorize.tensor_parallel import parallelize_bottleneck
 from outlast.train.dropout import DropoutStream
 from outlast.train.engine import PipelineEngine, ReplicaEngine, loss_sum
 from outlast.train.model import Elsewhere, blocks_of, held_blocks, logits_of

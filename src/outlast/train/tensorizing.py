@@ -13,12 +13,11 @@ from outlast.distributed.group import raise_together
 from outlast.errors import OutlastError
 from outlast.job.checks import NO_MATRICES
 from outlast.records import Tensorized, Warned
-from outlast.tensorize.decay import ProductDecay, SpectralBound
 from outlast.tensorize.export import export_dense, export_factored
-from outlast.tensorize.muon import factor_unfoldings
+from outlast.tensorize.measure import calibrate, tune_model, warm_model
+from outlast.tensorize.optimizers import ProductDecay, SpectralBound, factor_unfoldings
 from outlast.tensorize.parameters import factor_multipliers, mup_initialize_, structured_layers
-from outlast.tensorize.planner.choose import forget
-from outlast.tensorize.planner.measure import calibrate, tune_model, warm_model
+from outlast.tensorize.planner import forget
 from outlast.tensorize.replace import tensorize
 from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
 from outlast.tensorize.spikes import SpikeDetector
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job, OptimizerSection, TensorizeSection
-    from outlast.tensorize.muon import Unfolding
+    from outlast.tensorize.optimizers import Unfolding
     from outlast.tensorize.parameters import StructuredPart
-    from outlast.tensorize.table import Replacement, Replacements
+    from outlast.tensorize.replace import Replacement, Replacements
     from outlast.train.layout import Layout
     from outlast.train.model import ModelSize
 
