@@ -422,6 +422,22 @@ class TensorizeSection(Section):
         False, "decay the product of the factors in place of the factors"
     )
     spikes: bool = setting(True, "warn of spikes of the loss", identity=False)
+    adapt_rank: bool = setting(
+        False,
+        "let the ranks of linear layers follow their weights' singular values during the run",
+    )
+    adapt_every_steps: Positive = setting(
+        100, "adapt_rank: steps from one look at the ranks to the next"
+    )
+    adapt_energy: Annotated[float, Field(gt=0.0, le=1.0)] = setting(
+        0.99,
+        "adapt_rank: share of the sum of squares of a weight's singular values that a rank keeps "
+        "when it shrinks",
+    )
+    smallest_rank: Positive = setting(1, "adapt_rank: no rank shrinks below")
+    largest_rank: Count = setting(
+        0, "adapt_rank: ranks that are used up grow to at most this; 0: none grows"
+    )
     calibrate: bool = setting(
         False,
         "measure what operations cost on this machine, if that was not done yet (ten seconds), so "

@@ -30,7 +30,9 @@ from outlast.records.events import (
     AttemptEnded,
     AttemptStarted,
     Event,
+    RanksChanged,
     StepsDone,
+    Tensorized,
     TrainingStarted,
     Warned,
     finite,
@@ -224,6 +226,24 @@ class Run:
         """All starts of the run, oldest first."""
         numbers = sorted({record.attempt for record in self.records if record.rank == 0})
         return [self._attempt(number) for number in numbers]
+
+    @property
+    def ranks(self) -> RanksChanged | None:
+        """The change from which the newest attempt's ranks are; None: they are the job's."""
+        trained = self.of(TrainingStarted)
+        changes = self.of(RanksChanged)
+        newest = trained[-1][0].attempt if trained else 0
+        return changes[-1][1] if changes and changes[-1][0].attempt == newest else None
+
+    @property
+    def tensorized(self) -> Tensorized | None:
+        """The layers that were replaced, with the size of a model of the newest ranks."""
+        found, ranks = self.of(Tensorized), self.ranks
+        if not found or ranks is None:
+            return found[-1][1] if found else None
+        return dataclasses.replace(
+            found[-1][1], parameters=ranks.parameters, flops_per_token=ranks.flops_per_token
+        )
 
     def _attempt(self, number: int) -> Attempt:
         records = [

@@ -35,6 +35,7 @@ from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.recording import MemoryWatch, StepRecords
 from outlast.runtime.saves import RunSaves, Transfers, open_store
 from outlast.runtime.watching import SlownessWatch
+from outlast.train.adapt_rank import RankAdaptation, run_state
 from outlast.train.engine import Engine, ReplicaEngine
 from outlast.train.evaluate import Evaluation
 from outlast.train.layout import Layout, make_mesh
@@ -177,6 +178,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     mesh = make_mesh(layout, device.type) if layout.world_size > 1 else None
     begun = setup.timed("process group", begun)
     waits = CommunicationWait(setup.mark)
+    adaptation = RankAdaptation(setup, model, mesh, waits) if job.tensorize.adapt_rank else None
     if layout.pipeline > 1:
         assert mesh is not None
         engine: Engine = pipeline_engine(setup, model, mesh)
@@ -194,7 +196,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         records.write(Warned("with one replica there is nothing for [coding] to do"))
     optimizers = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
     add_update_rules(model, optimizers, job.tensorize, job.optimizer)
-    state = {"model": model, "optimizer": optimizers}
+    state = run_state(model, optimizers, adaptation)
     replay = None
     if job.checkpoint.replay != "off":
         replay = ReplayLog(store, state, gradient=job.checkpoint.replay)
@@ -221,6 +223,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
         replay=replay,
         coding=notes,
+        adaptation=adaptation,
     )
     return trainer, size
 

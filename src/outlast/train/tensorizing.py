@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from outlast.train.layout import Layout
     from outlast.train.model import ModelSize
 
-_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 _SLOW = 0.95
 """Predicted speed over the dense layer's from which on a layer is called slow."""
 
@@ -114,7 +114,7 @@ def _replace(
             init="from_dense" if starts_from_dense(job) else "scratch",
             # What is predicted to be slower differs between machines, and the model must not.
             force=True,
-            multiple=MULTIPLE_OF_PRECISION[_PRECISIONS[job.train.precision]],
+            multiple=MULTIPLE_OF_PRECISION[PRECISIONS[job.train.precision]],
             collective=collective,
         )
 
