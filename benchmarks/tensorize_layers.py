@@ -18,7 +18,7 @@ from harness import Bar, at_least, at_most
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outlast.tensorize.forms import (
+from outlast.tensorize import (
     BottleneckLinear,
     BTTLinear,
     CPLinear,

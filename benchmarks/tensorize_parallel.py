@@ -17,16 +17,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from coding_workload import on_ranks
+from counted_collectives import CountedCollectives
 from harness import Bar, at_most
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outlast.tensorize.accounting import CountedCollectives
-from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
-from outlast.tensorize.parallel.grouped import LLAMA_BLOCK, all_reduced, sum_over
+from outlast.tensorize.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.sharded import whole
+from outlast.tensorize.tensor_parallel import (
+    LLAMA_BLOCK,
+    all_reduced,
+    parallelize_bottleneck,
+    sum_over,
+)
 from outlast.train.parallelize import split_tensors
 
 DENSE, TORCH, VANILLA, BOTTLENECK = (

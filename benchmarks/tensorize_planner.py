@@ -25,13 +25,12 @@ from harness import Bar, arguments, at_least, at_most, median, publish
 from torch import Tensor, nn
 
 from outlast.tensorize.contraction import LayerPlan
-from outlast.tensorize.forms.linear import block_network, train_matrix_network, train_network
-from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.network import Network
+from outlast.tensorize.low_rank import low_rank_network
+from outlast.tensorize.measure import calibrate, tune
+from outlast.tensorize.network import Network, block_network, train_matrix_network, train_network
 from outlast.tensorize.operator import Merged, chain
-from outlast.tensorize.planner.choose import bucket_of, plan_for, prices_of
-from outlast.tensorize.planner.measure import calibrate, tune
-from outlast.tensorize.planner.search import Search, Walker
+from outlast.tensorize.planner import bucket_of, plan_for, prices_of
+from outlast.tensorize.route_search import Search, Walker
 from outlast.tensorize.shapes import balanced_modes, block_modes, monarch_modes, monarch_rank
 
 CPU = torch.device("cpu")

@@ -353,7 +353,7 @@ def _data(directory: Path) -> Any:
 def _calibrate() -> None:
     """Measure what operations cost with one thread, if no file says it, for all trainings."""
     program = (
-        "import torch; from outlast.tensorize.planner.measure import calibrate; "
+        "import torch; from outlast.tensorize.measure import calibrate; "
         "calibrate(torch.float32, torch.device('cpu'))"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -366,7 +366,7 @@ def _one(training: Training, directory: Path) -> None:
 
     from outlast.data import BatchLoader, SampleOrder, SampleWindow
     from outlast.job import ScheduleSection
-    from outlast.tensorize.decay import SpectralBound
+    from outlast.tensorize.optimizers import SpectralBound
     from outlast.train.loop import learning_rate_factor
     from outlast.train.model import size_of
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 from outlast.cli import convert as command
 from outlast.cli.main import main
+from outlast.tensorize import BottleneckLinear, LowRankLinear, MonarchLinear, TTLinear
 from outlast.tensorize.export import load_factored
-from outlast.tensorize.forms import BottleneckLinear, LowRankLinear, MonarchLinear, TTLinear
 
 WORDS = ["the", "model", "reads", "a", "text", "and", "its", "layers", "keep", "what", "they"]
 TEXT = " ".join(WORDS[(7 * n + n * n // 3) % len(WORDS)] for n in range(900)) + "\n"

@@ -9,6 +9,7 @@ from outlast.records import (
     AttemptStarted,
     Evaluated,
     GradientsCoded,
+    RanksChanged,
     RecordWriter,
     RunDirectory,
     Sampled,
@@ -158,6 +159,27 @@ def test_tensorized_layers_are_set_against_the_dense_model(summary):
     assert (
         "tensorized cola, rank 0.25: 42 layers, 1 kept dense; 2,100,000 of 5,250,000 parameters "
         "(0.40x), 0.43x FLOPs per token"
+    ) in shown
+
+
+def test_ranks_that_have_changed_give_the_model_another_size(summary):
+    event = Tensorized(
+        form="low_rank",
+        wanted_rank="0.25",
+        modules=[{"name": "layer.0"}],
+        kept={},
+        parameters=2_000_000,
+        dense_parameters=5_000_000,
+        flops_per_token=4e6,
+        dense_flops_per_token=1e7,
+    )
+    change = {"name": "layer.0", "bond": "r", "before": 64, "after": 32, "error": 0.01}
+    changed = RanksChanged(5, [change], 1_000_000, 2e6, 0.4)
+    shown = summary(STARTED, event, TrainingStarted(0, 4.0, {}), changed, steps_done(10))
+    assert "parameters 1,000,000" in shown
+    assert (
+        "tensorized low_rank, rank 0.25: 1 layers; 1,000,000 of 5,000,000 parameters (0.20x), "
+        "0.20x FLOPs per token; ranks last changed after step 5"
     ) in shown
 
 

@@ -18,6 +18,19 @@ REFUSED = {
     "tensorize.form=cola tensorize.mup=true optimizer.name=muon": 'use "adamw"',
     "tensorize.form=lax parallel.pipeline=2": "hands features from layer to layer",
     "tensorize.form=lax train.compile=true": "hands features from layer to layer",
+    "tensorize.adapt_rank=true": "has none that can change alone",
+    "tensorize.adapt_rank=true tensorize.form=monarch": "has none that can change alone",
+    "tensorize.adapt_rank=true tensorize.form=lax": "has none that can change alone",
+    "tensorize.adapt_rank=true tensorize.form=tt parallel.pipeline=2": "parallel.pipeline = 2",
+    "tensorize.adapt_rank=true tensorize.form=cola parallel.tensor=2": "parallel.tensor = 2",
+    "tensorize.adapt_rank=true tensorize.form=tt recover.mode=live": 'recover.mode = "live"',
+    "tensorize.adapt_rank=true tensorize.form=tt coding.scheme=coverage parallel.replicate=2": (
+        "that keep their shapes; set coding.scheme back"
+    ),
+    "tensorize.adapt_rank=true tensorize.form=tt checkpoint.replay=exact": "checkpoint.replay",
+    "tensorize.adapt_rank=true tensorize.form=tt tensorize.mup=true": "tensorize.mup = true",
+    "tensorize.adapt_rank=true tensorize.form=tt tensorize.smallest_rank=4 "
+    "tensorize.largest_rank=2": "is below tensorize.smallest_rank",
 }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-from report_runs import figures_of, run_with
+from report_runs import TOKENS_PER_STEP, figures_of, run_with
 from test_report import page_of, visible
 
-from outlast.records import Tensorized
+from outlast.records import RanksChanged, Tensorized
+from outlast.report.overview import flops_of, load
 
 if TYPE_CHECKING:
     from report_runs import RunMaker
@@ -74,6 +76,42 @@ def test_key_figures_tell_the_share_of_the_dense_model(new_run: Any) -> None:
     words = visible(page_of(run_with(new_run(), event())))
     assert "cola: 0.40x those of the dense model" in words
     assert "forward and backward; 0.50x those of the dense model" in words
+
+
+def test_changes_of_ranks_are_listed_and_give_the_model_another_size(new_run: Any) -> None:
+    run = new_run()
+    run.start(flops_per_token=1.2e5, parameters=20_000)
+    run.write(event())
+    run.ready()
+    run.steps(0, 20)
+    change = {"name": "q_proj", "bond": "r", "before": 16, "after": 8, "error": 0.05}
+    run.write(RanksChanged(20, [change, {**change, "name": "up_proj"}], 10_000, 6e4, 0.5))
+    run.steps(20, 40)
+    run.end(40, "completed")
+    page = visible(page_of(run))
+    assert "10,000 of 50,000 parameters (0.20x)" in part_of(run)
+    assert "1 20 2 16.0 → 8.0 0.05 10,000 60,000 0.50" in part_of(run)
+    assert "60,000 forward and backward; 0.25x those of the dense model" in page
+
+
+def test_flops_follow_the_ranks_and_what_is_done_again_counts_once(new_run: Any) -> None:
+    run = new_run()
+    change = [{"name": "q_proj", "bond": "r", "before": 16, "after": 8, "error": None}]
+    run.start(flops_per_token=4.0)
+    run.ready()
+    run.steps(0, 20)
+    run.write(RanksChanged(20, change, 10_000, 2.0, 0.5))
+    run.steps(20, 30)
+    # From a checkpoint of before: nothing is restored that had changed.
+    run.start(flops_per_token=4.0)
+    run.ready(step=10)
+    run.steps(10, 40)
+    run.write(RanksChanged(40, change, 10_000, 1.0, 0.5))
+    run.steps(40, 60)
+    run.end(60, "completed")
+    found = flops_of(load([run.path])[0], np.array([0, 20, 40, 60]) * TOKENS_PER_STEP)
+    assert found is not None
+    assert found.tolist() == [0.0, *(steps * TOKENS_PER_STEP for steps in (80.0, 160.0, 180.0))]
 
 
 def falling(run: RunMaker, seconds: float, flops: float, offset: float = 0.0) -> RunMaker:

@@ -1,8 +1,14 @@
 """What the tests of tensorized layers share."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from outlast.tensorize.planner.choose import forget
+from outlast.tensorize.planner import forget
+
+# Collectives are counted there, too.
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @pytest.fixture(autouse=True, scope="module")

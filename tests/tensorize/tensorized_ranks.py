@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
+from outlast.tensorize.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.sharded import whole
+from outlast.tensorize.tensor_parallel import parallelize_bottleneck
 
 WIDTH, RANK, VOCABULARY = 64, 16, 96
 

@@ -4,8 +4,8 @@ from test_tensorize_operator import kept_numbers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outlast.tensorize import BottleneckLinear, LowRankLinear
 from outlast.tensorize.bottleneck import ACTIVATIONS, bottleneck
-from outlast.tensorize.forms import BottleneckLinear, LowRankLinear
 from outlast.tensorize.initialize import activation_gain
 
 

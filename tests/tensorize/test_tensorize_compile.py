@@ -8,9 +8,8 @@ import torch
 from test_tensorize_forms import FORMS, all_forms, as_function
 from torch import Tensor, nn
 
-from outlast.tensorize.forms import LowRankEmbedding, TTEmbedding, TTMEmbedding
-from outlast.tensorize.forms.linear import block_network, train_network
-from outlast.tensorize.network import Network
+from outlast.tensorize import LowRankEmbedding, TTEmbedding, TTMEmbedding
+from outlast.tensorize.network import Network, block_network, train_network
 
 NETWORKS = {
     "btt": block_network(20, 28, 2, in_modes=(4, 5), out_modes=(7, 4)),

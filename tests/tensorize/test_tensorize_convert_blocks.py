@@ -4,16 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.svd import (
+from outlast.tensorize.shapes import monarch_modes, monarch_rank
+from outlast.tensorize.svd import (
     blocks_weight,
     low_rank,
     low_rank_for_inputs,
     output_change,
     to_blocks,
     to_blocks_for_inputs,
-    to_monarch,
 )
-from outlast.tensorize.shapes import monarch_modes, monarch_rank
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -86,44 +85,39 @@ def test_blocks_of_uncorrelated_inputs_are_each_the_best() -> None:
     weight, modes = draw(12, 12), {"in_modes": (3, 4), "out_modes": (3, 4)}
     parts = [draw(9, 4, seed=seed) * torch.logspace(1, -1, 4) for seed in range(3)]
     moment = torch.block_diag(*(part.mT @ part for part in parts))
-    factored = to_blocks_for_inputs(weight, moment, **modes, rank=2, damping=0.0)
+    factored = to_blocks_for_inputs(weight, moment, **modes, rank=2)
     squares = sum(
         low_rank_for_inputs(
             weight[4 * row : 4 * row + 4, 4 * column : 4 * column + 4],
             moment[4 * column : 4 * column + 4, 4 * column : 4 * column + 4],
             rank=2,
-            damping=0.0,
         ).error
         ** 2
         for row in range(3)
         for column in range(3)
     )
-    assert factored.error == pytest.approx(squares**0.5)
+    assert factored.error == pytest.approx(squares**0.5, rel=1e-4)
     plain = to_blocks(weight, **modes, rank=2)
     assert factored.error < 0.9 * output_change(weight - blocks_weight(*plain, 12, 12), moment)
 
 
-@pytest.mark.parametrize("diagonal", [True, False])
-def test_weighing_by_inputs_pads_and_helps_with_correlated_inputs(diagonal: bool) -> None:
+def test_weighing_by_inputs_pads_and_helps_with_correlated_inputs() -> None:
     weight, modes = draw(21, 22), {"in_modes": (4, 6), "out_modes": (5, 5)}
     scales = torch.logspace(1.5, -1.5, 22)[torch.randperm(22, generator=torch.manual_seed(0))]
     inputs = (draw(500, 22) @ (torch.eye(22) + 0.1 * draw(22, 22, seed=3))) * scales
     moment = inputs.mT @ inputs / 500
-    given = moment.diagonal() if diagonal else moment
-    factored = to_blocks_for_inputs(weight, given, **modes, rank=2)
+    factored = to_blocks_for_inputs(weight, moment, **modes, rank=2)
     assert [tuple(core.shape) for core in factored] == [(4, 5, 2, 6), (5, 5, 4, 2)]
     dense = blocks_weight(*factored, 22, 21)
     plain = blocks_weight(*to_blocks(weight, **modes, rank=2), 22, 21)
-    assert output_change(weight - dense, given) == pytest.approx(factored.error)
+    assert output_change(weight - dense, moment) == pytest.approx(factored.error)
     assert output_change(weight - dense, moment) < 0.8 * output_change(weight - plain, moment)
 
 
-@pytest.mark.parametrize("diagonal", [True, False])
-def test_blocks_of_inputs_never_seen_follow_the_weight(diagonal: bool) -> None:
+def test_blocks_of_inputs_never_seen_follow_the_weight() -> None:
     weight, modes = draw(12, 12), {"in_modes": (3, 4), "out_modes": (3, 4)}
     seen = torch.cat([torch.zeros(4), torch.ones(8)]).double()
-    moment = seen if diagonal else torch.diag(seen)
-    factored = to_blocks_for_inputs(weight, moment, **modes, rank=2)
+    factored = to_blocks_for_inputs(weight, torch.diag(seen), **modes, rank=2)
     plain = to_blocks(weight, **modes, rank=2)
     torch.testing.assert_close(blocks_weight(*factored, 12, 12), blocks_weight(*plain, 12, 12))
 
@@ -132,7 +126,7 @@ def test_white_inputs_give_plain_blocks() -> None:
     weight, modes = draw(12, 12), {"in_modes": (3, 4), "out_modes": (3, 4)}
     plain, weighted = (
         to_blocks(weight, **modes, rank=2),
-        to_blocks_for_inputs(weight, torch.ones(12), **modes, rank=2),
+        to_blocks_for_inputs(weight, torch.eye(12), **modes, rank=2),
     )
     torch.testing.assert_close(blocks_weight(*weighted, 12, 12), blocks_weight(*plain, 12, 12))
 
@@ -144,7 +138,8 @@ def test_monarch_matrices_are_recovered() -> None:
     first = draw(in_modes[0], out_modes[0], rank, in_modes[1])
     second = draw(out_modes[0], out_modes[1], in_modes[0], rank, seed=1)
     weight = blocks_weight(first, second, features, features)
-    factored = to_monarch(weight, blocks=blocks)
+    modes = {"in_modes": in_modes, "out_modes": out_modes}
+    factored = to_blocks(weight, **modes, rank=rank)
     assert factored.relative_error < 1e-12
     assert factored.parameters == 2 * features**2 // blocks
     # Monarch as its paper writes it: block-diagonal, permutation, block-diagonal.
@@ -152,15 +147,6 @@ def test_monarch_matrices_are_recovered() -> None:
     right = torch.block_diag(*first.reshape(blocks, -1, features // blocks))
     permutation = torch.arange(features).reshape(blocks, blocks, rank).transpose(0, 1).reshape(-1)
     torch.testing.assert_close(left @ right[permutation], weight)
-
-
-@pytest.mark.parametrize("features", [(30, 21), (64, 16), (16, 64)])
-def test_monarch_of_any_size(features: tuple[int, int]) -> None:
-    out_features, in_features = features
-    factored = to_monarch(draw(*features).float(), blocks=4)
-    assert 0 < factored.relative_error < 1
-    assert blocks_weight(*factored, in_features, out_features).shape == features
-    assert {core.dtype for core in factored} == {torch.float32}
 
 
 def test_what_cannot_be_converted_is_refused() -> None:
@@ -171,7 +157,5 @@ def test_what_cannot_be_converted_is_refused() -> None:
         to_blocks(draw(13, 12), **modes, rank=2)
     with pytest.raises(TensorizeError, match="not finite"):
         to_blocks(torch.full((12, 12), torch.inf), **modes, rank=2)
-    with pytest.raises(TensorizeError, match="blocks = 0"):
-        to_monarch(draw(12, 12), blocks=0)
     with pytest.raises(TensorizeError, match="shape"):
-        to_monarch(draw(12), blocks=2)
+        to_blocks(draw(12), **modes, rank=2)

@@ -6,17 +6,16 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
+from outlast.tensorize import conversion
 from outlast.tensorize.bottleneck import ACTIVATIONS
-from outlast.tensorize.convert.distill import (
-    bottleneck_start,
+from outlast.tensorize.conversion import (
     cosine,
-    distill,
     distill_model,
     linear_part,
     replaced_layers,
     start_from_dense,
 )
-from outlast.tensorize.convert.svd import low_rank
+from outlast.tensorize.svd import low_rank
 
 
 class BottleneckLinear(nn.Module):
@@ -50,18 +49,32 @@ def dense(in_features: int = 24, out_features: int = 20, *, rank: int = 24) -> n
     return layer
 
 
+class Held(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
 def change(student: nn.Module, teacher: nn.Module, x: torch.Tensor) -> float:
     with torch.no_grad():
         return float((student(x) - teacher(x)).norm() / teacher(x).norm())
 
 
-def test_a_small_signal_makes_the_bottleneck_linear() -> None:
+def test_a_small_signal_makes_the_bottleneck_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher, x = dense(), draw(4000, 24, seed=5)
     best = low_rank(teacher.weight, rank=8)
     errors = []
     for signal in (1.0, 0.25, 0.01):
-        start = bottleneck_start(teacher.weight, rank=8, signal=signal)
-        y = nn.functional.silu(x @ start.down.mT) @ start.up.mT + start.shift
+        student = BottleneckLinear(24, 20, 8)
+        monkeypatch.setattr(conversion, "SIGNAL", signal)
+        start_from_dense(student, teacher)
+        with torch.no_grad():
+            y = student(x) - teacher.bias
         errors.append(float((y - x @ (best.cores[1] @ best.cores[0]).mT).norm() / y.norm()))
     assert errors[0] > errors[1] > errors[2]
     # The rest is s^2 / 2 of the variance: 18 % at s = 0.25, 0.7 % at 0.01.
@@ -69,27 +82,18 @@ def test_a_small_signal_makes_the_bottleneck_linear() -> None:
     assert errors[2] == pytest.approx(0.01 / math.sqrt(2), rel=0.2)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
-def test_pairs_of_channels_are_exactly_linear(activation: str) -> None:
-    teacher, x = dense(rank=4), draw(50, 24, seed=5)
-    student = BottleneckLinear(24, 20, 8, activation)
-    start_from_dense(student, teacher, pairs=True)
-    torch.testing.assert_close(student(x), teacher(x), atol=1e-4, rtol=1e-4)
-
-
-def test_the_start_uses_the_inputs_moment() -> None:
+def test_the_start_uses_the_inputs_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "SIGNAL", 0.05)
     teacher = dense()
     mix = draw(24, 24, seed=7) * torch.logspace(1, -1, 24)
     x = draw(3000, 24, seed=8) @ mix.mT
     moment = x.double().mT @ x.double() / 3000
     plain, weighted = BottleneckLinear(24, 20, 8), BottleneckLinear(24, 20, 8)
-    start_from_dense(plain, teacher, signal=0.05)
-    start_from_dense(weighted, teacher, moment=moment, signal=0.05)
+    start_from_dense(plain, teacher)
+    start_from_dense(weighted, teacher, moment=moment)
     rms = weighted.down(x).square().mean(0).sqrt()
     torch.testing.assert_close(rms, torch.full((8,), 0.05), rtol=1e-3, atol=1e-5)
     assert change(weighted, teacher, x) < 0.5 * change(plain, teacher, x)
-    of_features = bottleneck_start(teacher.weight, rank=8, moment=moment.diagonal())
-    assert bool(torch.isfinite(of_features.up).all())
 
 
 @pytest.mark.parametrize(("activation", "slope"), [("silu", 0.5), ("gelu", 0.5), ("relu", 0.5)])
@@ -111,14 +115,14 @@ def test_distillation_improves_on_its_start() -> None:
     held_out = draw(2000, 24, seed=9)
     before = change(student, teacher, held_out)
     batches = [draw(128, 24, seed=100 + step) for step in range(80)]
-    seen: list[tuple[int, float]] = []
-    errors = distill(
-        student,
-        teacher,
+    seen: list[tuple[int, dict[str, float]]] = []
+    errors = distill_model(
+        nn.ModuleDict({"layer": student}),
+        Held(teacher),
         batches,
         learning_rate=cosine(2e-2, 80, warmup=10),
-        on_step=lambda step, error: seen.append((step, error)),
-    )
+        on_batch=lambda step, latest: seen.append((step, latest["layer"])),
+    )["layer"]
     assert seen == list(enumerate(errors))
     assert len(errors) == 80
     after = change(student, teacher, held_out)
@@ -127,18 +131,19 @@ def test_distillation_improves_on_its_start() -> None:
     assert teacher.weight.grad is None
 
 
-def test_half_precision_layers_learn_in_float32() -> None:
+def test_half_precision_layers_learn_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(conversion, "SIGNAL", 0.5)
     teacher, student = dense(), BottleneckLinear(24, 20, 8, dtype=torch.bfloat16)
-    start_from_dense(student, teacher, signal=0.5)
+    start_from_dense(student, teacher)
     batches = [draw(64, 24, seed=100 + step) for step in range(40)]
     widths = set()
-    errors = distill(
-        student,
-        teacher,
+    errors = distill_model(
+        nn.ModuleDict({"layer": student}),
+        Held(teacher),
         batches,
-        on_step=lambda step, error: widths.add(student.down.weight.dtype),
-    )
+        on_batch=lambda step, latest: widths.add(student.down.weight.dtype),
+    )["layer"]
     assert widths == {torch.float32}
     assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
     assert sum(errors[-5:]) < sum(errors[:5])
@@ -206,7 +211,8 @@ def test_hooks_are_gone_after_an_error() -> None:
 def test_zero_tokens_are_no_step() -> None:
     teacher = dense()
     student = BottleneckLinear(24, 20, 8)
-    assert distill(student, teacher, [torch.zeros(0, 24)]) == ()
+    held = nn.ModuleDict({"layer": student})
+    assert distill_model(held, Held(teacher), [torch.zeros(0, 24)]) == {"layer": ()}
 
 
 def test_learning_rate_rises_and_falls() -> None:
@@ -217,27 +223,16 @@ def test_learning_rate_rises_and_falls() -> None:
     assert rate(110) == rate(500) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"activation": "sine"}, "activation = 'sine'"),
-        ({"signal": 0.0}, "signal = 0.0"),
-        ({"rank": 3, "pairs": True}, "rank = 3 must be even"),
-        ({"rank": 300}, "rank = 300"),
-    ],
-)
-def test_impossible_starts_are_refused(settings, words: str) -> None:
-    with pytest.raises(TensorizeError, match=words):
-        bottleneck_start(dense().weight, **{"rank": 4, **settings})
-
-
 def test_layers_that_do_not_fit_are_refused() -> None:
     with pytest.raises(TensorizeError, match="shape"):
         start_from_dense(BottleneckLinear(20, 24, 4), dense())
     with pytest.raises(TensorizeError, match="bias = True"):
         start_from_dense(BottleneckLinear(24, 20, 4, bias=False), dense())
+    with pytest.raises(TensorizeError, match="rank = 300"):
+        start_from_dense(BottleneckLinear(24, 20, 300), dense())
+    frozen = nn.ModuleDict({"layer": BottleneckLinear(24, 20, 4).requires_grad_(False)})
     with pytest.raises(TensorizeError, match="unfreeze"):
-        distill(BottleneckLinear(24, 20, 4).requires_grad_(False), dense(), [])
+        distill_model(frozen, Held(dense()), [])
 
 
 class ByName(nn.Module):

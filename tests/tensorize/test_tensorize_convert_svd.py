@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.svd import (
+from outlast.tensorize.svd import (
     balanced,
     discarded_shares,
     low_rank,

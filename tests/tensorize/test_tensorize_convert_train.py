@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.svd import Factored, low_rank, padded
-from outlast.tensorize.convert.tensor_train import (
+from outlast.tensorize.decompose import (
     tensor_train,
     to_tensor_train,
     to_tensor_train_matrix,
@@ -18,7 +17,8 @@ from outlast.tensorize.convert.tensor_train import (
     tucker,
     tucker_weight,
 )
-from outlast.tensorize.shapes import balanced_modes, bond_ranks
+from outlast.tensorize.shapes import bond_ranks
+from outlast.tensorize.svd import Factored, low_rank, padded
 
 modes_of_tensors = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
@@ -81,7 +81,7 @@ def test_a_budget_saves_parameters() -> None:
 
 
 def test_shapes_are_those_of_the_ranks_whatever_the_values() -> None:
-    factored = tensor_train(torch.zeros(3, 4, 5, 2), rank=3)
+    factored = tensor_train(torch.zeros(3, 4, 5, 2, dtype=torch.float64), rank=3)
     assert [tuple(core.shape) for core in factored] == [(3, 3), (3, 4, 3), (3, 5, 2), (2, 2)]
     assert factored.relative_error == 0.0
     assert bool((train_product(factored.cores) == 0).all())
@@ -113,8 +113,9 @@ def test_two_cores_are_the_singular_value_decomposition() -> None:
 @pytest.mark.parametrize(("out_features", "in_features"), [(12, 20), (23, 11), (16, 16)])
 def test_weights_of_any_size_at_full_rank(count: int, out_features: int, in_features: int) -> None:
     weight = draw(out_features, in_features)
-    in_modes = balanced_modes(in_features, count, padding=0.2)
-    out_modes = balanced_modes(out_features, count, padding=0.2)
+    in_modes, out_modes = (
+        (math.ceil(features ** (1 / count)),) * count for features in (in_features, out_features)
+    )
     train = to_tensor_train(weight, in_modes=in_modes, out_modes=out_modes, rank=1000)
     torch.testing.assert_close(
         train_weight(train.cores, in_features, out_features, inputs=count), weight
@@ -218,11 +219,12 @@ def test_what_cannot_be_converted_is_refused() -> None:
         to_tensor_train(weight, in_modes=(3, 3), out_modes=(3, 4), rank=2)
     with pytest.raises(TensorizeError, match="equally many"):
         to_tensor_train_matrix(weight, in_modes=(12,), out_modes=(3, 4), rank=2)
+    modes = {"in_modes": (3, 4), "out_modes": (3, 4)}
     with pytest.raises(TensorizeError, match="one per bond"):
-        tensor_train(weight, rank=(2, 2))
+        to_tensor_train(weight, **modes, rank=(2, 2))
     with pytest.raises(TensorizeError, match="give one of them"):
-        tensor_train(weight)
+        to_tensor_train(weight, **modes)
     with pytest.raises(TensorizeError, match="not finite"):
-        tensor_train(torch.tensor([1.0, math.nan]), rank=1)
-    with pytest.raises(TensorizeError, match="no modes"):
-        tensor_train(torch.tensor(1.0), rank=1)
+        to_tensor_train(torch.full((12, 12), math.nan), **modes, rank=1)
+    with pytest.raises(TensorizeError, match="wants \\(out, in\\)"):
+        to_tensor_train(torch.tensor(1.0), **modes, rank=1)

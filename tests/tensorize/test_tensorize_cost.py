@@ -11,10 +11,10 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
-from outlast.tensorize.accounting import route_flops
 from outlast.tensorize.cost import layer_cost, step_ratio
 from outlast.tensorize.network import Route, lower
 from outlast.tensorize.quality import LAWS, OBSERVATIONS, effective_parameters
+from outlast.tensorize.route_search import route_flops
 from outlast.tensorize.shapes import FORMS
 
 SIZES = [(64, 64), (48, 80), (97, 60), (512, 1376)]
@@ -41,7 +41,7 @@ def test_parameters_are_those_of_the_layer(form: str, into: int, out: int) -> No
 def test_operations_are_those_of_a_route(form: str, into: int, out: int) -> None:
     network = _layer(form, into, out, 2).network
     cost = layer_cost(form, into, out, 2, cores=FORMS[form].modes or 3)
-    found = {route_flops(network, route, 1): route for route in _routes(len(network.cores))}
+    found = {route_flops(network, route): route for route in _routes(len(network.cores))}
     two_factors = form in ("low_rank", "cola")
     assert cost.forward_flops_per_token == (2 * 2 * (into + out) if two_factors else min(found))
     if two_factors:

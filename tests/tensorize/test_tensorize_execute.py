@@ -8,15 +8,16 @@ from torch import Tensor
 
 from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.execute import MergedPath
-from outlast.tensorize.forms.linear import (
+from outlast.tensorize.low_rank import low_rank_network
+from outlast.tensorize.network import (
+    Network,
+    Route,
     block_network,
     cp_network,
     train_matrix_network,
     train_network,
     tucker_network,
 )
-from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.network import Network, Route
 from outlast.tensorize.operator import chain
 
 NETWORKS = {

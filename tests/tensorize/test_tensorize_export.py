@@ -10,9 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from outlast.errors import TensorizeError
-from outlast.tensorize import tensorize
-from outlast.tensorize.export import absorb, export_dense, export_factored, load_factored
-from outlast.tensorize.forms import (
+from outlast.tensorize import (
     BottleneckLinear,
     BTTLinear,
     CPLinear,
@@ -26,8 +24,10 @@ from outlast.tensorize.forms import (
     TTMEmbedding,
     TTMLinear,
     TuckerLinear,
-    link_by_name,
+    tensorize,
 )
+from outlast.tensorize.export import absorb, export_dense, export_factored, load_factored
+from outlast.tensorize.low_rank import link_by_name
 
 IDS = torch.arange(2 * 9).view(2, 9) * 5 % 64
 

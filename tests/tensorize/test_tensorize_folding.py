@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from outlast.tensorize import execute
+from outlast.tensorize import BottleneckLinear, LowRankLinear, TTLinear, execute
 from outlast.tensorize.contraction import LayerPlan
-from outlast.tensorize.forms import BottleneckLinear, LowRankLinear, TTLinear
 from outlast.tensorize.network import Route
 from outlast.tensorize.operator import chain
 

@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from outlast.errors import TensorizeError
-from outlast.tensorize import bottleneck, operator
-from outlast.tensorize.contraction import LayerPlan
-from outlast.tensorize.forms import (
+from outlast.tensorize import (
     BottleneckLinear,
     BTTLinear,
     CPLinear,
@@ -32,9 +30,13 @@ from outlast.tensorize.forms import (
     TTMEmbedding,
     TTMLinear,
     TuckerLinear,
+    bottleneck,
     low_rank,
+    operator,
 )
+from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.layer import CoredLinear, StructuredLinear, merged
+from outlast.tensorize.ranks import resize
 
 Build = Callable[..., StructuredLinear]
 
@@ -345,17 +347,6 @@ def test_settings_build_a_layer_that_takes_the_state(name: str) -> None:
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, 12)
     torch.testing.assert_close(other(x), layer(x))
-
-
-@all_forms
-def test_the_same_form_with_another_rank(name: str) -> None:
-    layer = FORMS[name](dtype=torch.float64)
-    other = layer.resized(1)
-    assert other.rank == 1
-    assert other.factors()[0].dtype == torch.float64
-    assert (other.bias is None) == (layer.bias is None)
-    assert sum(map(Tensor.numel, other.parameters())) < sum(map(Tensor.numel, layer.parameters()))
-    assert other(torch.randn(3, 12, dtype=torch.float64)).shape == (3, 20)
 
 
 @all_forms
@@ -706,6 +697,5 @@ def test_merged_cores_follow_a_change_of_rank() -> None:
     x = torch.randn(1, 12, dtype=torch.float64)
     with torch.no_grad(), merged(layer):
         layer(x)
-        other = layer.resized(1)
-        layer.network, layer.cores = other.network, other.cores
+        resize(layer, 1)
         torch.testing.assert_close(layer(x), reference(layer, x))

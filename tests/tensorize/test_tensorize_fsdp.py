@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted_collectives import CountedCollectives
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorized_ranks import joined
@@ -17,10 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.checkpoint import CheckpointStore
-from outlast.tensorize.accounting import CountedCollectives
-from outlast.tensorize.forms import BTTLinear, TTLinear, TTMLinear
-from outlast.tensorize.forms.low_rank import LowRankLinear
-from outlast.tensorize.parallel.fsdp import (
+from outlast.tensorize import BTTLinear, TTLinear, TTMLinear
+from outlast.tensorize.fsdp import (
     WholeCores,
     average_gradients,
     clip_gradients,
@@ -29,6 +28,7 @@ from outlast.tensorize.parallel.fsdp import (
     sharded_dimension,
     whole_cores,
 )
+from outlast.tensorize.low_rank import LowRankLinear
 from outlast.tensorize.sharded import whole
 
 WIDTH = 24

@@ -6,7 +6,7 @@ from test_tensorize_forms import FORMS, all_forms, as_function, reference
 from torch import Tensor
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import TTEmbedding, TTMEmbedding
+from outlast.tensorize import TTEmbedding, TTMEmbedding
 
 
 @all_forms

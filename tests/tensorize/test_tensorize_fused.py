@@ -21,9 +21,10 @@ from outlast.tensorize import BottleneckLinear, BTTLinear, LowRankLinear, Monarc
 from outlast.tensorize.bottleneck import FEW, bottleneck
 from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.measure import kernels_fit, tune_kernels, warm, warm_model
 from outlast.tensorize.network import Network
 from outlast.tensorize.operator import chain, two_products
-from outlast.tensorize.planner.choose import (
+from outlast.tensorize.planner import (
     PLANS,
     READY,
     BlockPair,
@@ -34,8 +35,7 @@ from outlast.tensorize.planner.choose import (
     pair_of,
     plan_for,
 )
-from outlast.tensorize.planner.measure import warm, warm_model
-from outlast.tensorize.planner.price import OperationPrices, default_table
+from outlast.tensorize.prices import OperationPrices, default_table
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
@@ -219,21 +219,19 @@ def test_a_fused_bottleneck_learns_as_two_products_do(
 
 
 def tuned() -> list[bool]:
-    from outlast.tensorize.kernels import pairs
-
     found = [
         LowRankPair(24, 16, 40),
         LowRankPair(24, 5, 40, "silu"),
         BlockPair((2, 16), (4, 16), 8),
     ]
     for pair in found:
-        pairs.tune(pair, 17, torch.float32, "cpu")
+        tune_kernels(pair, 17, torch.float32, torch.device("cpu"))
     found += [
         LowRankPair(24, 16, 40, "mish"),
         LowRankPair(24, 512, 40),
         BlockPair((2, 4), (4, 16), 8),
     ]
-    return [pairs.fits(pair, torch.float32) for pair in found]
+    return [kernels_fit(pair, torch.float32) for pair in found]
 
 
 @needs_triton
@@ -290,8 +288,7 @@ def test_a_cpu_never_gets_a_kernel(ready: Callable[[Network, int, torch.dtype], 
         ready(layer.network, 13, torch.float32)
         assert not plan_for(layer.network, 8192, torch.float32, cpu, True).fused
         assert "fused" not in explain(layer.network, 8192, torch.float32, cpu)
-    sizes = {"activation": "identity", "tokens": 8192, "dtype": torch.float32}
-    assert not bottleneck_pays(2048, 64, 2048, device=cpu, **sizes)
+    assert not bottleneck_pays(LowRankPair(2048, 64, 2048), 8192, torch.float32, cpu)
 
 
 def test_the_planner_takes_a_kernel_that_is_ready_and_cheaper(
@@ -323,13 +320,13 @@ def test_the_planner_takes_a_kernel_that_is_ready_and_cheaper(
 
 
 def test_a_bottleneck_pays_for_many_tokens_alone() -> None:
-    sizes = {"activation": "silu", "dtype": torch.bfloat16, "device": CUDA}
-    keys = {(LowRankPair(2048, 128, 2048, "silu"), bucket, torch.bfloat16) for bucket in (7, 15)}
+    pair, bf16 = LowRankPair(2048, 128, 2048, "silu"), torch.bfloat16
+    keys = {(pair, bucket, bf16) for bucket in (7, 15)}
     READY.update(keys)
     try:
-        assert bottleneck_pays(2048, 128, 2048, tokens=32768, **sizes)
-        assert not bottleneck_pays(2048, 128, 2048, tokens=128, **sizes)
-        assert not bottleneck_pays(2048, 128, 2048, tokens=4096, **sizes)
+        assert bottleneck_pays(pair, 32768, bf16, CUDA)
+        assert not bottleneck_pays(pair, 128, bf16, CUDA)
+        assert not bottleneck_pays(pair, 4096, bf16, CUDA)
     finally:
         READY.difference_update(keys)
 

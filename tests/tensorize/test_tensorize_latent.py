@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import LatentLinear, latent_contexts, link_by_name, link_latents
+from outlast.tensorize import LatentLinear, latent_contexts
+from outlast.tensorize.low_rank import link_by_name, link_latents
 
 
 class Block(nn.Module):

@@ -3,11 +3,10 @@ import torch
 from torch import Tensor, nn
 
 from outlast.errors import TensorizeError
+from outlast.tensorize import BTTLinear, LowRankLinear, MonarchLinear, TTLinear, TTMLinear
 from outlast.tensorize.contraction import LayerPlan
-from outlast.tensorize.forms import BTTLinear, LowRankLinear, MonarchLinear, TTLinear, TTMLinear
-from outlast.tensorize.forms.linear import block_network, train_network
-from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.network import Route
+from outlast.tensorize.low_rank import low_rank_network
+from outlast.tensorize.network import Route, block_network, train_network
 from outlast.tensorize.operator import Merged, chain, two_products
 
 BLOCK = block_network(20, 28, 2, in_modes=(4, 5), out_modes=(7, 4))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted_collectives import CountedCollectives
 from tensorized_ranks import (
     RANK,
     WIDTH,
@@ -24,10 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import TensorizeError
-from outlast.tensorize.accounting import CountedCollectives
-from outlast.tensorize.parallel.bottleneck import LLAMA, parallelize_bottleneck
-from outlast.tensorize.parallel.grouped import LLAMA_BLOCK
 from outlast.tensorize.sharded import whole
+from outlast.tensorize.tensor_parallel import LLAMA, LLAMA_BLOCK, parallelize_bottleneck
 
 pytestmark = pytest.mark.distributed
 

@@ -2,10 +2,12 @@
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorized_ranks import (
@@ -18,15 +20,16 @@ from tensorized_ranks import (
     worst_difference,
 )
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outlast.errors import TensorizeError
-from outlast.guard import guard
 from outlast.tensorize.bottleneck import ACTIVATIONS
-from outlast.tensorize.parallel.grouped import (
-    activated_linear,
-    group_projections,
+from outlast.tensorize.tensor_parallel import (
+    _ActivatedLinear,
+    local,
     normalized_projection,
+    parallelize_bottleneck,
 )
 
 EPSILON = 1e-5
@@ -199,11 +202,19 @@ def test_an_activated_product_and_its_gradients(activation: str) -> None:
     inputs = [latents, weight.requires_grad_(), bias.requires_grad_()]
 
     def product(latents: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return activated_linear(latents[..., 2:6], weight, bias, activation)
+        return _ActivatedLinear.apply(latents[..., 2:6], weight, bias, activation)
 
     expected = nn.functional.linear(ACTIVATIONS[activation](latents[..., 2:6]), weight, bias)
     torch.testing.assert_close(product(*inputs), expected)
     assert torch.autograd.gradcheck(product, inputs)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 class _Products(TorchDispatchMode):
@@ -229,15 +240,17 @@ def _products(block: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("form", ["low_rank", "cola"])
-def test_grouping_changes_nothing_but_the_number_of_products(form: str) -> None:
+def test_grouping_changes_nothing_but_the_number_of_products(
+    form: str, one_rank: DeviceMesh
+) -> None:
     plain, grouped = low_rank_llama(form), low_rank_llama(form)
-    assert group_projections(grouped) == 4
+    parallelize_bottleneck(grouped, one_rank)
     assert _products(grouped.model.layers[0]) == 1 + 3
     assert grouped.state_dict().keys() == plain.state_dict().keys()
+    again = copy.deepcopy(grouped)
     for model in (plain, grouped):
         loss_of(model, tokens()).backward()
     assert worst_difference(gradients(grouped), gradients(plain)) < 1e-5
-    again = copy.deepcopy(grouped)
     with torch.no_grad():
         before = grouped(input_ids=tokens()).logits
         for parameter in again.parameters():
@@ -249,7 +262,7 @@ def test_grouping_changes_nothing_but_the_number_of_products(form: str) -> None:
 
 def _saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
     """Bytes that a block keeps for its backward pass, of distinct storages that are no weights."""
-    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    weights = {local(each).untyped_storage().data_ptr() for each in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,9 +277,9 @@ def _saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-def test_a_grouped_mlp_keeps_less_than_its_parts() -> None:
+def test_a_grouped_mlp_keeps_less_than_its_parts(one_rank: DeviceMesh) -> None:
     plain, grouped = low_rank_llama("cola"), low_rank_llama("cola")
-    group_projections(grouped)
+    parallelize_bottleneck(grouped, one_rank)
     x = torch.randn(4, 32, plain.config.hidden_size, requires_grad=True)
     # Neither the normalised input, nor float copies of it, nor activations of latents.
     saved = _saved_bytes(plain, x) - _saved_bytes(grouped, x)
@@ -274,9 +287,9 @@ def test_a_grouped_mlp_keeps_less_than_its_parts() -> None:
 
 
 @pytest.mark.slow
-def test_grouped_blocks_compile_without_a_break() -> None:
+def test_grouped_blocks_compile_without_a_break(one_rank: DeviceMesh) -> None:
     plain, grouped = low_rank_llama("cola"), low_rank_llama("cola")
-    group_projections(grouped)
+    parallelize_bottleneck(grouped, one_rank)
     x = torch.randn(2, 7, plain.config.hidden_size, requires_grad=True)
     places = plain.model.rotary_emb(x, torch.arange(7)[None])
     results = []
@@ -291,22 +304,6 @@ def test_grouped_blocks_compile_without_a_break() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_guard_does_not_count_layers_that_nobody_calls() -> None:
-    grouped = low_rank_llama()
-    group_projections(grouped)
-    with pytest.warns(UserWarning, match="not guarded"):
-        handle = guard(grouped, policy="full")
-    covered = {each.module for each in handle.coverage() if each.operations}
-    handle.remove()
-    block = "model.layers.0"
-    assert not covered & {
-        f"{block}.input_layernorm",
-        f"{block}.self_attn.q_proj.down",
-        f"{block}.self_attn.q_proj.up",
-    }
-    assert {f"{block}.self_attn.o_proj.down", "lm_head"} <= covered
-
-
-def test_grouping_a_model_without_low_rank_layers_is_refused() -> None:
-    with pytest.raises(TensorizeError, match="tensorize"):
-        group_projections(dense_llama())
+def test_a_model_without_low_rank_layers_is_refused(one_rank: DeviceMesh) -> None:
+    with pytest.raises(TensorizeError, match="tensorize all projections"):
+        parallelize_bottleneck(dense_llama(), one_rank)

@@ -11,14 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.tensorize import measure, planner
 from outlast.tensorize.contraction import LayerPlan
-from outlast.tensorize.forms.linear import block_network, train_matrix_network, train_network
-from outlast.tensorize.forms.low_rank import low_rank_network
-from outlast.tensorize.network import Network, Route, dense_route
+from outlast.tensorize.low_rank import low_rank_network
+from outlast.tensorize.network import (
+    Network,
+    Route,
+    block_network,
+    dense_route,
+    train_matrix_network,
+    train_network,
+)
 from outlast.tensorize.operator import chain
-from outlast.tensorize.planner import choose, measure
-from outlast.tensorize.planner.choose import explain, plan_for, predicted_speedup
-from outlast.tensorize.planner.price import (
+from outlast.tensorize.planner import Setting, explain, plan_for
+from outlast.tensorize.prices import (
     AXIS,
     LAYOUTS,
     OperationPrices,
@@ -29,7 +35,7 @@ from outlast.tensorize.planner.price import (
     move,
     roofline,
 )
-from outlast.tensorize.planner.search import Search, Walker, best_plan, candidates, groupings
+from outlast.tensorize.route_search import Search, Walker, best_plan, candidates, groupings
 
 CPU = torch.device("cpu")
 NETWORKS = {
@@ -45,9 +51,9 @@ NETWORKS = {
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test sees the machine's tables, or leaves any."""
     monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path))
-    choose.forget()
+    planner.forget()
     yield tmp_path
-    choose.forget()
+    planner.forget()
 
 
 @pytest.fixture
@@ -162,7 +168,7 @@ def test_shared_work_is_paid_once(prices: OperationPrices) -> None:
 def test_many_tokens_take_two_products(name: str) -> None:
     plan = plan_for(NETWORKS[name], 4096, torch.float32, CPU, True)
     assert len(plan.forward.groups) == 2
-    assert predicted_speedup(NETWORKS[name], 4096, torch.float32, CPU) > 1.5
+    assert plan.dense_seconds > 1.5 * plan.seconds
 
 
 def test_blocks_go_in_chunks() -> None:
@@ -233,7 +239,7 @@ def test_planned_layers_compute_what_the_dense_weight_does(name: str, tokens: in
 def _measured() -> PriceTable:
     content = default_table("cpu", "float32").to_json()
     content.update(
-        machine=choose.machine_of(CPU), measured=True, torch=torch.__version__,
+        machine=planner.machine_of(CPU), measured=True, torch=torch.__version__,
         threads=torch.get_num_threads(),
     )  # fmt: skip
     return PriceTable.from_json(content)
@@ -241,31 +247,31 @@ def _measured() -> PriceTable:
 
 def test_a_stored_table_is_found_again(own_cache: Path) -> None:
     table = _measured()
-    path = choose.store(table)
+    path = planner.store(table)
     assert path is not None
     assert path.parent == own_cache / "tensorize"
     assert [each.suffix for each in path.parent.iterdir()] == [".json"]
-    assert choose.prices_of(torch.float32, CPU).table == table
+    assert planner.prices_of(torch.float32, CPU).table == table
     assert measure.calibrate(torch.float32, CPU) == table
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1}', "null"])
 def test_a_damaged_table_is_none(damage: str) -> None:
     table = _measured()
-    path = choose.store(table)
+    path = planner.store(table)
     assert path is not None
     path.write_text(damage)
-    assert choose.load(table.machine, table.dtype, table.threads, table.torch) is None
-    assert not choose.prices_of(torch.float32, CPU).table.measured
+    assert planner.load(Setting(table.machine, table.dtype, table.threads, table.torch)) is None
+    assert not planner.prices_of(torch.float32, CPU).table.measured
 
 
 def test_a_table_of_something_else_is_none() -> None:
     table = _measured()
-    path = choose.store(table)
+    path = planner.store(table)
     assert path is not None
-    other = choose.file_of("another machine", table.dtype, table.threads, table.torch)
-    path.rename(other)
-    assert choose.load("another machine", table.dtype, table.threads, table.torch) is None
+    other = Setting("another machine", table.dtype, table.threads, table.torch)
+    path.rename(other.file)
+    assert planner.load(other) is None
 
 
 def test_tables_with_missing_points_are_refused() -> None:
@@ -282,7 +288,7 @@ def test_a_new_table_changes_plans() -> None:
         machine="test", dtype="float32", item_bytes=4, flops_per_s=1e15, bytes_per_s=1e8,
         start_seconds=1e-6, overhead_seconds=1e-6,
     )  # fmt: skip
-    choose.use(flat, "cpu")
+    planner.use(flat, "cpu")
     after = plan_for(network, 4096, torch.float32, CPU, True)
     # Where moving is dear and multiplying free, one product is best.
     assert before.forward != after.forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outlast.tensorize.planner import measure, price
+from outlast.tensorize import measure, prices
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure few points, and those once."""
     for name in ("_MOST_FLOPS", "_MOST_ITEM_FLOPS"):
         monkeypatch.setattr(measure, name, {"cpu": 1e4})
-    for module in (price, measure):
+    for module in (prices, measure):
         monkeypatch.setattr(module, "AXIS", (1, 4, 16))
         monkeypatch.setattr(module, "BYTES_AXIS", (1 << 12, 1 << 14))
         monkeypatch.setattr(module, "STRETCH_AXIS", (4, 16))
@@ -28,10 +28,10 @@ def test_a_measured_table_can_be_read_again() -> None:
     assert found.measured
     assert found.threads == torch.get_num_threads()
     assert all(seconds > 0 for seconds in found.launch.values())
-    assert price.PriceTable.from_json(found.to_json()) == found
-    default = price.default_table("cpu", "float32")
+    assert prices.PriceTable.from_json(found.to_json()) == found
+    default = prices.default_table("cpu", "float32")
     assert set(found.launch) == set(default.launch)
-    roof = price.default_table("cuda", "bfloat16")
+    roof = prices.default_table("cuda", "bfloat16")
     assert set(found.launch) == set(roof.launch)
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import LowRankEmbedding, LowRankLinear
+from outlast.tensorize import LowRankEmbedding, LowRankLinear
 from outlast.tensorize.policy import Choice, Policy, replaceable, select
 from outlast.tensorize.shapes import FORMS, form_named
 

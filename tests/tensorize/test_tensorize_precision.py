@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import BottleneckLinear, BTTLinear, LowRankLinear, TTLinear
+from outlast.tensorize import BottleneckLinear, BTTLinear, LowRankLinear, TTLinear
 from outlast.tensorize.precision import has_float8, set_core_precision, use_float8
 
 

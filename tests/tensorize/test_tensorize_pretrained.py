@@ -26,9 +26,8 @@ from transformers import (
 )
 
 from outlast.errors import TensorizeError
-from outlast.tensorize import load_factored, tensorize
+from outlast.tensorize import LowRankLinear, load_factored, tensorize
 from outlast.tensorize.export import save_with_dense_weights
-from outlast.tensorize.forms import LowRankLinear
 
 IDS = torch.arange(2 * 9).view(2, 9) * 5 % 64
 TEXT = {"input_ids": IDS}

@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import BottleneckLinear, BTTLinear, LowRankLinear, TTLinear, TTMLinear
+from outlast.tensorize import (
+    BottleneckLinear,
+    BTTLinear,
+    LowRankLinear,
+    MonarchLinear,
+    TTLinear,
+    TTMLinear,
+)
 from outlast.tensorize.ranks import (
     energy_rank,
-    explained_rank,
     grow,
     match_ranks,
     resize,
@@ -191,10 +197,9 @@ def test_a_moment_of_the_new_coordinates_is_that_of_the_mapped_gradient():
 def test_a_checkpoint_of_another_rank_loads(rank):
     source = nn.Sequential(LowRankLinear(12, 10, rank), nn.ReLU(), TTLinear(10, 12, 2, 2))
     target = nn.Sequential(LowRankLinear(12, 10, 6), nn.ReLU(), TTLinear(10, 12, 3, 2))
-    optimizer = torch.optim.AdamW(target.parameters())
-    changes = match_ranks(target, source.state_dict(), [optimizer])
-    assert changes
+    assert match_ranks(target, source.state_dict()) == ["0", "2"]
     target.load_state_dict(source.state_dict())
+    optimizer = torch.optim.AdamW(target.parameters())
     x = torch.randn(3, 12)
     torch.testing.assert_close(target(x), source(x))
     target(x).sum().backward()
@@ -251,7 +256,6 @@ def test_the_energy_rank_is_the_smallest_that_suffices(values, energy):
     assert squares[:rank].sum() >= energy * squares.sum() * (1 - 1e-9)
     if rank > 1:
         assert squares[: rank - 1].sum() < energy * squares.sum() * (1 + 1e-9)
-    assert 0 < explained_rank(ordered) <= 1
 
 
 @pytest.mark.parametrize(
@@ -262,8 +266,7 @@ def test_the_energy_rank_is_the_smallest_that_suffices(values, energy):
         (lambda: shrink(LowRankLinear(4, 4, 2), 1.5), "energy = 1.5"),
         (lambda: grow(LowRankLinear(4, 4, 2), factor=0.5), "factor = 0.5"),
         (lambda: grow(LowRankLinear(4, 4, 2), multiple=0), "multiple = 0"),
-        (lambda: resize(LowRankLinear(4, 4, 3), 2, units=torch.tensor([1, 1])), "units"),
-        (lambda: resize(LowRankLinear(4, 4, 3), 2, units=torch.tensor([1, 3])), "units"),
+        (lambda: resize(MonarchLinear(8, 8, 2), 1), "rank that its blocks say"),
     ],
 )
 def test_wrong_input_is_refused_with_its_value(call, words):

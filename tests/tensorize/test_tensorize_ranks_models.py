@@ -2,21 +2,23 @@
 
 import pytest
 import torch
-from tensorized_ranks import low_rank_llama
+import torch.distributed as dist
+from tensorized_ranks import joined, low_rank_llama
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms import (
+from outlast.tensorize import (
     BottleneckLinear,
     LatentLinear,
     LowRankLinear,
     SparseLowRankLinear,
     TTLinear,
 )
-from outlast.tensorize.forms.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
-from outlast.tensorize.forms.low_rank import link_latents
-from outlast.tensorize.parallel.grouped import group_projections
-from outlast.tensorize.ranks import RankControl, grow, match_ranks, resize, shrink
+from outlast.tensorize.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
+from outlast.tensorize.low_rank import link_latents
+from outlast.tensorize.ranks import grow, match_ranks, resize, shrink
+from outlast.tensorize.tensor_parallel import parallelize_bottleneck
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -42,8 +44,6 @@ def test_a_line_of_latents_keeps_its_basis(gate):
     assert {each.name for each in changes} == {"1"}
     with pytest.warns(UserWarning, match="stay as they are"):
         grow(model, used=0.01)
-    with pytest.warns(UserWarning, match="stay as they are"):
-        assert len(list(RankControl(model).parameters())) == 1
     assert torch.equal(model[0](x), y)
 
 
@@ -74,7 +74,7 @@ def test_tied_factors_change_together():
         model(torch.randn(3, 8, **DOUBLE)).sum().backward()
         optimizer.step()
         source = nn.Sequential(*(LowRankLinear(8, 8, 1, bias=False, **DOUBLE) for _ in range(3)))
-        assert len(match_ranks(model, source.state_dict(), [optimizer])) == 2
+        assert match_ranks(model, source.state_dict()) == ["0", "1"]
         assert [layer.rank for layer in model] == [1, 1, 1]
 
 
@@ -115,9 +115,7 @@ def test_embeddings_match_a_checkpoint(kind, rank):
     torch.manual_seed(0)
     source, target = nn.Sequential(kind(30, 16, rank)), nn.Sequential(kind(30, 16, 4))
     index = torch.arange(30)
-    heard = []
-    changes = match_ranks(target, source.state_dict(), on_change=heard.append)
-    assert changes == heard != []
+    assert match_ranks(target, source.state_dict()) == ["0"]
     target.load_state_dict(source.state_dict())
     torch.testing.assert_close(target(index), source(index))
     assert target[0].rank == source[0].rank
@@ -133,21 +131,30 @@ def test_nothing_changes_where_a_later_layer_does_not_fit():
     assert model[0].rank == 4
 
 
-def test_grouped_layers_are_refused():
+def _refusals() -> int:
+    joined()
     model = low_rank_llama()
-    group_projections(model)
+    parallelize_bottleneck(model, init_device_mesh("cpu", (dist.get_world_size(),)))
     layer = model.model.layers[0].self_attn.q_proj
-    with pytest.raises(TensorizeError, match="before group_projections or parallelize_bottleneck"):
-        resize(layer, 8)
-    with pytest.raises(TensorizeError, match="before group_projections"):
-        shrink(model, 0.5)
     state = {"model.layers.0.self_attn.q_proj.down.weight": torch.empty(8, 64)}
-    with pytest.raises(TensorizeError, match="before group_projections"):
-        match_ranks(model, state)
+    calls = (
+        lambda: resize(layer, 8),
+        lambda: shrink(model, 0.5),
+        lambda: match_ranks(model, state),
+    )
+    for call in calls:
+        with pytest.raises(TensorizeError, match="split over ranks"):
+            call()
+    return len(calls)
+
+
+@pytest.mark.distributed
+def test_split_layers_are_refused(ranks):
+    assert ranks(2)(_refusals) == [3, 3]
 
 
 def test_factors_with_another_parametrization_are_refused():
     layer = LowRankLinear(8, 8, 4)
     torch.nn.utils.parametrizations.orthogonal(layer.down)
-    with pytest.raises(TensorizeError, match="has a parametrization"):
+    with pytest.raises(TensorizeError, match="as by a parametrization"):
         resize(layer, 2)

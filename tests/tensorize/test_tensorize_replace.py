@@ -15,7 +15,7 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.tensorize import StructuredLinear, tensorize
-from outlast.tensorize.forms import TiedHead
+from outlast.tensorize.embedding import TiedHead
 from outlast.tensorize.policy import Choice
 from outlast.tensorize.shapes import FORMS
 
@@ -319,7 +319,9 @@ def test_the_speed_of_a_tied_head_is_unknown_where_nothing_is_priced(
 ) -> None:
     from outlast.tensorize import replace
 
-    monkeypatch.setattr(replace, "_computed", lambda *_: (torch.float32, torch.device("mps")))
+    monkeypatch.setattr(
+        replace._Settings, "computed", lambda *_: (torch.float32, torch.device("mps"))
+    )
     model: Any = _tied_model(200, 64)
     with pytest.warns(UserWarning, match="the speed of lm_head .* is unknown"):
         report = tensorize(model, "low_rank", 4, ["embed", "lm_head"])
@@ -797,7 +799,7 @@ def test_what_is_between_factors_counts(form: str) -> None:
 def test_forms_without_plans_are_timed_where_it_is_asked_for(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outlast.tensorize.planner import measure
+    from outlast.tensorize import measure
 
     seen = []
 
@@ -914,7 +916,9 @@ def test_freezing_the_weight_of_factors_freezes_them() -> None:
 def test_speeds_on_devices_without_prices_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     from outlast.tensorize import replace
 
-    monkeypatch.setattr(replace, "_computed", lambda *_: (torch.float32, torch.device("mps")))
+    monkeypatch.setattr(
+        replace._Settings, "computed", lambda *_: (torch.float32, torch.device("mps"))
+    )
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     with pytest.warns(UserWarning, match=r"the speed of 0 \(low_rank\) and others is unknown"):
         report = tensorize(model, rank=0.1)

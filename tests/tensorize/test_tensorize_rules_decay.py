@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.decay import ProductDecay, SpectralBound
-from outlast.tensorize.forms.linear import BTTLinear, MonarchLinear, TTLinear, TTMLinear
-from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.initialize import norm_gradients, squared_norm
-from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.layer import BTTLinear, MonarchLinear, StructuredLinear, TTLinear, TTMLinear
+from outlast.tensorize.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.network import Network
+from outlast.tensorize.optimizers import ProductDecay, SpectralBound
 from outlast.tensorize.parameters import parameter_groups
-from outlast.tensorize.ranks.resize import resize
+from outlast.tensorize.ranks import resize
 
 
 def _layers() -> list[StructuredLinear]:
@@ -174,15 +173,6 @@ def test_zero_product_stays_and_nothing_becomes_nan() -> None:
     optimizer.step()
     assert torch.equal(layer.down.weight, old)
     assert not layer.up.weight.any()
-
-
-def test_removed_decay_does_nothing() -> None:
-    layer = LowRankLinear(8, 8, 4)
-    old = layer.to_dense().detach()
-    optimizer = torch.optim.SGD(parameter_groups(layer, 1e-1, 0.0))
-    ProductDecay(optimizer, layer, 0.1).remove()
-    optimizer.step()
-    assert torch.equal(layer.to_dense(), old)
 
 
 def test_what_would_decay_wrongly_is_refused() -> None:

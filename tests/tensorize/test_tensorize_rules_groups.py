@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.embedding import LowRankEmbedding
-from outlast.tensorize.forms.linear import BTTLinear, TTLinear
-from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
+from outlast.tensorize.embedding import LowRankEmbedding
 from outlast.tensorize.initialize import activation_gain
+from outlast.tensorize.layer import BTTLinear, TTLinear
+from outlast.tensorize.low_rank import BottleneckLinear, LowRankLinear
 from outlast.tensorize.parameters import (
     factor_multipliers,
     mup_initialize_,

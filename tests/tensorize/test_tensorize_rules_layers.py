@@ -1,17 +1,16 @@
-"""Factors that are not what they are stored in: shown in another dtype, or behind gates."""
+"""Factors that are shown in another dtype than they are stored in."""
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import nn
 
-from outlast.errors import TensorizeError
-from outlast.tensorize.decay import ProductDecay, SpectralBound
-from outlast.tensorize.forms import LowRankLinear, TTLinear
-from outlast.tensorize.layer import StructuredLinear
-from outlast.tensorize.muon import UnfoldedMuon, factor_unfoldings
-from outlast.tensorize.parallel.fsdp import WholeCores
+from outlast.tensorize import LowRankLinear, TTLinear
+from outlast.tensorize.fsdp import WholeCores
+from outlast.tensorize.optimizers import (
+    ProductDecay,
+    SpectralBound,
+    UnfoldedMuon,
+    factor_unfoldings,
+)
 from outlast.tensorize.parameters import (
     factor_multipliers,
     factor_parameters,
@@ -19,7 +18,6 @@ from outlast.tensorize.parameters import (
     parameter_groups,
     structured_layers,
 )
-from outlast.tensorize.ranks.control import RankControl
 
 
 def _model() -> nn.Sequential:
@@ -31,24 +29,10 @@ def _shown_in_bfloat16(model: nn.Module) -> None:
     WholeCores(dict(model.named_parameters()), None).cast(model, torch.bfloat16)  # type: ignore[arg-type]
 
 
-def _gated(model: nn.Module) -> None:
-    for gate in RankControl(model).parameters():
-        nn.init.uniform_(gate, 0.5, 1.5)
-
-
-def _both(model: nn.Module) -> None:
-    _gated(model)
-    _shown_in_bfloat16(model)
-
-
-changes = pytest.mark.parametrize("change", [_shown_in_bfloat16, _gated, _both])
-
-
-@changes
-def test_parameters_behind_the_factors_are_found(change: Callable[[nn.Module], None]) -> None:
+def test_parameters_behind_the_factors_are_found() -> None:
     model = _model()
     stored = [each for layer in model for each in layer.factors()]
-    change(model)
+    _shown_in_bfloat16(model)
     assert any(
         seen is not each
         for seen, each in zip([*model[0].factors(), *model[1].factors()], stored, strict=True)
@@ -58,12 +42,11 @@ def test_parameters_behind_the_factors_are_found(change: Callable[[nn.Module], N
     assert len(list(structured_layers(model))) == 2
 
 
-@changes
-def test_rules_know_the_factors(change: Callable[[nn.Module], None]) -> None:
+def test_rules_know_the_factors() -> None:
     model = _model()
     stored = [each for layer in model for each in layer.factors()]
     expected = factor_multipliers(model), factor_unfoldings(model)
-    change(model)
+    _shown_in_bfloat16(model)
     assert (factor_multipliers(model), factor_unfoldings(model)) == expected
     groups = {group["name"]: group for group in parameter_groups(model, 0.1, 0.01)}
     assert {id(each) for each in groups["factors"]["params"]} == set(map(id, stored))
@@ -83,34 +66,6 @@ def test_decay_is_of_what_is_stored_and_not_of_its_rounding() -> None:
         optimizer.step()
     for one, other in zip(plain.parameters(), shown.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_gated_products_shrink_at_the_pace_of_a_dense_layer(place: int) -> None:
-    layer: StructuredLinear = _model()[place].double()
-    _gated(layer)
-    gates = [each.clone() for name, each in layer.named_parameters() if name.endswith("gate")]
-    rate, decay = 1e-4, 0.5
-    optimizer = torch.optim.SGD(factor_parameters(layer), lr=rate)
-    ProductDecay(optimizer, layer, decay)
-
-    def square() -> float:
-        # With what padding holds, of which there is none here.
-        return float(layer.to_dense().detach().square().sum())
-
-    before = square()
-    optimizer.step()
-    assert (square() - before) / before == pytest.approx(-2 * rate * decay, rel=1e-3)
-    after = [each for name, each in layer.named_parameters() if name.endswith("gate")]
-    assert all(map(torch.equal, after, gates))
-
-
-def test_a_spectral_bound_names_the_gates_that_are_there_before_it() -> None:
-    layer = LowRankLinear(6, 5, 3, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    _gated(layer)
-    with pytest.raises(TensorizeError, match=r"gates of rank control.*RankControl\.finish"):
-        SpectralBound(optimizer, layer, 0.1)
 
 
 def test_a_spectral_bound_holds_for_factors_that_are_shown_in_another_dtype() -> None:

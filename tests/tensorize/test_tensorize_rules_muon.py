@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.embedding import LowRankEmbedding
-from outlast.tensorize.forms.linear import BTTLinear, TTLinear, TTMLinear
-from outlast.tensorize.forms.low_rank import LowRankLinear
-from outlast.tensorize.muon import (
+from outlast.tensorize.embedding import LowRankEmbedding
+from outlast.tensorize.layer import BTTLinear, TTLinear, TTMLinear
+from outlast.tensorize.low_rank import LowRankLinear
+from outlast.tensorize.optimizers import (
     UnfoldedMuon,
     Unfolding,
     factor_unfoldings,
     orthogonalize,
     unfoldings,
 )
-from outlast.tensorize.ranks.resize import resize
+from outlast.tensorize.ranks import resize
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

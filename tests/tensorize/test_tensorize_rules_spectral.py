@@ -1,7 +1,5 @@
 """No step moves a product by more than its limit."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +7,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.decay import SpectralBound
-from outlast.tensorize.forms.linear import TTLinear
-from outlast.tensorize.forms.low_rank import BottleneckLinear, LowRankLinear
-from outlast.tensorize.muon import bounded_root, norm_bound, power_norm, product_norm_bound
+from outlast.tensorize.layer import TTLinear
+from outlast.tensorize.low_rank import BottleneckLinear, LowRankLinear
+from outlast.tensorize.optimizers import (
+    SpectralBound,
+    bounded_root,
+    power_norm,
+    product_norm_bound,
+)
 
 KINDS = ["random", "aligned", "gauge", "one factor", "from zero", "back and forth"]
 
@@ -50,7 +52,6 @@ def _step(layer: LowRankLinear, optimizer: torch.optim.Optimizer, changes: list[
     return torch.linalg.matrix_norm(after - before, 2).item()
 
 
-@pytest.mark.parametrize("orthogonalize", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -62,7 +63,6 @@ def _step(layer: LowRankLinear, optimizer: torch.optim.Optimizer, changes: list[
 )
 def test_no_step_exceeds_the_limit(
     *,
-    orthogonalize: bool,
     kind: str,
     seed: int,
     sizes: tuple[int, int, int],
@@ -77,7 +77,7 @@ def test_no_step_exceeds_the_limit(
         layer.down.weight.mul_(imbalance)
         layer.up.weight.div_(imbalance)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    SpectralBound(optimizer, layer, limit, orthogonalize=orthogonalize)
+    SpectralBound(optimizer, layer, limit)
     norms = [torch.linalg.matrix_norm(each.detach(), 2).item() for each in layer.factors()]
     changes = _changes(kind, layer, 10.0**exponent, generator)
     moved = _step(layer, optimizer, changes)
@@ -89,37 +89,14 @@ def test_small_steps_are_not_touched_and_large_ones_use_the_limit() -> None:
     torch.manual_seed(0)
     layer = LowRankLinear(40, 30, 6, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    bound = SpectralBound(optimizer, layer, 0.1)
+    SpectralBound(optimizer, layer, 0.1)
     old = layer.up.weight.detach().clone()
     changes = [1e-4 * torch.randn(6, 40), 1e-4 * torch.randn(30, 6)]
     assert _step(layer, optimizer, changes) < 0.01
     assert torch.equal(layer.up.weight, old + changes[1])
-    assert bound.bounded_share == 0.0
     moved = _step(layer, optimizer, [10.0 * torch.randn(6, 40), 10.0 * torch.randn(30, 6)])
     # Certified norms are a few percent too large, and the two terms need not add up.
     assert 0.07 < moved <= 0.1 * (1 + 1e-4)
-    assert bound.bounded_share == 0.5
-
-
-def test_orthogonalised_steps_have_the_size_of_the_limit_not_of_the_gradient() -> None:
-    torch.manual_seed(1)
-    moves = []
-    for size in (1e-6, 1e3):
-        layer = LowRankLinear(40, 30, 6, bias=False)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        SpectralBound(optimizer, layer, 0.1, orthogonalize=True)
-        moves.append(
-            _step(layer, optimizer, [size * torch.randn(6, 40), size * torch.randn(30, 6)])
-        )
-    assert all(0.02 < moved <= 0.1 * (1 + 1e-4) for moved in moves)
-
-
-def test_published_rho_is_never_larger() -> None:
-    for norms, limit in itertools.product([0.1, 1.0, 10.0], [1e-3, 0.1, 1.0]):
-        published = limit / (norms + 1)
-        root = bounded_root(*map(torch.tensor, (norms, 1.0, limit))).item()
-        assert published <= root * (1 + 1e-6)
-        assert root * norms + root**2 == pytest.approx(limit, rel=1e-5)
 
 
 def test_limit_follows_the_schedule() -> None:
@@ -169,7 +146,7 @@ def test_optimizer_keeps_class_and_state_and_bound_has_its_own() -> None:
         return layer, optimizer, SpectralBound(optimizer, layer, 0.05, certified=certified)
 
     for certified in (True, False):
-        layer, optimizer, bound = build(certified)
+        layer, optimizer, _ = build(certified)
         x = torch.randn(4, 7, 12)
         for batch in x:
             optimizer.zero_grad()
@@ -190,31 +167,28 @@ def test_optimizer_keeps_class_and_state_and_bound_has_its_own() -> None:
             resumed(batch).square().sum().backward()
             again.step()
         assert all(map(torch.equal, layer.parameters(), resumed.parameters()))
-        assert other.bounded_share == bound.bounded_share > 0.0
 
 
 def test_power_iteration_holds_the_limit_up_to_its_error() -> None:
     torch.manual_seed(4)
-    for orthogonalize in (False, True):
-        layer = LowRankLinear(30, 40, 8, bias=False)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        SpectralBound(optimizer, layer, 0.1, certified=False, orthogonalize=orthogonalize)
-        for _ in range(6):
-            moved = _step(layer, optimizer, [torch.randn(8, 30), torch.randn(40, 8)])
-            assert moved <= 0.15
+    layer = LowRankLinear(30, 40, 8, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    SpectralBound(optimizer, layer, 0.1, certified=False)
+    for _ in range(6):
+        moved = _step(layer, optimizer, [torch.randn(8, 30), torch.randn(40, 8)])
+        assert moved <= 0.15
 
 
 def test_what_is_not_finite_is_left_for_others_to_see() -> None:
-    for orthogonalize in (False, True):
-        layer = LowRankLinear(6, 5, 3, bias=False)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        SpectralBound(optimizer, layer, 0.1, orthogonalize=orthogonalize)
-        old = layer.up.weight.detach().clone()
-        layer.down.weight.grad = torch.full((3, 6), torch.nan)
-        layer.up.weight.grad = -torch.ones(5, 3)
-        optimizer.step()
-        assert layer.down.weight.isnan().all()
-        assert torch.equal(layer.up.weight, old + 1.0)
+    layer = LowRankLinear(6, 5, 3, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    SpectralBound(optimizer, layer, 0.1)
+    old = layer.up.weight.detach().clone()
+    layer.down.weight.grad = torch.full((3, 6), torch.nan)
+    layer.up.weight.grad = -torch.ones(5, 3)
+    optimizer.step()
+    assert layer.down.weight.isnan().all()
+    assert torch.equal(layer.up.weight, old + 1.0)
 
 
 def test_frozen_factor_stays() -> None:
@@ -239,31 +213,14 @@ def test_short_types_are_bounded_up_to_their_rounding() -> None:
     assert layer.up.weight.dtype == torch.bfloat16
 
 
-def test_factors_that_are_computed_are_refused_where_they_are_first_seen() -> None:
-    layer = LowRankLinear(6, 5, 3, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    SpectralBound(optimizer, layer, 0.1)
-    torch.nn.utils.parametrize.register_parametrization(layer.up, "weight", nn.Tanh())
-    with pytest.raises(TensorizeError, match="are computed from other parameters"):
-        optimizer.step()
-
-
-def test_removed_bound_does_nothing() -> None:
-    layer = LowRankLinear(6, 5, 3, bias=False)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    SpectralBound(optimizer, layer, 0.1).remove()
-    assert _step(layer, optimizer, [torch.ones(3, 6), torch.ones(5, 3)]) > 1.0
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 2**31),
     st.tuples(*[st.integers(1, 40)] * 3),
-    st.sampled_from([1e-12, 1.0, 1e12]),
     st.floats(0.0, 3.0),
 )
 def test_norms_are_bounded_from_both_sides(
-    seed: int, sizes: tuple[int, int, int], scale: float, decay: float
+    seed: int, sizes: tuple[int, int, int], decay: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     spectrum = torch.arange(1, sizes[2] + 1) ** -decay
@@ -273,9 +230,6 @@ def test_norms_are_bounded_from_both_sides(
     bound = product_norm_bound(left.T @ left, right @ right.T).item()
     assert true <= bound * (1 + 1e-5)
     assert bound <= 1.1 * true + 0.01 * left.norm().item() * right.norm().item()
-    single = norm_bound(left * scale).item()
-    exact = torch.linalg.matrix_norm(left.double() * scale, 2).item()
-    assert exact * (1 - 1e-5) <= single <= exact * 1.05
     start = torch.randn(sizes[1], generator=generator)
     estimate, vector = power_norm([left, right], start, iterations=200)
     assert 0.9 * true <= estimate.item() <= true * (1 + 1e-4)
@@ -283,7 +237,6 @@ def test_norms_are_bounded_from_both_sides(
 
 
 def test_norm_of_nothing_is_nothing() -> None:
-    assert norm_bound(torch.zeros(4, 3)) <= 1e-30
     assert product_norm_bound(torch.zeros(3, 3), torch.eye(3)) <= 1e-15
     assert bounded_root(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(1.0)) == torch.inf
 

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from outlast.tensorize.forms import SparseLowRankLinear
-from outlast.tensorize.forms import low_rank as module
+from outlast.tensorize import SparseLowRankLinear
+from outlast.tensorize import low_rank as module
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 900])

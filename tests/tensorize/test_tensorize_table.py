@@ -4,8 +4,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from outlast.tensorize.replace import tensorize
-from outlast.tensorize.table import Replacement, Replacements
+from outlast.tensorize.replace import Replacement, Replacements, tensorize
 
 
 def _row(name: str, **changes: object) -> Replacement:

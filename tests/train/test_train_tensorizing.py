@@ -8,9 +8,8 @@ from torch import nn
 
 from outlast.job import OptimizerSection, TensorizeSection, load_job
 from outlast.records import Tensorized
-from outlast.tensorize.decay import ProductDecay
-from outlast.tensorize.forms import BottleneckLinear, BTTLinear, LowRankLinear, TTLinear
-from outlast.tensorize.muon import UnfoldedMuon
+from outlast.tensorize import BottleneckLinear, BTTLinear, LowRankLinear, TTLinear
+from outlast.tensorize.optimizers import ProductDecay, UnfoldedMuon
 from outlast.tensorize.parameters import structured_layers
 from outlast.train.model import flops_per_token, products_per_token, size_of
 from outlast.train.optimizer import build_optimizers

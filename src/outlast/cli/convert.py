@@ -14,7 +14,7 @@ from outlast.cli.console import LINE_SECONDS, size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outlast.tensorize.hf.conversion import CalibrationText, ConvertedModel, Progress
+    from outlast.tensorize.conversion import CalibrationText, ConvertedModel, Progress
     from outlast.tensorize.policy import Rank
 
 WRITTEN_AS = ("factored", "merged", "dense")
@@ -90,14 +90,9 @@ def convert(
     Example: outlast convert llama/ small/ --rank 0.5 --calibrate text.txt
     """
     from outlast.errors import TensorizeError
+    from outlast.job.checks import NO_MATRICES
+    from outlast.tensorize.conversion import ConversionSettings, check, convert_model, load_dense
     from outlast.tensorize.export import check_target
-    from outlast.tensorize.hf.conversion import (
-        NO_MATRICES,
-        ConversionSettings,
-        check,
-        convert_model,
-        load_dense,
-    )
 
     if written_as not in WRITTEN_AS:
         raise TensorizeError(f"--as {written_as} is not one of {', '.join(WRITTEN_AS)}")
@@ -165,7 +160,7 @@ def _on(model, device: str):  # type: ignore[no-untyped-def]
 def _text(
     file: Path | None, source: Path, config: object, *, tokens: int, window: int | None
 ) -> CalibrationText | None:
-    from outlast.tensorize.hf.conversion import read_text
+    from outlast.tensorize.conversion import read_text
 
     return None if file is None else read_text(file, source, config, tokens=tokens, window=window)
 

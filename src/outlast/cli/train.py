@@ -255,7 +255,7 @@ def _outcome(run: Run) -> str:
 
 
 def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
-    from outlast.records import AttemptStarted, Evaluated, Tensorized, recovery_totals
+    from outlast.records import AttemptStarted, Evaluated, recovery_totals
     from outlast.report.energy import energy_sentence, energy_to_loss
 
     if evaluations := run.of(Evaluated):
@@ -279,10 +279,12 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         tokens = counted * job.train.batch_size * job.data.sequence_length
         if step_seconds:
             yield "throughput", f"{tokens / step_seconds:,.0f} tokens/s within steps"
+    tensorized, ranks = run.tensorized, run.ranks
     if started := run.of(AttemptStarted):
-        yield "parameters", f"{started[-1][1].parameters:,}"
-    if tensorized := run.of(Tensorized):
-        yield "tensorized", _tensorized(tensorized[-1][1])
+        yield "parameters", f"{(ranks or started[-1][1]).parameters:,}"
+    if tensorized is not None:
+        adapted = f"; ranks last changed after step {ranks.step:,}" if ranks is not None else ""
+        yield "tensorized", _tensorized(tensorized) + adapted
     seconds = run.seconds()
     if (guarded := _guarded(run, seconds.get("compute", 0.0))) is not None:
         yield "guard", guarded

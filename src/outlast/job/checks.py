@@ -29,6 +29,7 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_coded_guard, {"coding", "guard"}),
         (_energy, {"energy"}),
         (_tensorize, {"tensorize", "parallel", "train"}),
+        (_adapt_rank, {"tensorize", "parallel", "recover", "coding", "checkpoint"}),
         (_recover, {"recover", "train"}),
         (_slurm, {"slurm"}),
         (_staging, {"staging", "data"}),
@@ -330,6 +331,39 @@ def _tensorize(job: Job) -> Iterator[str]:
         )
     if settings.cores and settings.form not in ("tt", "ttm"):
         yield f"{_said(job, 'tensorize.cores')} does not apply to {form}; remove it"
+
+
+_ADAPTABLE = ("low_rank", "cola", "sltrain", "btt", "tt", "ttm", "tucker")
+"""Forms whose ranks can change during a run."""
+
+
+def _adapt_rank(job: Job) -> Iterator[str]:
+    settings = job.tensorize
+    if not settings.adapt_rank:
+        return
+    if settings.form not in _ADAPTABLE:
+        yield (
+            f'tensorize.adapt_rank = true changes ranks, and tensorize.form = "{settings.form}" '
+            f"has none that can change alone; use one of {', '.join(_ADAPTABLE)}"
+        )
+    refused = {
+        f"parallel.pipeline = {job.parallel.pipeline}": job.parallel.pipeline > 1,
+        f"parallel.tensor = {job.parallel.tensor}": job.parallel.tensor > 1,
+        'recover.mode = "live"': job.recover.mode == "live",
+        f'coding.scheme = "{job.coding.scheme}"': job.coding.scheme != "off",
+        f'checkpoint.replay = "{job.checkpoint.replay}"': job.checkpoint.replay != "off",
+        "tensorize.mup = true": settings.mup,
+    }
+    for name in (name for name, used in refused.items() if used):
+        yield (
+            f"tensorize.adapt_rank = true cannot be combined with {name}, which relies on factors "
+            f"that keep their shapes; set {name.partition(' =')[0]} back, or adapt_rank to false"
+        )
+    if 0 < settings.largest_rank < settings.smallest_rank:
+        yield (
+            f"tensorize.largest_rank = {settings.largest_rank} is below tensorize.smallest_rank = "
+            f"{settings.smallest_rank}"
+        )
 
 
 def _factor_rules(job: Job) -> Iterator[str]:

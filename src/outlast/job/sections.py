@@ -322,6 +322,17 @@ class TensorizeSection(Section):
     """decay the product of the factors in place of the factors"""
     spikes: Changeable[bool] = True
     """warn of spikes of the loss"""
+    adapt_rank: bool = False
+    """let the ranks of linear layers follow their weights' singular values during the run"""
+    adapt_every_steps: Positive = 100
+    """adapt_rank: steps from one look at the ranks to the next"""
+    adapt_energy: Annotated[float, Field(gt=0.0, le=1.0)] = 0.99
+    """adapt_rank: share of the sum of squares of a weight's singular values that a rank keeps when
+    it shrinks"""
+    smallest_rank: Positive = 1
+    """adapt_rank: no rank shrinks below"""
+    largest_rank: Count = 0
+    """adapt_rank: ranks that are used up grow to at most this; 0: none grows"""
     calibrate: Changeable[bool] = False
     """measure what operations cost on this machine, if that was not done yet (ten seconds), so
     that the ways to compute layers are chosen for it"""

@@ -102,6 +102,37 @@ class Tensorized(Event):
 
 
 @dataclass(frozen=True)
+class RanksChanged(Event):
+    """Ranks of tensorized layers have changed, or are those of the state that was restored.
+
+    Attributes:
+        step: Steps done.
+        changes: Of every rank that is another one than this attempt's records said so far:
+            ``name`` (of the layer), ``bond`` (its letter in the layer's network), ``before``,
+            ``after``, and ``error``: the relative change of the layer's weight in the Frobenius
+            norm; None where it is not known.
+        parameters: Of the whole model.
+        flops_per_token: Forward and backward, of the whole model.
+        seconds: That training waited; 0 for a restored state.
+    """
+
+    kind: ClassVar[str] = "ranks_changed"
+    step: int
+    changes: list[dict[str, Any]]
+    parameters: int
+    flops_per_token: float
+    seconds: float
+
+    def words(self) -> str:
+        """Return what has changed, for a person."""
+        before, after = (sum(item[when] for item in self.changes) for when in ("before", "after"))
+        return (
+            f"step {self.step}: {len(self.changes)} ranks changed, from {before:,} in all to "
+            f"{after:,}; the model has {self.parameters:,} parameters now"
+        )
+
+
+@dataclass(frozen=True)
 class TrainingStarted(Event):
     """Set-up is over and the first step begins.
 

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,9 @@ from outlast.records.events import (
     AttemptStarted,
     EnergyMeasured,
     Event,
+    RanksChanged,
     StepsDone,
+    Tensorized,
     TrainingStarted,
     Warned,
     finite,
@@ -228,6 +230,24 @@ class Run:
             end_time = records[-1].time
             found.append(Attempt(number, start_time, end_time, first_step, world_size, outcome))
         return found
+
+    @property
+    def ranks(self) -> RanksChanged | None:
+        """The change from which the newest attempt's ranks are; None: they are the job's."""
+        trained = self.of(TrainingStarted)
+        changes = self.of(RanksChanged)
+        newest = trained[-1][0].attempt if trained else 0
+        return changes[-1][1] if changes and changes[-1][0].attempt == newest else None
+
+    @property
+    def tensorized(self) -> Tensorized | None:
+        """The layers that were replaced, with the size of a model of the newest ranks."""
+        found, ranks = self.of(Tensorized), self.ranks
+        if not found or ranks is None:
+            return found[-1][1] if found else None
+        return replace(
+            found[-1][1], parameters=ranks.parameters, flops_per_token=ranks.flops_per_token
+        )
 
     def completion(self) -> str:
         """In words, where and when the run was complete; empty where its last end was another.

@@ -9,7 +9,7 @@ import numpy as np
 from outlast.records import (
     CorruptionDetected,
     MemberLost,
-    Tensorized,
+    RanksChanged,
     coding_totals,
     guard_totals,
     recovery_totals,
@@ -23,7 +23,7 @@ from outlast.report.tables import Cell, digits, table, words
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outlast.records import CodedStep, CodingTotals, GuardTotals
+    from outlast.records import CodedStep, CodingTotals, GuardTotals, Tensorized
     from outlast.report.overview import Overview
 
 
@@ -299,22 +299,48 @@ def recovery_part(overview: Overview) -> str:
 _MOST_KEPT = 20
 
 
-def tensorized_of(overview: Overview) -> Tensorized | None:
-    """The run's newest record of what was replaced, or None for a dense model."""
-    found = overview.run.of(Tensorized)
-    return found[-1][1] if found else None
-
-
 def tensorized_part(overview: Overview) -> str:
-    """Layers of equal kind in one row each, and those that stay dense."""
-    event = tensorized_of(overview)
+    """Layers of equal kind in one row each, those that stay dense, and changes of ranks."""
+    event = overview.run.tensorized
     if event is None:
         return '<p class="about">The layers of the model are dense.</p>'
     return (
         f'<p class="about">{text.escape(_sentence(event))}</p>'
         + _layers(event.modules)
+        + _changes(overview)
         + _kept({**event.kept, **event.left})
     )
+
+
+def _changes(overview: Overview) -> str:
+    """The changes of ranks in one row for each step, oldest first."""
+    found = overview.run.of(RanksChanged)
+    if not found:
+        return ""
+    rows = []
+    for record, event in found[:_MOST_EVENTS]:
+        before, after = (
+            sum(change[when] for change in event.changes) for when in ("before", "after")
+        )
+        errors = [change["error"] for change in event.changes if change["error"] is not None]
+        rows.append(
+            [
+                digits(f"{record.attempt}"),
+                digits(f"{event.step:,}"),
+                digits(f"{len(event.changes):,}"),
+                digits(f"{before / len(event.changes):.1f} → {after / len(event.changes):.1f}"),
+                digits(f"{max(errors):.3g}" if errors else ""),
+                digits(text.count(event.parameters)),
+                digits(text.count(round(event.flops_per_token))),
+                digits(f"{event.seconds:.2f}" if event.seconds else "restored"),
+            ]
+        )
+    names = ("attempt", "after step", "ranks changed", "their mean", "largest change of a weight",
+             "parameters", "FLOPs per token", "seconds")  # fmt: skip
+    caption = "Ranks that followed the training; the layers above have those of the job"
+    if len(found) > _MOST_EVENTS:
+        caption += f" (the first {_MOST_EVENTS} of {len(found):,} changes)"
+    return table([digits(name) for name in names], rows, caption)
 
 
 def _sentence(event: Tensorized) -> str:

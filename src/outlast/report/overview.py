@@ -19,6 +19,7 @@ from outlast.records import (
     AttemptEnded,
     AttemptStarted,
     Evaluated,
+    RanksChanged,
     Run,
     StepsDone,
     read_run,
@@ -186,7 +187,27 @@ def flops_of(overview: Overview, tokens: Integers) -> Floats | None:
     """Model FLOPs that training on so many tokens has taken, or None where that is not known."""
     starts = overview.starts
     per_token = starts[max(starts)].flops_per_token if starts else 0.0
-    return tokens.astype(np.float64) * per_token if per_token > 0 else None
+    if per_token <= 0:
+        return None
+    # By the tokens before it, where another number of FLOPs begins; of steps that were done several
+    # times the last time counts.
+    since, changes = {0: per_token}, overview.run.of(RanksChanged)
+    for attempt in overview.run.attempts:
+        start = starts.get(attempt.number)
+        if start is None or attempt.first_step is None:
+            continue
+        mine = {attempt.first_step: start.flops_per_token or per_token}
+        mine |= {e.step: e.flops_per_token for r, e in changes if r.attempt == attempt.number}
+        first = attempt.first_step * start.tokens_per_step
+        since = {place: flops for place, flops in since.items() if place < first}
+        since |= {step * start.tokens_per_step: flops for step, flops in mine.items()}
+    # Where it stays as it is, nothing begins.
+    runs = [next(run) for _, run in itertools.groupby(sorted(since.items()), lambda item: item[1])]
+    places, rates = np.array(runs, dtype=np.float64).T
+    before = np.concatenate([[0.0], np.cumsum(np.diff(places) * rates[:-1])])
+    at = np.searchsorted(places, tokens, side="right") - 1
+    flops: Floats = before[at] + (tokens - places[at]) * rates[at]
+    return flops
 
 
 def time_split(run: Run) -> TimeSplit:

@@ -16,8 +16,8 @@ from outlast.energy.account import Amount
 from outlast.records import (
     CheckpointFailed,
     CheckpointSaved,
+    RanksChanged,
     StepsDone,
-    Tensorized,
     coding_totals,
     energy_totals,
     guard_totals,
@@ -191,14 +191,18 @@ def utilization(overview: Overview) -> float | None:
     Needs ``peak_flop_per_s``, the published peak of one process's device, in the machine
     description that every attempt wrote. MFU as in Chowdhery et al., "PaLM", appendix B.
     """
-    starts = overview.starts
+    starts, changes = overview.starts, overview.run.of(RanksChanged)
     done = possible = 0.0
     for record, event in overview.run.of(StepsDone):
         start = starts.get(record.attempt)
         peak = start.machine.get("peak_flop_per_s") if start else None
         if start is None or not isinstance(peak, int | float) or peak <= 0:
             return None
-        done += event.steps * start.tokens_per_step * start.flops_per_token
+        flops = start.flops_per_token
+        for changed, change in changes:
+            if changed.attempt == record.attempt and change.step < event.step:
+                flops = change.flops_per_token
+        done += event.steps * start.tokens_per_step * flops
         possible += sum(event.step_seconds) * start.world_size * peak
     return done / possible if possible > 0 and done > 0 else None
 
@@ -215,18 +219,18 @@ def _size(overview: Overview) -> Iterator[KeyFigure]:
         yield KeyFigure("Steps", Unavailable(_NO_STEP))
         yield KeyFigure("Tokens", Unavailable(_NO_STEP))
     known = start is not None and start.parameters > 0
-    parameters = text.count(start.parameters) if start and known else Unavailable(_NO_START)
-    tensorized = overview.run.of(Tensorized)
+    size = overview.run.ranks or start
+    parameters = text.count(size.parameters) if size and known else Unavailable(_NO_START)
+    tensorized = overview.run.tensorized
     note = ""
-    if tensorized:
-        event = tensorized[-1][1]
-        note = f"{event.form}: {event.parameter_share:.2f}x those of the dense model"
+    if tensorized is not None:
+        note = f"{tensorized.form}: {tensorized.parameter_share:.2f}x those of the dense model"
     yield KeyFigure("Parameters", parameters, note=note)
-    if start is not None and start.flops_per_token > 0:
+    if size is not None and size.flops_per_token > 0:
         note = "forward and backward"
-        if tensorized:
-            note += f"; {event.flops_share:.2f}x those of the dense model"
-        flops = text.count(round(start.flops_per_token))
+        if tensorized is not None:
+            note += f"; {tensorized.flops_share:.2f}x those of the dense model"
+        flops = text.count(round(size.flops_per_token))
         yield KeyFigure("FLOPs per token", flops, note=note, kind="predicted")
     sizes = " → ".join(str(size) for size in overview.world_sizes)
     yield KeyFigure("Processes", sizes if starts else Unavailable(_NO_START))

@@ -56,7 +56,7 @@ class CommunicationWait:
         return seconds
 
     def watch_gradients(self, model: nn.Module) -> None:
-        """Note when each local gradient of `model` is ready; costs 0.1 us a parameter."""
+        """Note when each local gradient of `model` alone is ready; costs 0.1 us a parameter."""
 
         def note(parameter: torch.Tensor) -> None:
             self._last_gradient = time.perf_counter()
@@ -64,6 +64,7 @@ class CommunicationWait:
             if self._missing == 0:
                 self._begin_reduction()
 
+        self._watched = 0
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._watched += 1

@@ -70,6 +70,20 @@ class RunGuard:
         """See `Guard.restart`."""
         self.guard.restart(step)
 
+    def follow(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Guard another model from now on, in the place of this one; the counts go on.
+
+        `restart` must follow.
+        """
+        before = self.guard
+        before.remove()
+        self.guard = guard(model, optimizers, before.policy)
+        self.guard.watch.seconds = before.seconds or 0.0
+        self.guard.ledger.findings += before.ledger.findings
+        for (module, operation), site in before.ledger.sites.items():
+            # Its last check was one of another watch.
+            vars(self.guard.ledger.site(module, operation)).update(vars(site), last=-1)
+
     def finish(self) -> None:
         """See `Guard.finish`."""
         self._giving_up(self.guard.finish)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.live import (
+    FittingState,
     State,
     has_extra_state,
     module_tensors,
@@ -91,10 +92,13 @@ class Targets:
 def find_targets(state: State, saved: Saved) -> Targets:
     """Match the live objects of `state` with the entries of what was saved.
 
+    A `FittingState` takes on the shapes that were saved first.
     Optimizer states that do not exist yet are made, beside the live ones; see `install`. An object
     with a true attribute `may_be_missing`, as what each process has for itself, stays as it is
     where nothing was saved of it.
     """
+    if isinstance(state, FittingState):
+        state.fit({name: facts.shape for name, facts in saved.tensors.items()})
     reshard(state)
     targets = Targets(asked=list(state))
     for key, value in state.items():

@@ -34,6 +34,20 @@ State = Mapping[str, Any]
 """Name -> nn.Module, Optimizer (or a sequence of them) or an object with a ``state_dict``."""
 
 
+class FittingState(dict[str, Any]):
+    """A state whose objects take on the shapes of what was saved, before they are filled.
+
+    Args:
+        parts: As of `State`.
+        fit: Called with the global shape of every saved tensor by name, on all ranks together; may
+            put other objects into this state.
+    """
+
+    def __init__(self, parts: State, fit: Callable[[dict[str, tuple[int, ...]]], object]) -> None:
+        super().__init__(parts)
+        self.fit = fit
+
+
 # What wrappers put in front of a module's own name; "module" is also a name that a model may use.
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")

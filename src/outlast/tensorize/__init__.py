@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.tensorize.accounting import Account, account, counted_flops, kept_bytes
+    from outlast.tensorize.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
     from outlast.tensorize.export import (
         absorb,
         export_dense,
@@ -24,40 +25,38 @@ if TYPE_CHECKING:
         load_factored,
         save_with_dense_weights,
     )
-    from outlast.tensorize.forms.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
-    from outlast.tensorize.forms.linear import (
+    from outlast.tensorize.layer import (
         BTTLinear,
         CPLinear,
         MonarchLinear,
+        StructuredLinear,
         TTLinear,
         TTMLinear,
         TuckerLinear,
+        merged,
     )
-    from outlast.tensorize.forms.low_rank import (
+    from outlast.tensorize.low_rank import (
         BottleneckLinear,
         LatentLinear,
         LowRankLinear,
         SparseLowRankLinear,
         latent_contexts,
     )
-    from outlast.tensorize.layer import StructuredLinear, merged
+    from outlast.tensorize.measure import calibrate
     from outlast.tensorize.parameters import parameter_groups
-    from outlast.tensorize.planner.measure import calibrate
     from outlast.tensorize.policy import Budget, Choice
     from outlast.tensorize.quality import effective_parameters
-    from outlast.tensorize.replace import tensorize
-    from outlast.tensorize.table import Replacement, Replacements
+    from outlast.tensorize.replace import Replacement, Replacements, tensorize
 
 _NAMES = {
     "accounting": "Account account counted_flops kept_bytes",
     "export": "absorb export_dense export_factored load_factored save_with_dense_weights",
-    "forms.embedding": "LowRankEmbedding TTEmbedding TTMEmbedding",
-    "forms.linear": "BTTLinear CPLinear MonarchLinear TTLinear TTMLinear TuckerLinear",
-    "forms.low_rank": "BottleneckLinear LatentLinear LowRankLinear SparseLowRankLinear "
-    "latent_contexts",
-    "layer": "StructuredLinear merged",
+    "embedding": "LowRankEmbedding TTEmbedding TTMEmbedding",
+    "low_rank": "BottleneckLinear LatentLinear LowRankLinear SparseLowRankLinear latent_contexts",
+    "layer": "BTTLinear CPLinear MonarchLinear StructuredLinear TTLinear TTMLinear TuckerLinear "
+    "merged",
     "parameters": "parameter_groups",
-    "planner.measure": "calibrate",
+    "measure": "calibrate",
     "policy": "Budget Choice",
     "quality": "effective_parameters",
     "replace": "tensorize",

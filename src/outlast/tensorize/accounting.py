@@ -1,53 +1,34 @@
-"""Parameters, operations, kept bytes, joules and collectives of a model with structured layers.
+"""Parameters, operations, kept bytes and joules of a model with structured layers.
 
 Operations are counted as `torch.utils.flop_counter.FlopCounterMode` counts them: two for each
 multiplication and addition of a matrix product, none for what is done element by element. The
 formulas follow the routes of a `Plan`, with what is computed again in the backward pass.
-
-Bytes that collectives carry, counted as they are called.
-
-Works forward and backward, for functional and for in-place collectives, and below DTensor. What is
-counted is what the caller hands over, not what a library puts on the wire; `Traffic.ring_bytes`
-is what a bandwidth-optimal ring would send from every rank (Thakur et al. 2005).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
 from outlast.tensorize import operator as _operators  # noqa: F401  (defines outlast::chain)
 from outlast.tensorize.contraction import LayerPlan, execution_plan, keeps
-from outlast.tensorize.network import Network, Route, RouteStage, lower
-from outlast.tensorize.planner.choose import plan_for
+from outlast.tensorize.network import Network, Route, lower
+from outlast.tensorize.parameters import structured_layers
+from outlast.tensorize.planner import plan_for
+from outlast.tensorize.route_search import route_flops
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
-
-
-def route_flops(network: Network, route: Route, tokens: int) -> int:
-    """Operations of going forward along a route, without merging its groups."""
-    stages = lower(network, route).stages
-    return sum(_stage_flops(stage) for stage in stages) * tokens
-
-
-def _stage_flops(stage: RouteStage) -> int:
-    return 2 * stage.b * stage.m * stage.k * stage.f
 
 
 def merge_flops(network: Network, route: Route) -> int:
@@ -60,7 +41,7 @@ def merge_flops(network: Network, route: Route) -> int:
 
 def forward_flops(network: Network, plan: LayerPlan, tokens: int) -> int:
     """Operations of a forward pass."""
-    return route_flops(network, plan.forward, tokens) + merge_flops(network, plan.forward)
+    return route_flops(network, plan.forward) * tokens + merge_flops(network, plan.forward)
 
 
 def backward_flops(
@@ -89,17 +70,15 @@ def backward_flops(
     total = 0
     for route in dict.fromkeys(routes):
         stages = lower(network, route).stages
+        flops = [2 * stage.b * stage.m * stage.k * stage.f for stage in stages]
         mine = [core for core in cores if plan.core_gradients[core] == route]
         for_x = want_x and route == plan.input_gradient
         asked = [any(core in mine for core in stage.cores) for stage in stages]
         first = asked.index(True) if any(asked) else len(stages)
-        products = 0
+        products = sum(flops if for_x else flops[first + 1 :])
+        products += sum(itertools.compress(flops, asked))
         if any(asked) and not (kept and route == plan.forward):
-            products += sum(_stage_flops(stage) for stage in stages[:-1])
-        products += sum(_stage_flops(stage) for stage in (stages if for_x else stages[first + 1 :]))
-        products += sum(
-            _stage_flops(stage) for stage, is_asked in zip(stages, asked, strict=True) if is_asked
-        )
+            products += sum(flops[:-1])
         total += products * tokens + merge_flops(network, route)
         for planned in execution_plan(network, route).stages:
             if back := planned.merging.back_to(frozenset(mine)):
@@ -109,20 +88,22 @@ def backward_flops(
     return total
 
 
+def _described(x: Tensor, network: str) -> tuple[Network, LayerPlan, int]:
+    """What the operators for compiled code do: network, plan and tokens."""
+    description, tokens = Network.parse(network), x.shape[0]
+    return description, plan_for(description, tokens, x.dtype, x.device, True), tokens
+
+
 @register_flop_formula(torch.ops.outlast.chain, get_raw=True)
 def _chain_flops(x: Tensor, cores: list[Tensor], network: str, **_: Any) -> int:
-    description = Network.parse(network)
-    plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
-    return forward_flops(description, plan, x.shape[0])
+    return forward_flops(*_described(x, network))
 
 
 @register_flop_formula(torch.ops.outlast.chain_backward, get_raw=True)
 def _chain_backward_flops(
     dy: Tensor, x: Tensor, cores: list[Tensor], network: str, **_: Any
 ) -> int:
-    description = Network.parse(network)
-    plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
-    return backward_flops(description, plan, x.shape[0])
+    return backward_flops(*_described(x, network))
 
 
 def _in_place_flops(
@@ -272,127 +253,9 @@ def account(
 
 def factor_numbers(model: nn.Module) -> int:
     """Numbers in the factors of a model's structured layers, tied ones once."""
-    from outlast.tensorize.parameters import structured_layers
-
     factors = {
         id(parameter): parameter.numel()
         for part in structured_layers(model)
         for parameter in part.parameters
     }
     return sum(factors.values())
-
-
-_REDUCING = {"all_reduce", "all_reduce_", "allreduce_"}
-"""Counted: the tensor; a ring sends 2 (p - 1) / p of it."""
-
-_GATHERING = {"all_gather_into_tensor", "_allgather_base_", "allgather_"}
-"""Counted: the result of all ranks; a ring sends (p - 1) / p of it."""
-
-_SCATTERING = {"reduce_scatter_tensor", "_reduce_scatter_base_", "reduce_scatter_"}
-"""Counted: the input of all ranks; a ring sends (p - 1) / p of it."""
-
-_MOVING = {"broadcast", "broadcast_", "all_to_all_single", "alltoall_base_", "scatter_"}
-"""Counted: the tensor, and as much on the wire."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective.
-
-    Attributes:
-        name: The operator, such as ``all_reduce``.
-        payload_bytes: Bytes of the whole tensor.
-        ranks: Size of the process group.
-    """
-
-    name: str
-    payload_bytes: int
-    ranks: int
-
-    @property
-    def ring_bytes(self) -> float:
-        """Bytes that a ring sends from every rank."""
-        share = (self.ranks - 1) / self.ranks
-        if self.name in _REDUCING:
-            return 2 * share * self.payload_bytes
-        return share * self.payload_bytes if self.name not in _MOVING else self.payload_bytes
-
-
-@dataclass
-class Traffic:
-    """Collectives that have been called so far, in order."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all tensors handed to collectives."""
-        return sum(call.payload_bytes for call in self.calls)
-
-    @property
-    def ring_bytes(self) -> float:
-        """Bytes that rings would send from every rank."""
-        return sum(call.ring_bytes for call in self.calls)
-
-
-class CountedCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the collectives of this process inside a ``with`` block.
-
-    The reducer of DistributedDataParallel is outside: its collectives come from C++.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.traffic = Traffic()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run `func`, and note it if it is a collective."""
-        if any(issubclass(type_, DTensor) for type_ in types):
-            return NotImplemented  # DTensor turns itself into local operators, which come back here
-        result = func(*args, **(kwargs or {}))
-        namespace, _, name = func.name().partition("::")
-        name = name.split(".")[0]
-        if namespace in ("_c10d_functional", "c10d"):
-            carried = _carried_bytes(name, args, result)
-            if carried is not None:
-                self.traffic.calls.append(Call(name, carried, _ranks(args)))
-        return result
-
-
-def _carried_bytes(name: str, args: tuple[Any, ...], result: Any) -> int | None:
-    if name in _REDUCING or name in _MOVING:
-        return sum(map(_size, _tensors(args[0])))
-    if name in _GATHERING:
-        # In place the result is the first argument, else what is returned.
-        functional = name == "all_gather_into_tensor"
-        return sum(map(_size, _tensors(result if functional else args[0])))
-    if name in _SCATTERING:
-        functional = name == "reduce_scatter_tensor"
-        return sum(map(_size, _tensors(args[0] if functional else args[1])))
-    return None
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _ranks(args: tuple[Any, ...]) -> int:
-    """Size of the group among a collective's arguments: a name, or a boxed group."""
-    for argument in args:
-        if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product"):
-            return _resolve_process_group(argument).size()  # type: ignore[arg-type]
-        if isinstance(argument, dist.ProcessGroup):
-            return argument.size()
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return int(dist.ProcessGroup.unbox(argument).size())
-    raise AssertionError("a collective without a process group")

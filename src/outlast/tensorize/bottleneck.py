@@ -8,6 +8,7 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
+from outlast.errors import TensorizeError
 from outlast.tensorize.execute import (
     folds,
     transformed,
@@ -16,7 +17,7 @@ from outlast.tensorize.execute import (
     with_ones,
     without_autocast,
 )
-from outlast.tensorize.planner.choose import bottleneck_pays
+from outlast.tensorize.planner import LowRankPair, bottleneck_pays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "tanh": torch.tanh,
 }
+
+
+def check_activation(name: str) -> None:
+    """Refuse the name of an activation that is none.
+
+    Raises:
+        TensorizeError: Naming those that are.
+    """
+    if name not in ACTIVATIONS:
+        raise TensorizeError(f"activation = {name!r} is not one of {', '.join(ACTIVATIONS)}")
+
+
 # Below this many numbers in x, what is kept does not matter and the function's overhead does.
 FEW = 1 << 14
 
@@ -84,9 +97,16 @@ def bottleneck(
         with torch.autocast(x.device.type, enabled=False):
             return bottleneck(x, down, up, bias, activation, fused=fused)
     rows = x.reshape(-1, x.shape[-1])
-    if fused is None:
-        fused = x.is_cuda and _pays(rows, down, up, bias, activation)
-    y: Tensor = _Bottleneck.apply(rows, down, up, bias, activation, fused)  # type: ignore[no-untyped-call]
+    if fused is None and x.is_cuda:
+        given = [item for item in (rows, down, up, bias) if item is not None]
+        # A subclass may have no memory that a kernel could read.
+        fused = all(
+            type(item) in (torch.Tensor, torch.nn.Parameter) and item.dtype == x.dtype
+            for item in given
+        )
+        pair = LowRankPair(x.shape[-1], up.shape[1], up.shape[0], activation)
+        fused = fused and bottleneck_pays(pair, len(rows), x.dtype, x.device)
+    y: Tensor = _Bottleneck.apply(rows, down, up, bias, activation, bool(fused))  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], up.shape[0])
 
 
@@ -120,22 +140,6 @@ def through_activation(
     dweight = torch.mm(dy.t(), known) if wanted[1] else None
     dh = torch.autograd.grad(a, h, torch.mm(dy, weight))[0] if wanted[0] else None
     return dh, dweight
-
-
-def _pays(x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, activation: str) -> bool:
-    """Return whether the kernel can read these operands and is predicted to beat two products."""
-    given = [item for item in (x, down, up, bias) if item is not None]
-    # A subclass may have no memory that a kernel could read.
-    if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in given):
-        return False
-    return all(tensor.dtype == x.dtype for tensor in given) and bottleneck_pays(
-        x.shape[1],
-        *up.shape[::-1],
-        activation=activation,
-        tokens=x.shape[0],
-        dtype=x.dtype,
-        device=x.device,
-    )
 
 
 class _Bottleneck(Function):

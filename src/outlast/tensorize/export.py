@@ -25,9 +25,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.embedding import StructuredEmbedding, TiedHead, name_of, tied_heads
-from outlast.tensorize.hf import entry as entries
-from outlast.tensorize.hf.entry import Structured, dense_layer, is_matrix, merged_layer, structured
+from outlast.tensorize import entry as entries
+from outlast.tensorize.embedding import StructuredEmbedding, TiedHead, name_of, tied_heads
+from outlast.tensorize.entry import Structured, dense_layer, is_matrix, merged_layer, structured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -524,7 +524,7 @@ def export_factored(
 
     The weights are in ``model.factored.safetensors`` (or several such files), which
     ``from_pretrained`` does not take for a dense model's. The entry ``outlast_tensorize`` of
-    config.json describes the layers, see `outlast.tensorize.hf.entry`. Unless layers cross latents
+    config.json describes the layers, see `outlast.tensorize.entry`. Unless layers cross latents
     or share factors, as tied heads do, ``modeling_outlast.py`` is written as well, with which
     ``from_pretrained(directory, trust_remote_code=True)`` loads the model without Outlast.
 

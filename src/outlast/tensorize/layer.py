@@ -1,4 +1,8 @@
-"""Layers whose weight is made of factors, in the place of an `nn.Linear`.
+"""Layers whose weight is made of factors, in the place of an `nn.Linear`, and forms of cores.
+
+Block tensor-train and Monarch are two block-diagonal matrices with a permutation between; tensor
+trains are chains of cores over factors of the features; Tucker has a factor for every mode and one
+core over all their ranks; CP is a sum of products with one factor per mode.
 
 Their `weight` is known by its dtype, device and shape, and made of factors when it is used: models
 look at ``linear.weight`` where they only want to know its dtype (T5 does at every call), and
@@ -11,7 +15,7 @@ import contextlib
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +24,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from outlast.errors import TensorizeError
 from outlast.tensorize.execute import MergedPath, no_autocast, widest
 from outlast.tensorize.initialize import initialize_
-from outlast.tensorize.network import dense_route
+from outlast.tensorize.network import (
+    Ranks,
+    block_network,
+    chosen_modes,
+    cp_network,
+    dense_route,
+    one_rank,
+    train_matrix_network,
+    train_network,
+    tucker_network,
+)
 from outlast.tensorize.operator import Merged, by_einsum, chain
-from outlast.tensorize.planner.choose import explain
+from outlast.tensorize.planner import explain
+from outlast.tensorize.shapes import block_modes, monarch_modes, monarch_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +94,11 @@ class _Weight(Tensor):
             if func == _LEARNS:
                 return any(factor.requires_grad for factor in layer.factors())
         name = getattr(func, "__name__", "")
-        if func in _KEEP or _is_written(name, args, kwargs):
+        written = kwargs.get("out")
+        if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+            # Functions of torch.nn.init get all that they are called with by keyword.
+            written = (written, args[0] if args else kwargs)
+        if func in _KEEP or any(isinstance(leaf, _Weight) for leaf in tree_leaves(written)):
             raise _read_only(name)
         made: list[Tensor] = []
         args, kwargs = tree_map(functools.partial(_dense, made=made), (args, kwargs))
@@ -91,15 +110,6 @@ class _Weight(Tensor):
         ):
             raise _read_only(name)
         return tree_map(functools.partial(_guarded, made=made), result)
-
-
-def _is_written(name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a function of that name changes a weight among its arguments."""
-    written = kwargs.get("out")
-    if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
-        # Functions of torch.nn.init get all that they are called with by keyword.
-        written = (written, args[0] if args else kwargs)
-    return any(isinstance(leaf, _Weight) for leaf in tree_leaves(written))
 
 
 def _read_only(name: str) -> TensorizeError:
@@ -262,12 +272,6 @@ class StructuredLayer(nn.Module):
         """The arguments that build such a layer; ``type(layer)(**layer.settings())`` is another."""
         raise NotImplementedError
 
-    def resized(self, rank: int | tuple[int, ...]) -> Any:
-        """A new layer of this form with another rank, on the same device and of the same dtype."""
-        first = self.factors()[0]
-        settings = {**self.settings(), "rank": rank, "device": first.device, "dtype": first.dtype}
-        return type(self)(**settings)
-
 
 class StructuredLinear(StructuredLayer):
     """A linear layer whose weight is made of factors; the base of the forms.
@@ -357,6 +361,21 @@ class StructuredLinear(StructuredLayer):
         )
 
 
+class Factory(TypedDict, total=False):
+    """Where the parameters of a new layer lie, and of which type they are."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class ChainSettings(Factory, total=False):
+    """Settings of a linear layer that is a chain of cores; see `_TrainLinear`."""
+
+    in_modes: tuple[int, ...] | None
+    out_modes: tuple[int, ...] | None
+    bias: bool
+
+
 class CoredLinear(StructuredLinear):
     """A form whose factors are the parameters ``cores.0``, ``cores.1`` and so on.
 
@@ -370,20 +389,12 @@ class CoredLinear(StructuredLinear):
     bias: nn.Parameter | None
     _merged: Merged | None = None
 
-    def __init__(
-        self,
-        network: Network,
-        *,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, network: Network, *, bias: bool = True, **factory: Unpack[Factory]) -> None:
         super().__init__(network)
         self.cores = nn.ParameterList(
-            torch.empty(network.shape(core), device=device, dtype=dtype)
-            for core in range(len(network.cores))
+            torch.empty(network.shape(core), **factory) for core in range(len(network.cores))
         )
-        empty = torch.empty(network.out_features, device=device, dtype=dtype) if bias else None
+        empty = torch.empty(network.out_features, **factory) if bias else None
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
         self.reset_parameters()
 
@@ -428,3 +439,182 @@ def merged(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, old in zip(layers, before, strict=True):
             layer._merged = old
+
+
+class BTTLinear(CoredLinear):
+    """Block tensor-train of two cores: full rank with few parameters.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        rank: Rank of each of the blocks that the weight is cut into.
+        in_modes: Two factors of the input features; None: near the square root.
+        out_modes: Likewise of the output features.
+        bias: Whether there is a bias.
+        device: Where the parameters lie.
+        dtype: Theirs.
+    """
+
+    form: ClassVar[str] = "btt"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int = 1,
+        *,
+        in_modes: tuple[int, int] | None = None,
+        out_modes: tuple[int, int] | None = None,
+        bias: bool = True,
+        **factory: Unpack[Factory],
+    ) -> None:
+        one_rank(rank, self.form)
+        into, out = block_modes(in_features, out_features)
+        modes = {"in_modes": in_modes or into, "out_modes": out_modes or out}
+        network = block_network(in_features, out_features, rank, **modes)
+        super().__init__(network, bias=bias, **factory)
+
+
+class MonarchLinear(BTTLinear):
+    """Two block-diagonal matrices of `blocks` blocks each (Dao et al. 2022, arXiv 2204.00595).
+
+    x goes through blocks of (in / blocks) features each, every one of which gives as many, and a
+    transposition deals these out to the blocks of the second matrix.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        blocks: Blocks of each matrix. The parameters are (in + out) min(in, out) / blocks while
+            blocks^2 divides min(in, out); from blocks^2 = min(in, out) on they grow again, as
+            (in + out) blocks.
+        bias: Whether there is a bias.
+        device: Where the parameters lie.
+        dtype: Theirs.
+    """
+
+    form: ClassVar[str] = "monarch"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        blocks: int = 4,
+        *,
+        bias: bool = True,
+        **factory: Unpack[Factory],
+    ) -> None:
+        into, out = monarch_modes(in_features, out_features, blocks)
+        rank = monarch_rank(in_features, out_features, blocks)
+        super().__init__(
+            in_features, out_features, rank, in_modes=into, out_modes=out, bias=bias, **factory
+        )
+        self.blocks = blocks
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that build such a layer."""
+        modes = ("rank", "in_modes", "out_modes")
+        rest = {key: value for key, value in super().settings().items() if key not in modes}
+        return {**rest, "blocks": self.blocks}
+
+
+class _TrainLinear(CoredLinear):
+    """A chain of cores over factors of the features.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        rank: Size of all bonds, or of each of them.
+        cores: Modes on each side, where they are not given.
+        in_modes: Factors of the input features; None: as even as possible.
+        out_modes: Likewise of the output features.
+        bias: Whether there is a bias.
+        device: Where the parameters lie.
+        dtype: Theirs.
+    """
+
+    build: ClassVar[Callable[..., Network]]
+    count_name: ClassVar[str] = "cores"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: Ranks,
+        cores: int = 3,
+        *,
+        in_modes: tuple[int, ...] | None = None,
+        out_modes: tuple[int, ...] | None = None,
+        bias: bool = True,
+        **factory: Unpack[Factory],
+    ) -> None:
+        into = chosen_modes(in_modes, in_features, cores, name=self.count_name)
+        out = chosen_modes(out_modes, out_features, cores, name=self.count_name)
+        network = self.build(in_features, out_features, rank, in_modes=into, out_modes=out)
+        super().__init__(network, bias=bias, **factory)
+
+
+class TTLinear(_TrainLinear):
+    """Tensor train: the modes of the inputs one after the other, then those of the outputs.
+
+    The rank between the two halves is the rank of the weight. See `_TrainLinear` for the arguments.
+    """
+
+    form: ClassVar[str] = "tt"
+    build = staticmethod(train_network)
+
+
+class TTMLinear(_TrainLinear):
+    """Tensor-train matrix: every core has a mode of the inputs and one of the outputs.
+
+    See `_TrainLinear` for the arguments.
+    """
+
+    form: ClassVar[str] = "ttm"
+    build = staticmethod(train_matrix_network)
+
+
+class _ModesLinear(_TrainLinear):
+    """One factor per mode of inputs and outputs.
+
+    Args:
+        in_features: Features of x.
+        out_features: Features of y.
+        rank: Of Tucker: of every mode, or of each of them, those of the inputs first; of CP: terms
+            of the sum.
+        modes: Modes on each side, where they are not given.
+        settings: As of `_TrainLinear`.
+    """
+
+    count_name: ClassVar[str] = "modes"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: Ranks,
+        modes: int = 2,
+        **settings: Unpack[ChainSettings],
+    ) -> None:
+        super().__init__(in_features, out_features, rank, modes, **settings)
+
+
+class TuckerLinear(_ModesLinear):
+    """A factor for each mode of inputs and outputs, and one core between them.
+
+    The core has a dimension per mode: with more than two modes on a side it soon is the largest
+    part. See `_ModesLinear` for the arguments.
+    """
+
+    form: ClassVar[str] = "tucker"
+    build = staticmethod(tucker_network)
+
+
+class CPLinear(_ModesLinear):
+    """A sum of `rank` products that have one factor per mode (canonical polyadic).
+
+    The rank of the weight is at most `rank`, for far fewer parameters than two factors have. See
+    `_ModesLinear` for the arguments.
+    """
+
+    form: ClassVar[str] = "cp"
+    build = staticmethod(cp_network)

@@ -34,7 +34,7 @@ from outlast.tensorize.execute import (
     without_autocast,
 )
 from outlast.tensorize.network import Network, Route, dense_route, lower
-from outlast.tensorize.planner.choose import plan_for
+from outlast.tensorize.planner import plan_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,9 +144,7 @@ def _chain(
         plan = replace(plan, fused=False)
     if not learns:
         if plan.fused:
-            from outlast.tensorize.kernels import pairs
-
-            return pairs.forward(x, cores, bias)[0]
+            return _fused(x, cores, bias)[0]
         if merged is None:
             return apply(MergedPath(network, plan.forward, cores, x.dtype), x, bias)[0]
         return apply(merged.path(network, plan.forward, cores, x.dtype), x, bias)[0]
@@ -194,9 +192,7 @@ class _Chain(Function):
         ctx: Any, x: Tensor, bias: Tensor | None, network: Network, plan: LayerPlan, *cores: Tensor
     ) -> Tensor:
         if plan.fused:
-            from outlast.tensorize.kernels import pairs
-
-            y, kept = pairs.forward(x, cores, bias, learns=True)
+            y, kept = _fused(x, cores, bias, learns=True)
         else:
             path = MergedPath(network, plan.forward, cores, x.dtype)
             keep = keeps(network, plan, x.shape[0])
@@ -257,9 +253,7 @@ def gradients_of(
         The gradient of x or None, and those of the wanted cores.
     """
     if plan.fused:
-        from outlast.tensorize.kernels import pairs
-
-        return pairs.backward(x, dy, cores, wanted=wanted, want_x=want_x, kept=kept)
+        return _fused_gradients(x, dy, cores, wanted=wanted, want_x=want_x, kept=kept)
     dx: Tensor | None = None
     found: dict[int, Tensor] = {}
     routes = [plan.input_gradient] if want_x else []
@@ -277,6 +271,71 @@ def gradients_of(
         dx = part if for_x else dx
         found.update(cores_found)
     return dx, found
+
+
+def _fused(
+    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None = None, *, learns: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Multiply by the Triton kernels; see `outlast.tensorize.planner.pair_of`.
+
+    Args:
+        x: (tokens, in_features).
+        cores: A and B of a low-rank layer, or R and L of blocks; they get the type of x.
+        bias: (out_features,).
+        learns: Keep what is narrow and of use on the way back: the h of a low-rank layer.
+
+    Returns:
+        y (tokens, out_features), and what to keep.
+    """
+    from outlast.tensorize.kernels.blocks import blocks_forward
+    from outlast.tensorize.kernels.bottleneck import bottleneck_forward
+
+    first, second = (core.to(x.dtype) for core in cores)
+    bias = None if bias is None else bias.to(x.dtype)
+    if first.ndim == 4:
+        return blocks_forward(x, first, second, bias), []
+    y, hidden = bottleneck_forward(x, first, second, bias, save=learns)
+    return y, [] if hidden is None else [hidden]
+
+
+def _fused_gradients(
+    x: Tensor,
+    dy: Tensor,
+    cores: Sequence[Tensor],
+    *,
+    wanted: Sequence[int],
+    want_x: bool,
+    kept: Sequence[Tensor],
+) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """`gradients_of` by the Triton kernels."""
+    from outlast.tensorize.kernels.blocks import (
+        blocks_backward,
+        blocks_hidden,
+        blocks_weight_gradients,
+    )
+    from outlast.tensorize.kernels.bottleneck import bottleneck_backward
+
+    first, second = (core.to(x.dtype) for core in cores)
+    dy = dy.contiguous()
+    found: dict[int, Tensor] = {}
+    dx: Tensor | None = None
+    if first.ndim == 4:
+        if want_x or wanted:
+            dx, gradient = blocks_backward(dy, first, second)
+        if wanted:
+            hidden = blocks_hidden(x, first)
+            found = dict(enumerate(blocks_weight_gradients(x, dy, hidden, gradient)))
+    else:
+        if want_x:
+            dx, dh, _ = bottleneck_backward(dy, None, first, second)
+        elif 0 in wanted:
+            dh = torch.mm(dy, second)
+        if 0 in wanted:
+            found[0] = torch.mm(dh.t(), x)
+        if 1 in wanted:
+            found[1] = torch.mm(dy.t(), kept[0] if kept else torch.mm(x, first.t()))
+    found = {core: found[core].to(cores[core].dtype) for core in wanted}
+    return (dx if want_x else None), found
 
 
 def _differentiable(
@@ -298,9 +357,7 @@ def _chain_op(x: Tensor, cores: list[Tensor], network: str) -> Tensor:
     description = Network.parse(network)
     plan = plan_for(description, x.shape[0], x.dtype, x.device, True)
     if plan.fused:
-        from outlast.tensorize.kernels import pairs
-
-        return pairs.forward(x, cores)[0]
+        return _fused(x, cores)[0]
     return apply(MergedPath(description, plan.forward, cores, x.dtype), x)[0]
 
 

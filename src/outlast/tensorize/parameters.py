@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.initialize import activation_gain, fans, fill_
@@ -73,11 +72,6 @@ class StructuredPart:
         return factor_parameters(self.module)
 
     @property
-    def is_gated(self) -> bool:
-        """True if cores are computed from parameters, such as gates of rank control."""
-        return any(parametrize.is_parametrized(module) for module in self.module.modules())
-
-    @property
     def is_two_factor(self) -> bool:
         """True if it is linear with two matrices, A of (rank, in) and B of (out, rank)."""
         network = self.network
@@ -109,30 +103,14 @@ def structured_layers(model: nn.Module) -> Iterator[StructuredPart]:
 def factor_parameters(layer: nn.Module) -> tuple[Tensor, ...]:
     """The parameters that the factors of a structured layer are stored in, one per factor.
 
-    A factor usually is its parameter. Two kinds are tensors of their own at every look: cores that
-    are shown in another dtype (`outlast.tensorize.parallel.fsdp`), and cores with a parametrization
-    of torch, such as the gates of rank control, whose parameter is ``original``.
+    A factor usually is its parameter; one that is shown in another dtype
+    (`outlast.tensorize.fsdp`) is a tensor of its own at every look.
 
     Args:
         layer: With a method ``factors``.
     """
-    # Within `cached` a parametrized core is the same tensor at every look.
-    with as_stored(), parametrize.cached():
-        factors: tuple[Tensor, ...] = layer.factors()  # type: ignore[operator]
-        originals = {
-            id(getattr(owner, leaf)): _original(owner, leaf)
-            for owner in layer.modules()
-            if parametrize.is_parametrized(owner)
-            for leaf in owner.parametrizations  # type: ignore[union-attr]
-        }
-        return tuple(originals.get(id(factor), factor) for factor in factors)
-
-
-def _original(owner: nn.Module, leaf: str) -> Tensor:
-    """The stored tensor; a parametrization of several, as of weight norm, counts as none."""
-    stored = owner.parametrizations[leaf]  # type: ignore[index]
-    original: Tensor = getattr(stored, "original", None)  # type: ignore[assignment]
-    return getattr(owner, leaf) if original is None else original
+    with as_stored():
+        return layer.factors()  # type: ignore[operator,no-any-return]
 
 
 def some_layers(layers: list[StructuredPart], wanted: str) -> list[StructuredPart]:
@@ -180,7 +158,15 @@ def parameter_groups(
         raise TensorizeError(f"base_width = {base_width} needs mup = True: without, no rate scales")
     multipliers = factor_multipliers(model, base_width=base_width) if mup else {}
     factors = {id(core) for layer in structured_layers(model) for core in layer.parameters}
-    dense = _dense_multipliers(model, base_width)
+    # Rates by muP of dense hidden layers under Adam; embeddings keep theirs.
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    dense: dict[Tensor, float] = {}
+    if base_width is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and id(module.weight) not in embeddings:
+                dense[module.weight] = base_width / module.in_features
     groups: dict[tuple[str, float], list[Tensor]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -277,17 +263,3 @@ def mup_initialize_(
         bias = getattr(layer.module, "bias", None)
         if bias is not None:
             bias.zero_()
-
-
-def _dense_multipliers(model: nn.Module, base_width: int | None) -> dict[Tensor, float]:
-    """Rates by muP of dense hidden layers under Adam; embeddings keep theirs."""
-    if base_width is None:
-        return {}
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    return {
-        module.weight: base_width / module.in_features
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and id(module.weight) not in embeddings
-    }

@@ -20,17 +20,16 @@ from torch.nn.utils import parametrize
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.cost import SLTRAIN_DENSITY, layer_cost
-from outlast.tensorize.forms.low_rank import GATES, Gate
+from outlast.tensorize.decompose import rank_for_error
 from outlast.tensorize.layer import StructuredLayer
+from outlast.tensorize.low_rank import GATES, Gate
 from outlast.tensorize.shapes import (
     Form,
     Ranks,
-    balanced_modes,
-    block_modes,
     form_named,
-    largest_block_rank,
     rounded_rank,
 )
+from outlast.tensorize.svd import spectrum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,9 +158,17 @@ def resolved_rank(rank: Rank, shape: LayerShape, weight: Tensor | None = None) -
         wanted = max(1, round(rank * min(shape.in_features, shape.out_features)))
         return _rounded_up(wanted, shape)
     quantity, limit = parsed_budget(rank)
-    if quantity == "error":
-        return _for_error(shape, limit, weight)
-    return _within(shape, quantity, limit)
+    if quantity != "error":
+        return _within(shape, quantity, limit)
+    if weight is None:
+        raise TensorizeError(
+            f"rank = 'error={limit}' needs the dense weight to compare with: set "
+            "init = 'from_dense', or give a rank"
+        )
+    fitting = rank_for_error(shape.form.name, weight, limit, shape.modes)
+    if isinstance(fitting, int) and shape.form.name == "low_rank":
+        return _rounded_up(fitting, shape)
+    return fitting
 
 
 _MEANT = (
@@ -194,17 +201,21 @@ def _rounded_up(rank: int, shape: LayerShape) -> int:
 
 def _within(shape: LayerShape, quantity: str, limit: float) -> int:
     """The largest rank (fewest blocks) that keeps to a budget."""
+    best = 1
     if shape.form.blocks:
-        best = 1
         for blocks in range(1, shape.most + 1):
             used = shape.used(quantity, blocks)
             if used <= limit:
                 return blocks
             # Neither end: from the square root of the width on, more blocks are more again.
             best = blocks if used < shape.used(quantity, best) else best
-        raise _too_small(shape, quantity, limit, best)
-    if shape.used(quantity, 1) > limit:
-        raise _too_small(shape, quantity, limit, 1)
+    least = shape.used(quantity, best)
+    if least > limit:
+        raise TensorizeError(
+            f"rank = '{quantity}={limit}' is too little for {shape}, which takes at least "
+            f"{least:.4g} of the dense {quantity} (at {'blocks' if shape.form.blocks else 'rank'} "
+            f"= {best}): allow more, or choose another form"
+        )
     # The largest rank that fits, where all below one that fits do.
     rank, high = 1, shape.most
     while rank < high:
@@ -213,55 +224,6 @@ def _within(shape: LayerShape, quantity: str, limit: float) -> int:
     if not shape.form.aligned or rank < _WORTH_ROUNDING * shape.multiple:
         return rank
     return rank // shape.multiple * shape.multiple
-
-
-def _too_small(shape: LayerShape, quantity: str, limit: float, rank: int) -> TensorizeError:
-    least = shape.used(quantity, rank)
-    return TensorizeError(
-        f"rank = '{quantity}={limit}' is too little for {shape}, which takes at least {least:.4g} "
-        f"of the dense {quantity} (at {'blocks' if shape.form.blocks else 'rank'} = {rank}): allow "
-        "more, or choose another form"
-    )
-
-
-def _for_error(shape: LayerShape, error: float, weight: Tensor | None) -> Ranks:
-    """The smallest rank whose conversion keeps to a relative error in the Frobenius norm."""
-    name = shape.form.name
-    if weight is None:
-        raise TensorizeError(
-            f"rank = 'error={error}' needs the dense weight to compare with: set "
-            "init = 'from_dense', or give a rank"
-        )
-    if name == "low_rank":
-        from outlast.tensorize.convert.svd import discarded_shares
-
-        fitting = int((discarded_shares(weight) > error).sum())
-        return _rounded_up(max(1, fitting), shape)
-    if name in ("tt", "ttm"):
-        from outlast.tensorize.convert import tensor_train
-
-        to = tensor_train.to_tensor_train if name == "tt" else tensor_train.to_tensor_train_matrix
-        into = balanced_modes(shape.in_features, shape.modes)
-        out = balanced_modes(shape.out_features, shape.modes)
-        found = to(weight, in_modes=into, out_modes=out, error=error)
-        return tuple(core.shape[-1] for core in found.cores[:-1]) or 1
-    if name == "btt":
-        from outlast.tensorize.convert.svd import to_blocks
-
-        in_modes, out_modes = block_modes(shape.in_features, shape.out_features)
-        found = to_blocks(weight, in_modes=in_modes, out_modes=out_modes, error=error)
-        return min(found.cores[0].shape[2], largest_block_rank(in_modes, out_modes))
-    if name == "tucker":
-        from outlast.tensorize.convert.tensor_train import to_tucker
-
-        into = balanced_modes(shape.in_features, shape.modes)
-        out = balanced_modes(shape.out_features, shape.modes)
-        found = to_tucker(weight, in_modes=into, out_modes=out, error=error)
-        return tuple(found.cores[len(into)].shape)
-    raise TensorizeError(
-        f"rank = 'error={error}' is for low_rank, tt, ttm, btt and tucker, not {name}: "
-        "give it a rank or a budget of parameters"
-    )
 
 
 def shared_ranks(
@@ -285,8 +247,6 @@ def shared_ranks(
     Raises:
         TensorizeError: The budget is too small for one step per layer.
     """
-    from outlast.tensorize.convert.svd import spectrum
-
     budget = share * sum(weight.numel() for weight in weights.values())
     ranks: dict[str, int] = {}
     steps: list[tuple[float, str, int]] = []
@@ -454,36 +414,37 @@ def select(
     patterns = _patterns(match, "match")
     excluded = _patterns(exclude, "exclude") if exclude else []
     rules = None if policy is None or callable(policy) else _rules(policy)
+    _check_used([*patterns, *excluded], targets, model)
     named = patterns + [pattern for pattern, _ in rules or []]
     heads = _heads(model, targets)
-    last = _likely_head(targets)
+    linear = [target for target in targets if not target.is_embedding]
+    # The last linear layer, if no other layer has as many features as it gives.
+    last = linear[-1] if len(linear) > 1 else None
+    widths = {width for target in linear[:-1] for width in target.features}
+    widths |= {target.features[1] for target in targets if target.is_embedding}
     likely_head = ""
-    used: set[str] = set()
     chosen = []
     left: dict[str, str] = {}
     for target in targets:
-        fitting = _fitting(target, patterns)
-        used.update(fitting)
         kept = _fitting(target, excluded)
-        used.update(kept)
-        if not fitting or kept:
+        if kept or not _fitting(target, patterns):
             left[target.name] = f"exclude = {kept[0]!r}" if kept else "match does not fit it"
             continue
-        is_named = _names(_fitting(target, named), target)
+        # A pattern has the last part of its name, or of a head in it.
+        parts = {name.rpartition(".")[2] for name in target.names}
+        parts |= {_head_part(name) for name in target.names} - {""}
+        fitting = _fitting(target, named)
+        is_named = any(part in pattern for part in parts for pattern in fitting)
         if not is_named and (target.is_embedding or id(target.module) in heads):
             kind = "an embedding" if target.is_embedding else "a head"
             left[target.name] = f"is {kind}, which {NAME_IT}"
             continue
         if not is_named and target is last and not callable(policy):
-            likely_head = target.name
+            likely_head = "" if target.features[1] in widths else target.name
         found: Choice | None = choice
         if rules is not None:
-            found = None
-            for pattern, ruled in rules:
-                if _fitting(target, [pattern]):
-                    used.add(pattern)
-                    found = ruled
-                    break
+            fits = (ruled for pattern, ruled in rules if _fitting(target, [pattern]))
+            found = next(fits, None)
         elif callable(policy):
             found = policy(target.name, target.module)
             if found is not None and not isinstance(found, Choice):
@@ -494,7 +455,6 @@ def select(
             left[target.name] = "policy leaves it dense"
         else:
             chosen.append((target, found))
-    _check_used([*patterns, *excluded], used, targets, model)
     return Selection(tuple(chosen), tuple(targets), left, likely_head)
 
 
@@ -528,17 +488,13 @@ def replaceable(model: nn.Module) -> list[Target]:
         modules[id(module)] = module
     found = []
     for identity, module in modules.items():
+        kind = type(module)
+        transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers")
         if identity in parts or not names[identity][0]:
             continue
-        every = tuple(names[identity])
-        if type(module) is nn.Linear:
-            found.append(Target(module, every))
-        elif type(module).__name__ == "Conv1D" and type(module).__module__.startswith(
-            "transformers"
-        ):
-            found.append(Target(module, every, transposed=True))
-        elif type(module) is nn.Embedding:
-            found.append(Target(module, every, is_embedding=True))
+        if transposed or kind in (nn.Linear, nn.Embedding):
+            every = tuple(names[identity])
+            found.append(Target(module, every, transposed, is_embedding=kind is nn.Embedding))
     return found
 
 
@@ -583,17 +539,6 @@ def _head_part(name: str) -> str:
     return next((part for part in parts if part in _HEADS), usual)
 
 
-def _likely_head(targets: Sequence[Target]) -> Target | None:
-    """The last linear layer, if no other layer has as many features as it gives."""
-    linear = [target for target in targets if not target.is_embedding]
-    if len(linear) < 2:
-        return None
-    last = linear[-1]
-    widths = {width for target in linear[:-1] for width in target.features}
-    widths |= {target.features[1] for target in targets if target.is_embedding}
-    return None if last.features[1] in widths else last
-
-
 def _patterns(given: str | Sequence[str], setting: str) -> list[str]:
     patterns = [given] if isinstance(given, str) else list(given)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
@@ -625,32 +570,24 @@ def _fitting(target: Target, patterns: Sequence[str]) -> list[str]:
     ]
 
 
-def _names(patterns: Sequence[str], target: Target) -> bool:
-    """Return whether a pattern has the last part of the target's name, or of a head in it."""
-    parts = {name.rpartition(".")[2] for name in target.names}
-    parts |= {_head_part(name) for name in target.names} - {""}
-    return any(part in pattern for part in parts for pattern in patterns)
-
-
-def _check_used(
-    patterns: list[str], used: set[str], targets: list[Target], model: nn.Module
-) -> None:
-    unused = [pattern for pattern in patterns if pattern not in used]
-    if not unused:
-        return
-    for name, parameter in model.named_parameters():
-        if fnmatch.fnmatchcase(name, unused[0]) and parameter.ndim > 1:
-            why = why_dense(model.get_submodule(name.rpartition(".")[0]), name, parameter)
-            raise TensorizeError(
-                f"the pattern {unused[0]!r} fits {name}, which {why}, and no layer that can be "
-                "replaced"
-            )
-    some = ", ".join(target.name for target in targets[:4]) or "none"
-    more = f" and {len(targets) - 4} more" if len(targets) > 4 else ""
-    raise TensorizeError(
-        f"the pattern {unused[0]!r} fits no linear layer or embedding of the model: its layers "
-        f"are {some}{more}"
-    )
+def _check_used(patterns: list[str], targets: list[Target], model: nn.Module) -> None:
+    """Refuse patterns that fit no layer."""
+    for pattern in patterns:
+        if any(_fitting(target, [pattern]) for target in targets):
+            continue
+        for name, parameter in model.named_parameters():
+            if fnmatch.fnmatchcase(name, pattern) and parameter.ndim > 1:
+                why = why_dense(model.get_submodule(name.rpartition(".")[0]), name, parameter)
+                raise TensorizeError(
+                    f"the pattern {pattern!r} fits {name}, which {why}, and no layer that can be "
+                    "replaced"
+                )
+        some = ", ".join(target.name for target in targets[:4]) or "none"
+        more = f" and {len(targets) - 4} more" if len(targets) > 4 else ""
+        raise TensorizeError(
+            f"the pattern {pattern!r} fits no linear layer or embedding of the model: its layers "
+            f"are {some}{more}"
+        )
 
 
 def why_dense(owner: nn.Module, name: str, parameter: Tensor) -> str:

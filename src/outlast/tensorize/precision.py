@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.forms.low_rank import LowRankLinear, SparseLowRankLinear
 from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.low_rank import LowRankLinear, SparseLowRankLinear
 from outlast.tensorize.parameters import factor_parameters
 
 if TYPE_CHECKING:

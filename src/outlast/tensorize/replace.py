@@ -1,4 +1,4 @@
-"""Replacing the linear layers of a model in place.
+"""Replacing the linear layers of a model in place, and a table of what became of each.
 
 Three passes, of which the first two change nothing: choose and describe what each layer would
 become, on the meta device; make the new layers; put them in. So a model is either replaced as asked
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import io
 import itertools
 import math
+import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,18 +27,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from outlast.distributed.group import Group
 from outlast.errors import TensorizeError
 from outlast.tensorize.accounting import forward_flops
-from outlast.tensorize.forms.embedding import StructuredEmbedding, TiedHead
-from outlast.tensorize.forms.low_rank import Gate, link_by_name
+from outlast.tensorize.decompose import check_convertible, convert
+from outlast.tensorize.embedding import StructuredEmbedding, TiedHead
 from outlast.tensorize.layer import StructuredLayer
+from outlast.tensorize.low_rank import Gate, link_by_name
+from outlast.tensorize.measure import calibrate as calibrate_machine
+from outlast.tensorize.measure import timed_speed, tune
 from outlast.tensorize.network import Network
-from outlast.tensorize.planner.choose import (
+from outlast.tensorize.planner import (
     FORMS_WITHOUT_PLANS,
     PRICED_DEVICES,
     basis_of,
+    dtype_name,
     extra_seconds,
     plan_for,
 )
-from outlast.tensorize.planner.measure import calibrate as calibrate_machine
 from outlast.tensorize.policy import (
     NAME_IT,
     Budget,
@@ -53,49 +58,260 @@ from outlast.tensorize.policy import (
     why_dense,
 )
 from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION, Form, Ranks, form_named
-from outlast.tensorize.table import (
-    KeptLayer,
-    Replacement,
-    Replacements,
-    check_convertible,
-    convert,
-    draw,
-    generator_for,
-    seed_of,
-    starting_std,
-)
+
+_WIDTH = 132
+"""Columns of the printed table."""
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One replaced layer.
+
+    Attributes:
+        name: Its name in the model; of several, the first.
+        form: What it became.
+        rank: Its rank or ranks.
+        parameters: Of its factors; 0 where they are another layer's.
+        dense_parameters: Of the weight that was replaced; 0 where it was shared.
+        flops_per_token: Forward, by the plan for the tokens that were asked about.
+        dense_flops_per_token: Of the dense layer; 0 for an embedding.
+        speed: Predicted time of the dense layer over its own, forward and backward; None: the
+            planner does not know.
+        error: ``|W - product| / |W|`` (Frobenius) of a converted weight; None: from scratch.
+        std: Standard deviation that the product was drawn with; None: converted.
+    """
+
+    name: str
+    form: str
+    rank: int | tuple[int, ...]
+    parameters: int
+    dense_parameters: int
+    flops_per_token: float
+    dense_flops_per_token: float
+    speed: float | None = None
+    error: float | None = None
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class KeptLayer:
+    """Layer that stays dense.
+
+    Attributes:
+        name: Of a layer, or of a parameter that is no layer's weight.
+        parameters: How many numbers it has; 0 where they are another's.
+        why: Why, to follow the name.
+    """
+
+    name: str
+    parameters: int
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Replacements:
+    """All that `tensorize` did; prints as a table.
+
+    Attributes:
+        replaced: The layers that were replaced, in the order of the model.
+        refused: Name of each layer that was to be replaced and stays dense -> why.
+        modules: The new layers by name.
+        parameters: Of the whole model now, tied ones once.
+        dense_parameters: Before.
+        tokens: Number of tokens that speeds were predicted for.
+        kept: All of the model that stays dense, those of `refused` among it. With the dense
+            parameters of `replaced` it has every parameter of the dense model once.
+        basis: How speeds are known: ``predicted`` or ``timed``, and from what.
+    """
+
+    replaced: tuple[Replacement, ...]
+    refused: dict[str, str]
+    modules: dict[str, nn.Module]
+    parameters: int
+    dense_parameters: int
+    tokens: int
+    kept: tuple[KeptLayer, ...] = ()
+    basis: str = "predicted"
+
+    def __len__(self) -> int:
+        return len(self.replaced)
+
+    def __iter__(self) -> Iterator[Replacement]:
+        return iter(self.replaced)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in plain types."""
+        return {
+            "replaced": [
+                {**asdict(row), "share": self.share_of(row.dense_parameters)}
+                for row in self.replaced
+            ],
+            "kept": [{**asdict(row), "share": self.share_of(row.parameters)} for row in self.kept],
+            "refused": dict(self.refused),
+            "parameters": self.parameters,
+            "dense_parameters": self.dense_parameters,
+            "tokens": self.tokens,
+            "basis": self.basis,
+        }
+
+    def share_of(self, parameters: int) -> float:
+        """Of the dense model's parameters."""
+        return parameters / self.dense_parameters if self.dense_parameters else 0.0
+
+    def redraw(self, generator: torch.Generator | None = None) -> None:
+        """Draw the factors of layers from scratch anew, with the deviations of the first time.
+
+        For models that were built on the meta device and have got memory since (`to_empty`), on
+        all ranks with the same generator state; biases become zero.
+
+        Args:
+            generator: Source of the seed of all layers; None: torch's own.
+        """
+        base = seed_of(generator)
+        for one in self.replaced:
+            if one.std is None:
+                continue
+            layer: Any = self.modules[one.name]
+            device = next(layer.parameters()).device
+            layer.reset_parameters(one.std, generator_for(one.name, base, device))
+            bias = getattr(layer, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def __str__(self) -> str:
+        """The table in plain text.
+
+        Layers whose names differ in numbers alone share a line where all but their errors are
+        equal. FLOPs are forward; speed is predicted for forward and backward.
+        """
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, pad_edge=False, show_footer=True)
+        for heading, total in zip(_HEADINGS, self._totals(), strict=True):
+            table.add_column(
+                heading,
+                total,
+                justify="left" if heading in ("layers", "form") else "right",
+                no_wrap=heading != "layers",
+                overflow="fold",
+            )
+        for line in self._lines():
+            table.add_row(*line)
+        stream = io.StringIO()
+        Console(file=stream, width=_WIDTH, color_system=None, markup=False).print(table)
+        lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+        before, after = self.dense_parameters, self.parameters
+        how, _, source = self.basis.partition(" ")
+        lines.append(
+            f"model: {_count(before)} -> {_count(after)} parameters "
+            f"({after / before if before else 1.0:.1%}); speeds are {how} for {self.tokens} "
+            "tokens, forward and backward"
+        )
+        lines += [f"{how} {source}"] if source else []
+        reasons: dict[str, list[KeptLayer]] = {}
+        for row in self.kept or [KeptLayer(name, 0, why) for name, why in self.refused.items()]:
+            reasons.setdefault(row.why, []).append(row)
+        for why, rows in reasons.items():
+            numbers = sum(row.parameters for row in rows)
+            part = f" ({self.share_of(numbers):.1%} of the parameters)" if numbers else ""
+            lines.append(f"kept dense: {_grouped([row.name for row in rows])}: {why}{part}")
+        return "\n".join(lines)
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        groups: dict[tuple[str, ...], list[Replacement]] = {}
+        for one in self.replaced:
+            shared = one.parameters == 0
+            cells = (
+                _pattern(one.name),
+                one.form,
+                str(one.rank) if isinstance(one.rank, int) else "-".join(map(str, one.rank)),
+                "shared" if shared else _count(one.parameters),
+                "shared" if shared else _count(one.dense_parameters),
+                _count(one.flops_per_token),
+                _count(one.dense_flops_per_token),
+                _speed(one.speed) if one.speed or not one.dense_flops_per_token else "unknown",
+            )
+            groups.setdefault(cells, []).append(one)
+        lines: list[tuple[str, ...]] = []
+        for group, ones in groups.items():
+            share = self.share_of(sum(one.dense_parameters for one in ones))
+            errors = [f"{one.error:.3f}" for one in ones if one.error is not None]
+            # The error, or the smallest and the largest.
+            spread = " to ".join(dict.fromkeys((min(errors), max(errors)))) if errors else ""
+            names = _grouped([one.name for one in ones])
+            lines.append((names, *group[1:5], f"{share:.1%}", *group[5:], spread))
+        return lines
+
+    def _totals(self) -> tuple[str, ...]:
+        own, whole, flops, dense_flops = (
+            sum(getattr(one, field) for one in self.replaced)
+            for field in (
+                "parameters", "dense_parameters", "flops_per_token", "dense_flops_per_token"
+            )
+        )  # fmt: skip
+        # The speed of all layers together, where every one's is known.
+        linear = [one for one in self.replaced if one.dense_flops_per_token]
+        speed = None
+        if linear and all(one.speed is not None for one in linear):
+            # Dense layers of one model run at about the same rate, so their operations weigh.
+            dense = sum(one.dense_flops_per_token for one in linear)
+            speed = dense / sum(one.dense_flops_per_token / (one.speed or 1.0) for one in linear)
+        count = len(self.replaced)
+        return (
+            f"{count} layer{'' if count == 1 else 's'}", "", "", _count(own), _count(whole),
+            f"{self.share_of(int(whole)):.1%}", _count(flops), _count(dense_flops), _speed(speed),
+            "",
+        )  # fmt: skip
+
+
+_HEADINGS = (
+    "layers", "form", "rank", "parameters", "dense", "share", "FLOPs/token", "dense", "speed",
+    "error",
+)  # fmt: skip
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _grouped(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[_pattern(name)] = counts.get(_pattern(name), 0) + 1
+    return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items())
+
+
+def _speed(speed: float | None) -> str:
+    return "" if speed is None else f"{speed:.2f}x"
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:.4g}"
+
+
+def seed_of(generator: torch.Generator | None) -> int:
+    """A seed for all layers, the next number of a generator; None: of torch's own."""
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.randint(1 << 62, (), generator=generator, device=device))
+
+
+def generator_for(name: str, base: int, device: torch.device) -> torch.Generator | None:
+    """A generator of a layer's own, whatever order layers are made in; None on meta."""
+    if device.type == "meta":
+        return None
+    digest = hashlib.blake2b(f"{base}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def is_bias(name: str) -> bool:
     """Return whether a parameter is a bias, by its name."""
     return name.rpartition(".")[2] == "bias"
-
-
-def share_factors(layer: nn.Module, leader: nn.Module) -> None:
-    """Give a layer the very factors of another."""
-    for name, parameter in list(leader.named_parameters()):
-        if is_bias(name):
-            continue
-        owner, _, last = name.rpartition(".")
-        home = layer.get_submodule(owner)
-        if isinstance(home, nn.ParameterList):
-            home[int(last)] = parameter
-        else:
-            setattr(home, last, parameter)
-    for name, buffer in leader.named_buffers():
-        owner, _, last = name.rpartition(".")
-        setattr(layer.get_submodule(owner), last, buffer)
-
-
-def put_in(model: nn.Module, target: Target, module: nn.Module) -> None:
-    """Put a layer where another one is, under all its names."""
-    for name in target.names:
-        owner, _, last = name.rpartition(".")
-        parent = model.get_submodule(owner)
-        setattr(parent, last, module)
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            # Its fused kernel for inference, which reads dense weights, is for these two alone.
-            parent.activation_relu_or_gelu = 0
 
 
 def check_sharing(selection: Selection) -> None:
@@ -232,8 +448,20 @@ class _Settings:
     multiple: int | None
     tokens: int
     dtype: torch.dtype | None
-    shared_out: dict[str, int]
+    force: bool
     timed: bool
+
+    def computed(self, target: Target) -> tuple[torch.dtype, torch.device]:
+        """Type and device of a layer's activations."""
+        device = target.weight.device
+        if device.type == "meta":
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return self.dtype or target.weight.dtype, device
+
+    def multiple_of(self, target: Target) -> int:
+        """What an aligned rank of a layer shall be a multiple of."""
+        kind, _ = self.computed(target)
+        return self.multiple or MULTIPLE_OF_PRECISION.get(dtype_name(kind), 1)
 
 
 def tensorize(
@@ -264,23 +492,20 @@ def tensorize(
     parameters, is predicted to be slower than the dense one, or is frozen and would get random
     factors that nothing trains, stays dense unless `force`; one of which the rank cannot be made
     stays dense. Layers of ``sltrain``, which saves memory and no time, are replaced though they are
-    slower. Whatever stays dense has a row in the result, parameters of other modules (experts,
-    ``in_proj_weight``, convolutions) among them; what is slower, and large matrices that match but
-    cannot be replaced, are warned of as well. New layers keep device, dtype, bias, `requires_grad`
-    and training mode of the old. Layers that share a weight share factors; a head that is tied to
-    an embedding becomes a `TiedHead`.
+    slower. Whatever stays dense has a row in the result; what is slower, and large matrices that
+    match but cannot be replaced, are warned of as well. New layers keep device, dtype, bias,
+    `requires_grad` and training mode of the old. Layers that share a weight share factors; a head
+    that is tied to an embedding becomes a `TiedHead`.
 
     Call it before the optimizer, DDP, `fully_shard` and `torch.compile`, and on all ranks alike:
     with the same generator state they get the same values, whatever the order of layers. What is
-    predicted to be slower depends on the machine's table of costs (`planner.calibrate`).
+    predicted to be slower depends on the machine's table of costs (`calibrate`).
 
     Args:
         model: Any module.
-        form: ``low_rank``, ``cola``, ``lax``, ``tt``, ``ttm``, ``btt``, ``monarch``, ``tucker``,
-            ``cp`` or ``sltrain``.
-        rank: An integer (of ``monarch`` the number of blocks); a fraction, with two factors of the
-            narrower side, else of the dense parameters; a budget for every layer such as
-            ``"parameters=0.3"``, ``"flops=0.3"`` or ``"error=0.1"``; or a `Budget` for all.
+        form: A key of `outlast.tensorize.shapes.FORMS`.
+        rank: See `outlast.tensorize.policy.Rank`; of ``monarch`` the number of blocks; or a
+            `Budget` for all layers together.
         match: Patterns of names, see `policy.select`.
         exclude: Patterns of names that stay.
         policy: See `policy.Policy`; form and rank are not used then.
@@ -291,17 +516,14 @@ def tensorize(
         tokens: In one pass, for the prediction of speeds.
         dtype: Of activations; None: that of each weight.
         generator: Source of the seed of all layers; None: torch's own.
-        activation: Between the factors of ``cola`` (None: SiLU) and ``lax`` (None: nothing).
-        cores: Modes on each side, of forms that have them.
-        density: Share of the weight's entries in the sparse part of ``sltrain``; None: 0.03.
-        gate: Of the latent of the layer before, for ``lax``: ``identity``, ``scalar`` or
-            ``vector``.
+        activation: See `outlast.tensorize.policy.Choice`.
+        cores: See `Choice`.
+        density: See `Choice`.
+        gate: See `Choice`.
         calibrate: Measure this machine first if that was not done yet (about ten seconds), and time
-            the best plans and the dense layer for every shape (a few seconds each, with a way
-            back), so that what stays dense is what was timed to be slower. Without it, or for
-            decoding (``learns=False``), ``planner.measure.tune_model(model, tokens)`` times the
-            plans of a model that was tensorized, with a callback for progress; later runs on this
-            machine know the results. Of several ranks one must do it first, for two that time the
+            the best plans and the dense layer for every shape (a few seconds each), so that what
+            stays dense is what was timed to be slower. For decoding, `measure.tune_model` times
+            plans without a way back. Of several ranks one must do it first, for two that time the
             same may decide differently.
         collective: Whether all ranks of the default process group, if there is one, call it, and
             are compared; False: this process alone.
@@ -331,44 +553,39 @@ def tensorize(
         )
     check_sharing(selection)
     gate = common_gate(selection)
-    settings = _Settings(init, multiple, tokens, dtype, {}, calibrate)
-    if isinstance(rank, Budget) and init == "from_dense" and form == "low_rank":
-        settings = replace(settings, shared_out=_shared_out(selection, rank, settings))
+    settings = _Settings(init, multiple, tokens, dtype, force, calibrate)
     if calibrate:
-        for kind, device in {_computed(target, dtype) for target, _ in selection.chosen}:
+        for kind, device in {settings.computed(target) for target, _ in selection.chosen}:
             calibrate_machine(kind, device)
-    planned = _planned(selection, settings, force)
-    refused = {one.target.name: one.against for one in planned if one.against}
+    shared_out: dict[str, int] = {}
+    if isinstance(rank, Budget) and init == "from_dense" and form == "low_rank":
+        # By the spectra of all layers, each weight once.
+        leaders: dict[int, Target] = {}
+        for target, _ in selection.chosen:
+            if target.name != selection.likely_head:
+                leaders.setdefault(id(target.parameter), target)
+        weights = {target.name: target.weight for target in leaders.values()}
+        steps = {target.name: settings.multiple_of(target) for target in leaders.values()}
+        shared_out = shared_ranks(weights, rank.share, steps)
+    planned = _planned(selection, settings, shared_out)
     if collective:
         check_ranks_agree({one.target.name: one.said() for one in planned})
-    made = _gaining(planned)
-    kept = _kept(model, selection, {one.target.name for one in made}, refused)
-    before = _numbers(model)
-    base = seed_of(generator)
-    modules: dict[str, nn.Module] = {}
-    rows = []
-    for one in made:
-        modules[one.target.name], row = _made(one, model, modules, init, base)
-        rows.append(row)
-    _put_in(model, made, modules, gate)
-    basis = basis_of(*_computed(made[0].target, dtype), timed=calibrate)
-    found = Replacements(
-        tuple(rows), refused, modules, _numbers(model), before, tokens, kept, basis
+    return _replaced(
+        model, selection, planned, settings, gate=gate, generator=generator, match=match
     )
-    frozen = [one.target.name for one in made if init == "scratch" and _is_frozen(one.target)]
-    random = (
-        f"{frozen[0]} and {len(frozen) - 1} other layers are frozen, and their factors random"
-        if frozen
-        else ""
-    )
-    for warning in (_slow(found), _untouched(found, match, selection), random):
-        if warning:
-            warnings.warn(warning, stacklevel=2)
-    return found
 
 
-def _gaining(planned: Sequence[_Planned]) -> list[_Planned]:
-    """Those that nothing speaks against.
+def _replaced(
+    model: nn.Module,
+    selection: Selection,
+    planned: Sequence[_Planned],
+    settings: _Settings,
+    *,
+    gate: Gate,
+    generator: torch.Generator | None,
+    match: str | Sequence[str],
+) -> Replacements:
+    """Make the layers that nothing speaks against, put them in, and warn where a user should know.
 
     Raises:
         TensorizeError: There are none.
@@ -382,7 +599,44 @@ def _gaining(planned: Sequence[_Planned]) -> list[_Planned]:
             f"none of {len(planned)} layers gains: {reasons}; choose a smaller rank or another "
             "form, or set force = True"
         )
-    return made
+    refused = {one.target.name: one.against for one in planned if one.against}
+    kept = _kept(model, selection, {one.target.name for one in made}, refused)
+    before = _numbers(model)
+    base = seed_of(generator)
+    modules: dict[str, nn.Module] = {}
+    rows = []
+    for one in made:
+        modules[one.target.name], row = _made(one, model, modules, settings.init, base)
+        rows.append(row)
+    for one in made:
+        for name in one.target.names:
+            owner, _, last = name.rpartition(".")
+            parent = model.get_submodule(owner)
+            setattr(parent, last, modules[one.target.name])
+            if isinstance(parent, nn.TransformerEncoderLayer):
+                # Its fused kernel for inference, which reads dense weights, is for these two alone.
+                parent.activation_relu_or_gelu = 0
+    if crossing := [modules[one.target.name] for one in made if one.form.name == "lax"]:
+        link_by_name(model, gate, among=crossing)
+    basis = basis_of(*settings.computed(made[0].target), timed=settings.timed)
+    numbers = _numbers(model)
+    found = Replacements(
+        tuple(rows), refused, modules, numbers, before, settings.tokens, kept, basis
+    )
+    frozen = [
+        one.target.name
+        for one in made
+        if settings.init == "scratch" and not one.target.parameter.requires_grad
+    ]
+    random = (
+        f"{frozen[0]} and {len(frozen) - 1} other layers are frozen, and their factors random"
+        if frozen
+        else ""
+    )
+    for warning in (_slow(found), _untouched(found, match, selection), random):
+        if warning:
+            warnings.warn(warning, stacklevel=3)
+    return found
 
 
 def _numbers(model: nn.Module) -> int:
@@ -469,40 +723,15 @@ def _untouched(found: Replacements, match: str | Sequence[str], selection: Selec
     )
 
 
-def _is_frozen(target: Target) -> bool:
-    return not target.parameter.requires_grad
-
-
-def _computed(target: Target, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.device]:
-    """Type and device of a layer's activations."""
-    device = target.weight.device
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return dtype or target.weight.dtype, device
-
-
-def _multiple(target: Target, settings: _Settings) -> int:
-    if settings.multiple is not None:
-        return settings.multiple
-    kind, _ = _computed(target, settings.dtype)
-    return MULTIPLE_OF_PRECISION.get(str(kind).removeprefix("torch."), 1)
-
-
-def _shared_out(selection: Selection, budget: Budget, settings: _Settings) -> dict[str, int]:
-    """Ranks by the spectra of all layers, each weight once."""
-    leaders: dict[int, Target] = {}
-    for target, _ in selection.chosen:
-        if target.name != selection.likely_head:
-            leaders.setdefault(id(target.parameter), target)
-    return shared_ranks(
-        {target.name: target.weight for target in leaders.values()},
-        budget.share,
-        {target.name: _multiple(target, settings) for target in leaders.values()},
-    )
-
-
-def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Planned]:
+def _planned(
+    selection: Selection, settings: _Settings, shared_out: Mapping[str, int]
+) -> list[_Planned]:
     """Describe all layers.
+
+    Args:
+        selection: Which.
+        settings: Of all.
+        shared_out: Ranks that a budget gives to some.
 
     Raises:
         TensorizeError: One cannot be replaced as asked.
@@ -514,12 +743,12 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
         check_target(target)
         leader = leaders.get(id(target.parameter))
         if leader is not None and leader.target.is_embedding and not target.is_embedding:
-            one = _tied(target, leader, settings, force)
+            one = _tied(target, leader, settings)
         elif leader is not None:
             row = replace(leader.row, name=target.name, parameters=0, dense_parameters=0)
             one = replace(leader, target=target, row=row, leader=leader.target.name)
         else:
-            one = _described(target, choice, settings, force)
+            one = _described(target, choice, settings, shared_out.get(target.name))
             leaders[id(target.parameter)] = one
         if target.name == selection.likely_head and not one.against:
             one = replace(one, against=f"seems to be the head, which {NAME_IT}")
@@ -534,7 +763,7 @@ def _planned(selection: Selection, settings: _Settings, force: bool) -> list[_Pl
     return found
 
 
-def _tied(target: Target, leader: _Planned, settings: _Settings, force: bool) -> _Planned:
+def _tied(target: Target, leader: _Planned, settings: _Settings) -> _Planned:
     """Describe a head that multiplies with the factors of an embedding."""
     if leader.against:
         row = replace(leader.row, name=target.name)
@@ -551,13 +780,13 @@ def _tied(target: Target, leader: _Planned, settings: _Settings, force: bool) ->
         dense_flops_per_token=2.0 * into * out,
         speed=speed,
     )
-    against = "" if force else _too_slow(row, target, settings)
+    against = _too_slow(row, target, settings)
     return replace(leader, target=target, row=row, leader=leader.target.name, against=against)
 
 
 def _too_slow(row: Replacement, target: Target, settings: _Settings) -> str:
     """Why a layer should stay dense that is predicted to be slower; empty: it should not."""
-    if row.speed is None or row.speed >= 1.0 or row.form == "sltrain":
+    if settings.force or row.speed is None or row.speed >= 1.0 or row.form == "sltrain":
         return ""
     into, out = target.features
     return (
@@ -566,66 +795,53 @@ def _too_slow(row: Replacement, target: Target, settings: _Settings) -> str:
     )
 
 
-def _described(target: Target, choice: Choice, settings: _Settings, force: bool) -> _Planned:
+def _described(
+    target: Target, choice: Choice, settings: _Settings, shared_out: int | None
+) -> _Planned:
     """Build the layer on the meta device and look what it costs."""
-    form = form_named(choice.form)
+    form, weight = form_named(choice.form), None
+    into, out = target.features
+    multiple = settings.multiple_of(target)
+    shape = LayerShape(form, into, out, choice.cores, multiple, choice.density)
     if settings.init == "from_dense":
         check_convertible(form.name)
-    into, out = target.features
-    shape = LayerShape(form, into, out, choice.cores, _multiple(target, settings), choice.density)
-    weight = target.weight if settings.init == "from_dense" else None
-    if weight is not None and target.is_embedding:
-        weight = weight.t()
+        weight = target.weight.t() if target.is_embedding else target.weight
     row = Replacement(target.name, form.name, 0, 0, into * out, 0.0, 0.0)
     try:
-        rank = settings.shared_out.get(target.name)
-        resolved = resolved_rank(choice.rank, shape, weight) if rank is None else rank
-        layer = _build(target, choice, form, resolved)
+        rank = shared_out or resolved_rank(choice.rank, shape, weight)
+        layer = _build(target, choice, form, rank)
     except TensorizeError as error:
         if target.is_embedding:
             # It is here because it was named.
             raise TensorizeError(f"{target.name}: {error}") from error
         return _Planned(target, choice, form, 0, row, against=str(error), impossible=True)
+    shown: Ranks = layer.blocks if form.blocks else layer.rank  # type: ignore[assignment]
     parameters = sum(
         parameter.numel() for name, parameter in layer.named_parameters() if not is_bias(name)
     )
-    dense = into * out
-    flops, speed = 0.0, None
+    row = replace(row, rank=shown, parameters=parameters)
     if not target.is_embedding:
         network: Any = layer.network
         flops, speed = _work(target, form, layer, network, settings)
-    shown: Ranks = layer.blocks if form.blocks else layer.rank  # type: ignore[assignment]
-    row = Replacement(
-        target.name,
-        form.name,
-        shown,
-        parameters,
-        dense,
-        flops,
-        0.0 if target.is_embedding else 2.0 * dense,
-        speed,
-    )
-    against = ""
-    if not force and parameters >= dense:
-        against = f"{form.name} at rank {row.rank} has {parameters} parameters, dense {dense}"
-    elif not force and settings.init == "scratch" and _is_frozen(target):
+        dense_flops = 2.0 * into * out
+        row = replace(row, flops_per_token=flops, dense_flops_per_token=dense_flops, speed=speed)
+    against = _too_slow(row, target, settings)
+    if not settings.force and parameters >= into * out:
+        against = f"{form.name} at rank {row.rank} has {parameters} parameters, dense {into * out}"
+    elif not settings.force and weight is None and not target.parameter.requires_grad:
         against = (
             "is frozen, so its new random factors would never be trained: use init = 'from_dense'"
         )
-    elif not force:
-        against = _too_slow(row, target, settings)
-    return _Planned(target, choice, form, resolved, row, against=against)
+    return _Planned(target, choice, form, rank, row, against=against)
 
 
 def _work(
     target: Target, form: Form, layer: nn.Module, network: Network, settings: _Settings
 ) -> tuple[float, float | None]:
     """Forward operations of a linear layer per token, and its speed over the dense one's."""
-    kind, device = _computed(target, settings.dtype)
+    kind, device = settings.computed(target)
     speed = None
     if settings.timed:
-        from outlast.tensorize.planner.measure import timed_speed, tune
-
         if form.name in FORMS_WITHOUT_PLANS:
             speed = timed_speed(layer, settings.tokens, kind, device)
         else:
@@ -666,37 +882,28 @@ def _made(
     one: _Planned, model: nn.Module, modules: dict[str, nn.Module], init: Start, base: int
 ) -> tuple[nn.Module, Replacement]:
     """The new layer with its values."""
-    target = one.target
+    target, row = one.target, one.row
     device = target.weight.device
     leader: Any = modules.get(one.leader)
-    tied = isinstance(leader, StructuredEmbedding) and not target.is_embedding
     layer: Any
-    if tied:
+    if isinstance(leader, StructuredEmbedding) and not target.is_embedding:
         options: dict[str, Any] = {"device": device, "dtype": target.weight.dtype}
         layer = TiedHead(leader, bias=target.bias is not None, **options)
     else:
         # Made on meta, so that constructors draw no numbers.
         layer = _build(target, one.choice, one.form, one.rank).to_empty(device=device)
-    row = one.row
-    if tied:
-        pass
-    elif one.leader:
-        share_factors(layer, leader)
-    elif init == "from_dense":
-        weight = target.weight.t() if target.is_embedding else target.weight
-        try:
-            row = replace(row, error=convert(layer, one.form.name, weight))
-        except TensorizeError as error:
-            raise TensorizeError(f"{target.name}: {error}") from error
-    else:
-        std = starting_std(target, model)
-        if not math.isfinite(std):
-            raise TensorizeError(
-                f"{target.name} has a dense weight with numbers that are not finite, which say "
-                "nothing of how large its factors shall be: initialise it anew, or exclude it"
-            )
-        draw(layer, std, generator_for(target.name, base, device))
-        row = replace(row, std=std)
+        if one.leader:
+            share_factors(layer, leader)
+        elif init == "from_dense":
+            weight = target.weight.t() if target.is_embedding else target.weight
+            try:
+                row = replace(row, error=convert(layer, one.form.name, weight))
+            except TensorizeError as error:
+                raise TensorizeError(f"{target.name}: {error}") from error
+        else:
+            std = starting_std(target, model)
+            layer.reset_parameters(std, generator_for(target.name, base, device))
+            row = replace(row, std=std)
     for name, parameter in layer.named_parameters():
         if not is_bias(name):
             parameter.requires_grad_(target.parameter.requires_grad)
@@ -708,11 +915,39 @@ def _made(
     return layer.train(target.module.training), row
 
 
-def _put_in(
-    model: nn.Module, made: Sequence[_Planned], modules: dict[str, nn.Module], gate: Gate
-) -> None:
-    for one in made:
-        put_in(model, one.target, modules[one.target.name])
-    crossing = [modules[one.target.name] for one in made if one.form.name == "lax"]
-    if crossing:
-        link_by_name(model, gate, among=crossing)
+def share_factors(layer: nn.Module, leader: nn.Module) -> None:
+    """Give a layer the very factors of another."""
+    for name, parameter in list(leader.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        home = layer.get_submodule(owner)
+        if isinstance(home, nn.ParameterList):
+            home[int(last)] = parameter
+        elif not is_bias(name):
+            setattr(home, last, parameter)
+    for name, buffer in leader.named_buffers():
+        owner, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(owner), last, buffer)
+
+
+def starting_std(target: Target, model: nn.Module) -> float:
+    """Root mean square of the dense weight: what the product of the factors gets.
+
+    A weight without values (meta) counts as initialised the way its model says: by
+    ``config.initializer_range``, or like a new `nn.Linear` or `nn.Embedding`.
+
+    Raises:
+        TensorizeError: The weight has numbers that are not finite.
+    """
+    weight = target.weight
+    if not weight.is_meta:
+        std = float(weight.to(torch.float32).square().mean().sqrt())
+        if not math.isfinite(std):
+            raise TensorizeError(
+                f"{target.name} has a dense weight with numbers that are not finite, which say "
+                "nothing of how large its factors shall be: initialise it anew, or exclude it"
+            )
+        return std
+    said = getattr(getattr(model, "config", None), "initializer_range", None)
+    if isinstance(said, int | float) and said > 0:
+        return float(said)
+    return 1.0 if target.is_embedding else 1.0 / math.sqrt(3 * target.features[0])

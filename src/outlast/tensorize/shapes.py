@@ -29,15 +29,14 @@ MULTIPLE_OF_PRECISION = {"float8": 16, "bfloat16": 8, "float16": 8, "float32": 4
 
 
 @lru_cache(maxsize=4096)
-def balanced_modes(
-    size: int, count: int, *, imbalance: float = LARGEST_IMBALANCE, padding: float = LARGEST_PADDING
-) -> tuple[int, ...]:
+def balanced_modes(size: int, count: int) -> tuple[int, ...]:
     """Modes for a feature size, as even as possible, in ascending order.
 
     The rule, in this order:
 
-    1. the smallest padded size ``n`` in ``[size, (1 + padding) size]`` that factors into `count`
-       modes with largest / smallest <= `imbalance`; so nothing is padded where `size` itself does;
+    1. the smallest padded size ``n`` of at most `LARGEST_PADDING` more than `size` that factors
+       into `count` modes with largest / smallest <= `LARGEST_IMBALANCE`; so nothing is padded where
+       `size` itself does;
     2. where there is none (sizes below about 100 in many modes), the ``n`` of that range with the
        smallest largest / smallest, and of those the smallest ``n``.
 
@@ -47,27 +46,21 @@ def balanced_modes(
     Args:
         size: Features to split.
         count: Number of modes.
-        imbalance: Bound of largest / smallest mode.
-        padding: Bound of (product - size) / size.
 
     Returns:
-        (count,) modes whose product is between `size` and ``(1 + padding) size``.
+        (count,) modes whose product is between `size` and ``(1 + LARGEST_PADDING) size``.
 
     Raises:
-        TensorizeError: For a size or count below 1, or bounds that nothing can meet.
+        TensorizeError: For a size or count below 1.
     """
     if size < 1 or count < 1:
         raise TensorizeError(
             f"{size} features cannot be split in {count} modes: both must be 1 or more"
         )
-    if imbalance < 1.0 or padding < 0.0:
-        raise TensorizeError(
-            f"imbalance = {imbalance} and padding = {padding} must be at least 1 and 0"
-        )
     best = most_even_factorization(size, count)
-    for padded in range(size, math.floor(size * (1.0 + padding)) + 1):
+    for padded in range(size, math.floor(size * (1.0 + LARGEST_PADDING)) + 1):
         modes = most_even_factorization(padded, count)
-        if modes[-1] <= imbalance * modes[0]:
+        if modes[-1] <= LARGEST_IMBALANCE * modes[0]:
             return modes
         if modes[-1] * best[0] < best[-1] * modes[0]:
             best = modes
@@ -92,9 +85,7 @@ def most_even_factorization(size: int, count: int) -> tuple[int, ...]:
     def extend(chosen: tuple[int, ...], rest: int, left: int) -> None:
         nonlocal best
         if left == 1:
-            candidate = (*chosen, rest)
-            if _unevenness(candidate) < _unevenness(best):
-                best = candidate
+            best = min(best, (*chosen, rest), key=lambda modes: (modes[-1] / modes[0], sum(modes)))
             return
         smallest_next = chosen[-1] if chosen else 1
         for divisor in divisors:
@@ -113,10 +104,6 @@ def most_even_factorization(size: int, count: int) -> tuple[int, ...]:
     return best
 
 
-def _unevenness(modes: tuple[int, ...]) -> tuple[float, int]:
-    return (modes[-1] / modes[0], sum(modes))
-
-
 def block_modes(in_features: int, out_features: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Mode pairs of a two-core block tensor train, near the square roots.
 
@@ -127,8 +114,7 @@ def block_modes(in_features: int, out_features: int) -> tuple[tuple[int, int], t
         ``(m1, m0), (n0, n1)``: input features are row-major (m1, m0) with m1 <= m0, output features
         row-major (n0, n1) with n0 <= n1.
     """
-    m1, m0 = balanced_modes(in_features, 2)
-    n0, n1 = balanced_modes(out_features, 2)
+    (m1, m0), (n0, n1) = balanced_modes(in_features, 2), balanced_modes(out_features, 2)
     return (m1, m0), (n0, n1)
 
 
@@ -246,7 +232,7 @@ class Form:
 
     Attributes:
         name: What `tensorize` and `cost.layer_cost` know it by.
-        linear: Class of `outlast.tensorize.forms` that stands in for `nn.Linear`.
+        linear: Class of `outlast.tensorize` that stands in for `nn.Linear`.
         embedding: Likewise for `nn.Embedding`; empty: none.
         two_factor: Whether a rank is the number of features between two factors, so that a fraction
             is one of the narrower side.
@@ -270,7 +256,7 @@ class Form:
         self, in_features: int, out_features: int, rank: Ranks, settings: dict[str, Any]
     ) -> Any:
         """A new linear layer; `settings` are keywords of its class that it may not know."""
-        return _made(self.linear, (in_features, out_features, rank), self._known(settings))
+        return class_named(self.linear)(in_features, out_features, rank, **self._known(settings))
 
     def build_embedding(
         self, rows: int, features: int, rank: Ranks, settings: dict[str, Any]
@@ -283,23 +269,17 @@ class Form:
         if not self.embedding:
             some = ", ".join(form.name for form in FORMS.values() if form.embedding)
             raise TensorizeError(f"form = {self.name!r} has no embedding: use one of {some}")
-        known = self._known(settings)
-        known.pop("bias", None)
-        if settings.get("padding_idx") is not None:
-            known["padding_idx"] = settings["padding_idx"]
-        return _made(self.embedding, (rows, features, rank), known)
+        known = {key: value for key, value in self._known(settings).items() if key != "bias"}
+        known["padding_idx"] = settings.get("padding_idx")
+        return class_named(self.embedding)(rows, features, rank, **known)
 
     def _known(self, settings: dict[str, Any]) -> dict[str, Any]:
-        known: dict[str, Any] = {}
-        for name in ("bias", "device", "dtype"):
-            if name in settings:
-                known[name] = settings[name]
+        names = ["bias", "device", "dtype"]
+        names += ["activation"] if self.name in ("cola", "lax") else []
+        names += ["density"] if self.name == "sltrain" else []
+        known = {name: settings[name] for name in names if settings.get(name) is not None}
         if self.modes:
             known[self.modes_name] = settings.get("cores") or self.modes
-        if self.name in ("cola", "lax") and settings.get("activation") is not None:
-            known["activation"] = settings["activation"]
-        if self.name == "sltrain" and settings.get("density") is not None:
-            known["density"] = settings["density"]
         return known
 
     def largest_rank(self, in_features: int, out_features: int, cores: int) -> int:
@@ -320,9 +300,9 @@ class Form:
         return in_features * out_features // max(*into, *out)
 
 
-def _made(name: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
-    kind = getattr(importlib.import_module("outlast.tensorize.forms"), name)
-    return kind(*arguments, **settings)
+def class_named(name: str) -> Any:
+    """The class of layers of this name in `outlast.tensorize`."""
+    return getattr(importlib.import_module("outlast.tensorize"), name)
 
 
 FORMS = {

@@ -51,11 +51,6 @@ class Spike:
     deviations: float
 
 
-def false_alarm_rate(window: int, patience: int) -> float:
-    """Largest probability, per step, that noise alone is taken for a spike; see the module."""
-    return 1.0 / math.comb(window + patience, patience)
-
-
 class SpikeDetector:
     """Watches a loss, one number per step.
 

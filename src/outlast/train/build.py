@@ -35,6 +35,7 @@ from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.recording import MemoryWatch, StepRecords
 from outlast.runtime.saves import RunSaves, Transfers, open_store
 from outlast.runtime.watching import SlownessWatch
+from outlast.train.adapt_rank import RankAdaptation, run_state
 from outlast.train.engine import Engine, ReplicaEngine
 from outlast.train.evaluate import Evaluation
 from outlast.train.layout import Layout, make_mesh
@@ -54,6 +55,9 @@ from outlast.train.tensorizing import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
     from outlast.checkpoint import CheckpointStore, SaveResult
     from outlast.data import Prepared
     from outlast.distributed.ranks import Ranks
@@ -177,13 +181,8 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     mesh = make_mesh(layout, device.type) if layout.world_size > 1 else None
     begun = setup.timed("process group", begun)
     waits = CommunicationWait(setup.mark)
-    if layout.pipeline > 1:
-        assert mesh is not None
-        from outlast.train.pipeline import pipeline_engine
-
-        engine: Engine = pipeline_engine(setup, model, mesh)
-    else:
-        engine = replica_engine(setup, model, mesh, waits, saved=saved)
+    adaptation = RankAdaptation(setup, model, mesh, waits) if job.tensorize.adapt_rank else None
+    engine = _engine(setup, model, mesh, waits, saved=saved)
     setup.timed("parallelize", begun)
     called = engine.model if isinstance(engine, ReplicaEngine) else model
     data_rank = layout.data_rank(setup.ranks.rank)
@@ -196,7 +195,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         records.write(Warned("with one replica there is nothing for [coding] to do"))
     optimizers = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
     add_update_rules(model, optimizers, job.tensorize, job.optimizer)
-    state = {"model": model, "optimizer": optimizers}
+    state = run_state(model, optimizers, adaptation)
     replay = None
     if job.checkpoint.replay != "off":
         replay = ReplayLog(store, state, gradient=job.checkpoint.replay)
@@ -223,8 +222,27 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
         replay=replay,
         coding=notes,
+        adaptation=adaptation,
     )
     return trainer, size
+
+
+def _engine(
+    setup: SetUp,
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    waits: CommunicationWait,
+    *,
+    saved: bool,
+) -> Engine:
+    """One step's passes, on this rank's part of the model."""
+    if setup.plan.layout.pipeline == 1:
+        return replica_engine(setup, model, mesh, waits, saved=saved)
+    assert mesh is not None
+    # torch's pipelining loads its compiler, half a second that other layouts need not spend.
+    from outlast.train.pipeline import pipeline_engine
+
+    return pipeline_engine(setup, model, mesh)
 
 
 def _runtime(

@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import CheckpointError, OutlastError, TensorizeError
+from outlast.state.live import FittingState
+from outlast.train.adapt_rank import fit_ranks
 from outlast.train.model import load_config, logits_of
 from outlast.train.tensorizing import build_whole_model, save_model, starts_from_dense
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from outlast.data import Tokenizer
     from outlast.job import Job
     from outlast.records import RunDirectory
+    from outlast.state.live import State
 
 _TOKENIZER_COMPANIONS = (
     "tokenizer_config.json",
@@ -49,7 +52,10 @@ def load_trained(job: Job, directory: RunDirectory) -> tuple[nn.Module, int]:
     begins_anew = not job.model.module and not starts_from_dense(job)
     model, _ = build_whole_model(scratch if begins_anew else job, collective=False)
     store = CheckpointStore(directory.checkpoints, keep=job.checkpoint.keep, collective=False)
-    restored = store.restore({"model": model})
+    state: State = {"model": model}
+    if job.tensorize.adapt_rank:
+        state = FittingState(state, lambda shapes: fit_ranks(model, shapes))
+    restored = store.restore(state)
     store.close()
     if restored is None:
         raise CheckpointError(f"{directory.checkpoints} holds no checkpoint to export")

@@ -30,8 +30,10 @@ def global_norm(
     for parameter in parameters:
         if parameter.grad is not None:
             gradient = parameter.grad
+            # By value: equal meshes may be several objects, as after ranks have changed, and the
+            # order of the sum must not depend on that.
             layout = (
-                (id(gradient.device_mesh), gradient.placements)
+                (gradient.device_mesh, gradient.placements)
                 if isinstance(gradient, DTensor)
                 else None
             )

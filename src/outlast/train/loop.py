@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job, ScheduleSection
     from outlast.runtime.guarding import RunGuard
+    from outlast.train.adapt_rank import RankAdaptation
     from outlast.train.coding import CodingNotes
     from outlast.train.engine import Engine
     from outlast.train.evaluate import Evaluation
@@ -92,7 +93,12 @@ class Trainer:
     pipeline_group: ProcessGroup | None = None
     replay: ReplayLog | None = None
     coding: CodingNotes | None = None
+    adaptation: RankAdaptation | None = None
     before_step: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.adaptation is not None:
+            self.adaptation.trainer = self
 
     @property
     def guard(self) -> RunGuard | None:
@@ -123,6 +129,8 @@ class Trainer:
         first_step, events = runtime.restore()
         for event in events:
             runtime.records.write(event)
+        if self.adaptation is not None:
+            self.adaptation.restored(first_step)
         parts["restore"] = time.perf_counter() - begun
         runtime.begin(TrainingStarted(first_step, time.time() - started, parts))
         self.watch.lap()
@@ -174,6 +182,8 @@ class Trainer:
                     step, parts = next(batches)
                 result = self.step(step, parts)
                 done = result.step
+                if self.adaptation is not None:
+                    begun += self.adaptation.after_step(done)
                 if 0 < self.job.train.stop_after_steps <= done - first_step:
                     self.consensus.stop.reason = (
                         self.consensus.stop.reason or "train.stop_after_steps"

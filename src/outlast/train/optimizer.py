@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.tensorize.muon import UnfoldedMuon
+from outlast.tensorize.optimizers import UnfoldedMuon
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

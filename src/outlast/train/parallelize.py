@@ -28,9 +28,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import OutlastError
-from outlast.tensorize.forms.low_rank import LowRankLinear
-from outlast.tensorize.parallel.bottleneck import parallelize_bottleneck
-from outlast.tensorize.parallel.fsdp import shard_tensorized
+from outlast.tensorize.fsdp import shard_tensorized
+from outlast.tensorize.low_rank import LowRankLinear
+from outlast.tensorize.tensor_parallel import parallelize_bottleneck
 from outlast.train.dropout import DropoutStream
 from outlast.train.engine import ReplicaEngine
 from outlast.train.model import blocks_of, held_blocks

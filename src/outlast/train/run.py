@@ -60,6 +60,7 @@ from outlast.records import (
     MembershipChanged,
     OwnerLock,
     Predicted,
+    RanksChanged,
     RecordWriter,
     RunDirectory,
     Sampled,
@@ -149,7 +150,7 @@ def message_of(event: Event) -> str | None:
             slowest = sorted(event.parts.items(), key=lambda part: -part[1])[:3]
             where = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
             return f"ready at step {event.step} after {event.seconds:.1f} s ({where})"
-        case DataStaged():
+        case DataStaged() | RanksChanged():
             return event.words()
         case Evaluated():
             bits = "" if event.bits_per_byte is None else f", {event.bits_per_byte:.3f} bits/byte"

@@ -13,12 +13,11 @@ from outlast.distributed.group import raise_together
 from outlast.errors import OutlastError
 from outlast.job.checks import NO_MATRICES
 from outlast.records import Tensorized, Warned
-from outlast.tensorize.decay import ProductDecay, SpectralBound
 from outlast.tensorize.export import export_dense, export_factored
-from outlast.tensorize.muon import factor_unfoldings
+from outlast.tensorize.measure import calibrate, tune_model, warm_model
+from outlast.tensorize.optimizers import ProductDecay, SpectralBound, factor_unfoldings
 from outlast.tensorize.parameters import factor_multipliers, mup_initialize_, structured_layers
-from outlast.tensorize.planner.choose import forget
-from outlast.tensorize.planner.measure import calibrate, tune_model, warm_model
+from outlast.tensorize.planner import forget
 from outlast.tensorize.replace import tensorize
 from outlast.tensorize.shapes import MULTIPLE_OF_PRECISION
 from outlast.tensorize.spikes import SpikeDetector
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
 
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job, OptimizerSection, TensorizeSection
-    from outlast.tensorize.muon import Unfolding
+    from outlast.tensorize.optimizers import Unfolding
     from outlast.tensorize.parameters import StructuredPart
-    from outlast.tensorize.table import Replacement, Replacements
+    from outlast.tensorize.replace import Replacement, Replacements
     from outlast.train.layout import Layout
     from outlast.train.model import ModelSize
 
-_PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 _SLOW = 0.95
 """Predicted speed over the dense layer's from which on a layer is called slow."""
 
@@ -115,7 +114,7 @@ def _replace(
             init="from_dense" if starts_from_dense(job) else "scratch",
             # What is predicted to be slower differs between machines, and the model must not.
             force=True,
-            multiple=MULTIPLE_OF_PRECISION[_PRECISIONS[job.train.precision]],
+            multiple=MULTIPLE_OF_PRECISION[PRECISIONS[job.train.precision]],
             collective=collective,
         )
 

@@ -24,8 +24,8 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from outlast.errors import TensorizeError
 from outlast.tensorize.bottleneck import ACTIVATIONS
-from outlast.tensorize.forms.low_rank import low_rank_network
 from outlast.tensorize.initialize import activation_gain, core_stds
+from outlast.tensorize.low_rank import low_rank_network
 from outlast.tensorize.policy import LayerShape, resolved_rank
 from outlast.tensorize.shapes import form_named
 

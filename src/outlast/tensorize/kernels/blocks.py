@@ -18,14 +18,11 @@ x (64 tokens of 2048 features do not fit in shared memory beside their operands)
 and then x is read n0 times and the second product sums only r terms at a time, of which matrix
 units need 16. At d = 2048 with 8 blocks in bf16 that moves 52 KiB per token through the L2 cache
 (tiles of 128 tokens and 256 features), against 32 here. Instead, tokens are taken in chunks whose h
-stays in the L2 cache between the halves, so that the memory sees little more than x and y. Where h
-is wanted for the gradients (`keep`), it is written anyway, and there is one chunk.
+stays in the L2 cache between the halves, so that the memory sees little more than x and y.
 
 The input's gradient has the same structure with the cores exchanged and transposed, by strides
 alone: dh (m1, n0, r, tokens) from dy and L, then dx from dh and R. In these layouts both cores'
 gradients are batched products that cuBLAS does without copies (`blocks_weight_gradients`).
-
-Compiled for compute capability 9.0 and tested in Triton's interpreter; not yet run on a GPU.
 
 A program computes one tile of one block's product, like any product of matrices; only the addresses
 differ: a column c is the pair (q, s) = (c // inner, c % inner), and q and s have strides of their
@@ -49,14 +46,13 @@ import triton
 import triton.language as tl
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.kernels import TYPES
-from outlast.tensorize.kernels.launch import (
-    INTERPRETED,
+from outlast.tensorize.kernels import (
     SHARED_BYTES,
     SMALLEST_DOT,
-    check_not_empty,
+    TYPES,
     check_operands,
     check_shape,
+    configurations,
     on_device_of,
     padded,
     precision_of,
@@ -67,45 +63,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _configurations() -> list[triton.Config]:
-    names = ("tile_tokens", "tile_columns", "tile_terms")
-    if INTERPRETED:
-        # It cannot choose by measuring.
-        return [triton.Config(dict(zip(names, (32, 32, 16), strict=True)))]
-    return [
-        triton.Config(dict(zip(names, tile, strict=True)), num_warps=warps, num_stages=stages)
-        for tile, warps, stages in (
+def _fitting(configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> Any:
+    """Configurations that fit in shared memory and are not wider than the matrix."""
+    size, widest = arguments["x"].element_size(), max(padded(arguments["columns"]), 32)
+    fitting = []
+    for config in configs:
+        tokens, columns, terms = (config.kwargs[name] for name in _TILES)
+        operands, stored = config.num_stages * (tokens + columns) * terms, tokens * columns
+        if size * max(operands, stored) <= SHARED_BYTES and columns <= widest:
+            fitting.append(config)
+    return fitting or configs[-1:]
+
+
+_TILES = ("tile_tokens", "tile_columns", "tile_terms")
+
+
+@triton.autotune(  # type: ignore[untyped-decorator]
+    configs=configurations(
+        _TILES,
+        (32, 32, 16),
+        (
             ((128, 256, 64), 8, 3),
             ((128, 128, 64), 8, 3),
             ((128, 128, 32), 4, 4),
             ((128, 64, 64), 4, 3),
             ((128, 32, 32), 4, 4),
             ((64, 64, 32), 4, 4),
-        )
-    ]
-
-
-def _fitting(configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> Any:
-    """Configurations that fit in shared memory and are not wider than the matrix."""
-    size, widest = arguments["x"].element_size(), max(padded(arguments["columns"]), 32)
-    fitting = [
-        config
-        for config in configs
-        if _shared_bytes(config, size) <= SHARED_BYTES and config.kwargs["tile_columns"] <= widest
-    ]
-    return fitting or configs[-1:]
-
-
-def _shared_bytes(config: triton.Config, size: int) -> int:
-    tile = config.kwargs
-    stages: int = config.num_stages
-    operands = stages * (tile["tile_tokens"] + tile["tile_columns"]) * tile["tile_terms"]
-    stored = tile["tile_tokens"] * tile["tile_columns"]
-    return size * int(max(operands, stored))
-
-
-@triton.autotune(  # type: ignore[untyped-decorator]
-    configs=_configurations(),
+        ),
+    ),
     key=["size", "half", "blocks", "columns", "terms"],
     prune_configs_by={"early_config_prune": _fitting},
 )
@@ -264,31 +249,21 @@ def fits(
     return dtype in TYPES and min(m0, n1, n0 * rank, m1 * rank) >= SMALLEST_DOT
 
 
-def blocks_forward(
-    x: Tensor,
-    right: Tensor,
-    left: Tensor,
-    bias: Tensor | None = None,
-    *,
-    keep: bool = False,
-    chunk_tokens: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+def blocks_forward(x: Tensor, right: Tensor, left: Tensor, bias: Tensor | None = None) -> Tensor:
     """``y[t, n0, n1] = sum of left[n0, n1, m1, r] right[m1, n0, r, m0] x[t, m1, m0]``, plus bias.
 
     The first call of a size (and of all token counts up to the next power of two) measures which
-    configuration is fastest, and waits for the device.
+    configuration is fastest, and waits for the device. As many tokens go at a time as keep h in
+    half of the L2 cache.
 
     Args:
         x: (tokens, m1 m0), in fp32, bf16 or fp16.
         right: R (m1, n0, r, m0).
         left: L (n0, n1, m1, r).
         bias: (n0 n1,) or None.
-        keep: Return h too, computed in one chunk.
-        chunk_tokens: Tokens whose h is in memory at a time; by default as many as keep it in half
-            of the L2 cache. Not together with `keep`.
 
     Returns:
-        y (tokens, n0 n1); h (n0, m1, r, tokens), whose last stride is 1, if it is kept, else None.
+        y (tokens, n0 n1).
 
     Raises:
         TensorizeError: For operands of different sizes, types or devices, or bf16 in Triton's
@@ -301,25 +276,12 @@ def blocks_forward(
     if bias is not None:
         check_shape("bias", bias, (n0 * n1,))
     y = x.new_empty(tokens, n0 * n1)
-    if keep:
-        if chunk_tokens is not None:
-            raise TensorizeError(
-                f"chunk_tokens = {chunk_tokens} would drop the h that keep = True wants; pass one."
-            )
-        hidden = _first_half(x, right)
-        _second_half(hidden, left, y, bias)
-        return y, hidden
-    chunk = chunk_tokens
-    if chunk is None:
-        chunk = _chunk(tokens, n0 * m1 * rank * x.element_size(), x.device)
-    if chunk < 1:
-        raise TensorizeError(f"chunk_tokens = {chunk} takes no tokens; make it at least 1.")
+    chunk = chunk_of(tokens, n0 * m1 * rank * x.element_size(), x.device)
     for start in range(0, tokens, chunk):
-        part = x[start : start + chunk]
         # The same memory every time: torch's allocator hands it out again.
-        hidden = _first_half(part, right, of=tokens)
+        hidden = _first_half(x[start : start + chunk], right, of=tokens)
         _second_half(hidden, left, y[start : start + chunk], bias, of=tokens)
-    return y, None
+    return y
 
 
 def blocks_hidden(x: Tensor, right: Tensor) -> Tensor:
@@ -329,9 +291,7 @@ def blocks_hidden(x: Tensor, right: Tensor) -> Tensor:
         TensorizeError: As `blocks_forward`.
     """
     check_operands(x, right=right)
-    m1, n0, rank, m0 = _four("right", right)
-    check_not_empty(m1=m1, m0=m0, n0=n0, rank=rank)
-    check_shape("x", x, (x.shape[0], m1 * m0))
+    check_shape("x", x, (x.shape[0], right.shape[0] * right.shape[3]))
     return _first_half(x, right)
 
 
@@ -368,7 +328,7 @@ def blocks_weight_gradients(
     Args:
         x: (tokens, m1 m0).
         dy: (tokens, n0 n1).
-        hidden: h (n0, m1, r, tokens), of `blocks_forward` or `blocks_hidden`.
+        hidden: h (n0, m1, r, tokens), of `blocks_hidden`.
         gradient: dh (m1, n0, r, tokens), of `blocks_backward`.
 
     Returns:
@@ -436,32 +396,22 @@ def _second_half(
 
 def _sizes(right: Tensor, left: Tensor) -> tuple[int, int, int, int, int]:
     """m1, m0, n0, n1, r of cores that fit each other."""
-    m1, n0, rank, m0 = _four("right", right)
-    n1 = _four("left", left)[1]
+    if right.ndim != 4:
+        raise TensorizeError(
+            f"right has {right.ndim} dimensions; a core of two blocks has 4, see blocks_forward."
+        )
+    m1, n0, rank, m0 = right.shape
+    n1 = left.shape[1]
     check_shape("left", left, (n0, n1, m1, rank))
-    check_not_empty(m1=m1, m0=m0, n0=n0, n1=n1, rank=rank)
     return m1, m0, n0, n1, rank
 
 
-def _four(name: str, core: Tensor) -> tuple[int, int, int, int]:
-    if core.ndim != 4:
-        raise TensorizeError(
-            f"{name} has {core.ndim} dimensions; a core of two blocks has 4, see blocks_forward."
-        )
-    one, two, three, four = core.shape
-    return one, two, three, four
-
-
-def _chunk(tokens: int, bytes_per_token: int, device: torch.device) -> int:
+@functools.cache
+def chunk_of(tokens: int, bytes_per_token: int, device: torch.device) -> int:
     """Tokens to a chunk, all about equal, whose h fills at most half of the L2 cache."""
-    limit = max(_cache_bytes(device) // 2 // bytes_per_token, _CHUNK_MULTIPLE)
+    cache = 50 * 2**20
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+    limit = max(cache // 2 // bytes_per_token, _CHUNK_MULTIPLE)
     chunks = max(math.ceil(tokens / limit), 1)
     return max(math.ceil(tokens / chunks / _CHUNK_MULTIPLE), 1) * _CHUNK_MULTIPLE
-
-
-@functools.cache
-def _cache_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 50 * 2**20
-    size: int = torch.cuda.get_device_properties(device).L2_cache_size
-    return size

@@ -9,7 +9,7 @@ reads A and B again, from the L2 cache: ``(in + out) rank / block`` numbers a to
 
 The gain is in launches and at small ranks: from rank 256 the products are bound by arithmetic
 whose sums already fill the registers, and two cuBLAS products are as good. Rank is padded to a
-power of two (`outlast.tensorize.kernels.launch.padded`): rank 192 costs as much as 256.
+power of two (`outlast.tensorize.kernels.padded`): rank 192 costs as much as 256.
 
 The input's gradient is the same chain read backwards, ``dx = (dy B * act'(h)) A``, so the same
 kernel computes it with the factors exchanged and transposed by their strides. The factors'
@@ -29,13 +29,12 @@ import triton
 import triton.language as tl
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.kernels import TYPES
-from outlast.tensorize.kernels.launch import (
-    INTERPRETED,
+from outlast.tensorize.kernels import (
     SHARED_BYTES,
-    check_not_empty,
+    TYPES,
     check_operands,
     check_shape,
+    configurations,
     on_device_of,
     padded,
     precision_of,
@@ -45,8 +44,8 @@ from outlast.tensorize.kernels.launch import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-ACTIVATIONS = ("identity", "silu", "relu", "tanh", "gelu", "gelu_tanh")
-"""`gelu` is the exact one (erf), `gelu_tanh` its approximation; all are 0 at 0."""
+ACTIVATIONS = ("identity", "silu", "relu", "tanh", "gelu")
+"""`gelu` is the exact one (erf); all are 0 at 0."""
 
 _WIDEST_RANK = 256
 """Of 2-byte numbers, after padding: 64 tokens' fp32 sums then fill half the registers."""
@@ -57,43 +56,21 @@ def fits(rank: int, dtype: torch.dtype) -> bool:
     return dtype in TYPES and rank >= 1 and padded(rank) * dtype.itemsize <= 2 * _WIDEST_RANK
 
 
-def _configurations() -> list[triton.Config]:
-    names = ("tile_tokens", "tile_terms", "tile_outputs", "splits")
-    if INTERPRETED:
-        # It cannot choose by measuring.
-        return [triton.Config(dict(zip(names, (32, 32, 32, 2), strict=True)))]
-    return [
-        triton.Config(dict(zip(names, tile, strict=True)), num_warps=warps, num_stages=stages)
-        for tile, warps, stages in (
-            ((64, 64, 64, 1), 4, 3),
-            # The only one whose sums leave registers for the slope at rank 256.
-            ((64, 64, 64, 1), 8, 3),
-            ((64, 64, 128, 1), 8, 3),
-            ((128, 64, 64, 1), 8, 3),
-            ((128, 64, 128, 1), 8, 3),
-            # Few tokens leave multiprocessors idle: several programs share a block of tokens, each
-            # writes a part of y, and all compute h.
-            ((128, 64, 64, 2), 8, 3),
-            ((64, 64, 64, 4), 4, 3),
-            ((64, 32, 32, 1), 4, 3),
-        )
-    ]
-
-
 def _fitting(configs: list[triton.Config], arguments: dict[str, Any], **launched: Any) -> Any:
     """Configurations whose tiles fit in shared memory and whose sums fit in registers."""
-    size = arguments["x"].element_size()
-    rank = (arguments | launched)["tile_rank"]
-    return [config for config in configs if _is_small(config, rank, size)] or configs[-1:]
+    size, rank = arguments["x"].element_size(), (arguments | launched)["tile_rank"]
+    fitting = []
+    for config in configs:
+        tokens, terms, outputs, _ = (config.kwargs[name] for name in _TILES)
+        first = config.num_stages * (tokens + rank) * terms * size
+        second = (config.num_stages * rank * outputs + tokens * max(rank, outputs)) * size
+        sums_per_thread = tokens * (rank + outputs) // (32 * config.num_warps)
+        if max(first, second) <= SHARED_BYTES and sums_per_thread <= 192:
+            fitting.append(config)
+    return fitting or configs[-1:]
 
 
-def _is_small(config: triton.Config, rank: int, size: int) -> bool:
-    tile: dict[str, int] = config.kwargs
-    tokens, outputs, stages = tile["tile_tokens"], tile["tile_outputs"], config.num_stages
-    first = stages * (tokens + rank) * tile["tile_terms"] * size
-    second = (stages * rank * outputs + tokens * max(rank, outputs)) * size
-    sums_per_thread = tokens * (rank + outputs) // (32 * int(config.num_warps))
-    return max(first, second) <= SHARED_BYTES and sums_per_thread <= 192
+_TILES = ("tile_tokens", "tile_terms", "tile_outputs", "splits")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -106,9 +83,6 @@ def _activated(h: tl.tensor, activation: tl.constexpr) -> tl.tensor:
         h = 2.0 * tl.sigmoid(2.0 * h) - 1.0
     elif activation == "gelu":
         h = 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
-    elif activation == "gelu_tanh":
-        # (1 + tanh u) / 2 = sigmoid(2 u), with 2 sqrt(2 / pi) = 1.5957...
-        h = h * tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
     return h
 
 
@@ -125,16 +99,29 @@ def _slope(h: tl.tensor, activation: tl.constexpr) -> tl.tensor:
     elif activation == "gelu":
         density = 0.3989422804014327 * tl.exp(-0.5 * h * h)
         slope = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476)) + h * density
-    elif activation == "gelu_tanh":
-        s = tl.sigmoid(1.5957691216057308 * (h + 0.044715 * h * h * h))
-        slope = s + h * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * h * h)
     else:
         slope = h * 0.0 + 1.0
     return slope
 
 
 @triton.autotune(  # type: ignore[untyped-decorator]
-    configs=_configurations(),
+    configs=configurations(
+        _TILES,
+        (32, 32, 32, 2),
+        (
+            ((64, 64, 64, 1), 4, 3),
+            # The only one whose sums leave registers for the slope at rank 256.
+            ((64, 64, 64, 1), 8, 3),
+            ((64, 64, 128, 1), 8, 3),
+            ((128, 64, 64, 1), 8, 3),
+            ((128, 64, 128, 1), 8, 3),
+            # Few tokens leave multiprocessors idle: several programs share a block of tokens, each
+            # writes a part of y, and all compute h.
+            ((128, 64, 64, 2), 8, 3),
+            ((64, 64, 64, 4), 4, 3),
+            ((64, 32, 32, 1), 4, 3),
+        ),
+    ),
     key=["size", "inputs", "rank", "outputs", "backward"],
     prune_configs_by={"early_config_prune": _fitting},
 )
@@ -331,7 +318,6 @@ def _launch(
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise TensorizeError(f"activation = {activation} has no fused kernel; use one of {known}.")
-    check_not_empty(in_features=inputs, rank=rank, out_features=outputs)
     if not fits(rank, x.dtype):
         raise TensorizeError(
             f"rank = {rank} does not fit on the chip in {x.dtype}; choose a plan of two products."

@@ -22,20 +22,24 @@ import torch
 from torch import nn
 
 from outlast.errors import TensorizeError
-from outlast.tensorize import forms
-from outlast.tensorize.execute import MergedPath
-from outlast.tensorize.forms import (
-    BottleneckLinear,
-    BTTLinear,
-    LatentLinear,
+from outlast.tensorize.embedding import (
     LowRankEmbedding,
+    StructuredEmbedding,
+    TiedHead,
+    name_of,
+    tied_heads,
+)
+from outlast.tensorize.execute import MergedPath
+from outlast.tensorize.layer import BTTLinear, StructuredLayer, StructuredLinear
+from outlast.tensorize.low_rank import (
+    BottleneckLinear,
+    LatentLinear,
     LowRankLinear,
     SparseLowRankLinear,
-    StructuredEmbedding,
+    link_latents,
 )
-from outlast.tensorize.forms.embedding import TiedHead, name_of, tied_heads
-from outlast.tensorize.layer import StructuredLayer, StructuredLinear
 from outlast.tensorize.network import Route, lower
+from outlast.tensorize.shapes import FORMS, class_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -178,26 +182,6 @@ KEY = "outlast_tensorize"
 
 VERSION = 1
 
-_LINEAR: dict[str, type[nn.Module]] = {
-    kind.form: kind
-    for kind in (
-        forms.LowRankLinear,
-        forms.BottleneckLinear,
-        forms.LatentLinear,
-        forms.SparseLowRankLinear,
-        forms.TTLinear,
-        forms.TTMLinear,
-        forms.BTTLinear,
-        forms.MonarchLinear,
-        forms.TuckerLinear,
-        forms.CPLinear,
-    )
-}
-
-_EMBEDDINGS: dict[str, type[nn.Module]] = {
-    kind.form: kind for kind in (forms.LowRankEmbedding, forms.TTEmbedding, forms.TTMEmbedding)
-}
-
 
 def describe(model: nn.Module, shared: Mapping[str, str]) -> dict[str, Any]:
     """The entry of a model.
@@ -208,7 +192,7 @@ def describe(model: nn.Module, shared: Mapping[str, str]) -> dict[str, Any]:
     """
     layers = structured(model)
     # The lines of latent crossing, each with its kind of gate.
-    crossing = {n: one for n, one in layers.items() if isinstance(one, forms.LatentLinear)}
+    crossing = {n: one for n, one in layers.items() if isinstance(one, LatentLinear)}
     takers = {id(one._taken): own for own, one in crossing.items() if one._taken is not None}
     lines = []
     for own, one in crossing.items():
@@ -224,26 +208,24 @@ def describe(model: nn.Module, shared: Mapping[str, str]) -> dict[str, Any]:
     return {
         "version": VERSION,
         "model_class": type(model).__name__,
-        "layers": {name: _described(layer) for name, layer in layers.items()},
+        "layers": {
+            name: {
+                "form": layer.form,
+                "embedding": isinstance(layer, StructuredEmbedding),
+                "settings": {
+                    key: list(value) if isinstance(value, tuple) else value
+                    for key, value in layer.settings().items()
+                },
+                "network": str(layer.network),
+            }
+            for name, layer in layers.items()
+        },
         "shared": dict(shared),
         "lines": lines,
         "heads": {
             name: {"embedding": name_of(head.embedding, model), "bias": head.bias is not None}
             for name, head in tied_heads(model).items()
         },
-    }
-
-
-def _described(layer: Structured) -> dict[str, Any]:
-    settings = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in layer.settings().items()
-    }
-    return {
-        "form": layer.form,
-        "embedding": isinstance(layer, forms.StructuredEmbedding),
-        "settings": settings,
-        "network": str(layer.network),
     }
 
 
@@ -289,18 +271,22 @@ def put_in_layers(model: nn.Module, entry: Mapping[str, Any]) -> None:
         TensorizeError: A form or a module is not known.
     """
     for name, layer in entry["layers"].items():
-        kinds = _EMBEDDINGS if layer["embedding"] else _LINEAR
-        if layer["form"] not in kinds:
+        homes = {
+            form.name: form.embedding if layer["embedding"] else form.linear
+            for form in FORMS.values()
+            if form.embedding or not layer["embedding"]
+        }
+        if layer["form"] not in homes:
             raise TensorizeError(
                 f"{KEY}: {name} has form = {layer['form']!r}, which is not one of "
-                f"{', '.join(kinds)}"
+                f"{', '.join(homes)}"
             )
         settings = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in layer["settings"].items()
         }
         try:
-            made = kinds[layer["form"]](**settings, device=torch.device("meta"))
+            made = class_named(homes[layer["form"]])(**settings, device=torch.device("meta"))
             model.set_submodule(name, made, strict=True)
         except (TypeError, AttributeError, ValueError) as error:
             raise TensorizeError(f"{KEY}: {name} cannot be built: {error}") from None
@@ -315,7 +301,7 @@ def put_in_layers(model: nn.Module, entry: Mapping[str, Any]) -> None:
     for gate, names in entry["lines"]:
         line = [model.get_submodule(name) for name in names]
         with torch.device("meta"):
-            forms.link_latents(line, gate)  # type: ignore[arg-type]
+            link_latents(line, gate)  # type: ignore[arg-type]
 
 
 def share(model: nn.Module, shared: Mapping[str, str]) -> None:

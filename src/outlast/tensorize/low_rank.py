@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,16 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.bottleneck import ACTIVATIONS, FEW, autocast_dtype, bottleneck
+from outlast.tensorize.bottleneck import (
+    ACTIVATIONS,
+    FEW,
+    autocast_dtype,
+    bottleneck,
+    check_activation,
+)
 from outlast.tensorize.execute import has_values, no_autocast, transformed, without_autocast
 from outlast.tensorize.initialize import activation_gain
-from outlast.tensorize.layer import StructuredLinear
+from outlast.tensorize.layer import Factory, StructuredLinear
 from outlast.tensorize.network import Network, one_rank
 from outlast.tensorize.operator import chain
 
@@ -82,13 +88,12 @@ class LowRankLinear(StructuredLinear):
         rank: int,
         *,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[Factory],
     ) -> None:
         one_rank(rank, self.form)
         super().__init__(low_rank_network(in_features, out_features, rank))
-        self.down = nn.Linear(in_features, rank, bias=False, device=device, dtype=dtype)
-        self.up = nn.Linear(rank, out_features, bias=bias, device=device, dtype=dtype)
+        self.down = nn.Linear(in_features, rank, bias=False, **factory)
+        self.up = nn.Linear(rank, out_features, bias=bias, **factory)
         self.reset_parameters()
 
     def factors(self) -> tuple[Tensor, ...]:
@@ -147,20 +152,17 @@ class LowRankLinear(StructuredLinear):
 
     def _by_children(self, x: Tensor, activation: str | None = None) -> Tensor:
         """As the children do it; stored in another dtype than x, each gets x in its own."""
-        kinds = [_dtype_of(child) for child in (self.down, self.up)]
+        weights = [getattr(child, "weight", None) for child in (self.down, self.up)]
+        # Something may hide the dtype that a factor is stored in.
+        kinds = [
+            weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
+            for weight in weights
+        ]
         mixed = None not in kinds and {*kinds} != {x.dtype} and autocast_dtype(x) is None
         latent = self.down(x.to(kinds[0]) if mixed else x)
         latent = latent if activation is None else ACTIVATIONS[activation](latent)
         result: Tensor = self.up(latent.to(kinds[1]) if mixed else latent)
         return result.to(x.dtype) if mixed else result
-
-
-def _dtype_of(child: nn.Module) -> torch.dtype | None:
-    """The floating-point dtype that a factor is stored in; None where something hides it."""
-    weight = getattr(child, "weight", None)
-    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-        return None
-    return weight.dtype
 
 
 class BottleneckLinear(LowRankLinear):
@@ -189,14 +191,11 @@ class BottleneckLinear(LowRankLinear):
         activation: str = "silu",
         *,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[Factory],
     ) -> None:
-        if activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise TensorizeError(f"activation = {activation!r} is not one of {known}")
+        check_activation(activation)
         self.activation = activation
-        super().__init__(in_features, out_features, rank, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, rank, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x: (..., in_features) -> (..., out_features)."""
@@ -234,7 +233,7 @@ class BottleneckLinear(LowRankLinear):
 
 Gate = Literal["identity", "scalar", "vector"]
 
-GATES: tuple[Gate, ...] = ("identity", "scalar", "vector")
+GATES: tuple[Gate, ...] = get_args(Gate)
 
 
 class LatentSlot:
@@ -279,14 +278,12 @@ class LatentLinear(LowRankLinear):
         activation: str | None = None,
         *,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[Factory],
     ) -> None:
-        if activation is not None and activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise TensorizeError(f"activation = {activation!r} is not one of {known}")
+        if activation is not None:
+            check_activation(activation)
         self.activation = activation
-        super().__init__(in_features, out_features, rank, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, rank, bias=bias, **factory)
         self.register_parameter("gate", None)
         self._line: list[LatentSlot] = []
         self._taken: LatentSlot | None = None
@@ -398,30 +395,23 @@ def link_latents(layers: Iterable[LatentLinear], gate: Gate = "identity") -> Non
         TensorizeError: The ranks differ, a layer comes twice, or the gate is unknown.
     """
     line = list(layers)
-    shapes: dict[str, Callable[[int], tuple[int, ...]] | None] = {
-        "identity": None,
-        "scalar": lambda rank: (1,),  # FSDP2 takes no parameter without dimensions
-        "vector": lambda rank: (rank,),
-    }
-    if gate not in shapes:
-        raise TensorizeError(f"gate = {gate!r} is not one of {', '.join(shapes)}")
+    if gate not in GATES:
+        raise TensorizeError(f"gate = {gate!r} is not one of {', '.join(GATES)}")
     ranks = {layer.down.out_features for layer in line}
     if len(ranks) > 1 or len(set(map(id, line))) < len(line):
         raise TensorizeError(
             f"the layers of a line must be different ones of one rank, not of ranks {sorted(ranks)}"
         )
     slots = [LatentSlot() for _ in line[1:]]
-    shape = shapes[gate]
     for layer, taken, left in zip(line, [None, *slots], [*slots, None], strict=True):
         layer._taken, layer._left = taken, left
         layer._line = [] if taken else slots
         weight = layer.down.weight
-        if taken is None or shape is None:
+        # FSDP2 takes no parameter without dimensions.
+        size = 1 if gate == "scalar" else len(weight)
+        if taken is None or gate == "identity":
             layer.gate = None
-        else:
-            size = shape(weight.shape[0])
-            if layer.gate is not None and layer.gate.shape == size:
-                continue
+        elif layer.gate is None or len(layer.gate) != size:
             layer.gate = nn.Parameter(torch.ones(size, device=weight.device, dtype=weight.dtype))
 
 
@@ -474,29 +464,27 @@ def latent_contexts(
     layers = [module for module in model.modules() if isinstance(module, LatentLinear)]
     slots = [layer._left for layer in layers if layer._left is not None]
 
+    @contextlib.contextmanager
+    def remembering(given: list[Tensor | None]) -> Iterator[None]:
+        given.extend(slot.latent for slot in slots)
+        yield
+
+    @contextlib.contextmanager
+    def reminded(given: Sequence[Tensor | None]) -> Iterator[None]:
+        now = [slot.latent for slot in slots]
+        for slot, latent in zip(slots, given, strict=True):
+            slot.latent = latent
+        try:
+            yield
+        finally:
+            for slot, latent in zip(slots, now, strict=True):
+                slot.latent = latent
+
     def contexts() -> tuple[contextlib.AbstractContextManager[None], ...]:
         given: list[Tensor | None] = []
-        return _remembering(slots, given), _reminded(slots, given)
+        return remembering(given), reminded(given)
 
     return contexts
-
-
-@contextlib.contextmanager
-def _remembering(slots: Sequence[LatentSlot], given: list[Tensor | None]) -> Iterator[None]:
-    given.extend(slot.latent for slot in slots)
-    yield
-
-
-@contextlib.contextmanager
-def _reminded(slots: Sequence[LatentSlot], given: Sequence[Tensor | None]) -> Iterator[None]:
-    now = [slot.latent for slot in slots]
-    for slot, latent in zip(slots, given, strict=True):
-        slot.latent = latent
-    try:
-        yield
-    finally:
-        for slot, latent in zip(slots, now, strict=True):
-            slot.latent = latent
 
 
 # An entry that is gathered, multiplied and scattered takes about as long as this many operations
@@ -539,19 +527,18 @@ class SparseLowRankLinear(LowRankLinear):
         *,
         alpha: float | None = None,
         bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[Factory],
     ) -> None:
         if not 0.0 < density <= 1.0:
             raise TensorizeError(f"density = {density} must be above 0 and at most 1")
         self.density = density
         self.alpha = alpha
         self.entries = max(1, round(density * in_features * out_features))
-        super().__init__(in_features, out_features, rank, bias=bias, device=device, dtype=dtype)
-        self.values = nn.Parameter(torch.empty(self.entries, device=device, dtype=dtype))
+        super().__init__(in_features, out_features, rank, bias=bias, **factory)
+        self.values = nn.Parameter(torch.empty(self.entries, **factory))
         small = in_features * out_features < 2**31
         kind = torch.int32 if small else torch.int64
-        self.register_buffer("indices", torch.empty(self.entries, device=device, dtype=kind))
+        self.register_buffer("indices", torch.empty_like(self.values, dtype=kind))
         self.reset_parameters()
 
     @property
@@ -676,68 +663,45 @@ class _SparseLowRank(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         x, down, up, values, indices = ctx.saved_tensors
-        dbias = dy.sum(0) if ctx.biased and ctx.needs_input_grad[5] else None
+        factors = down, up, values
+        needs = ctx.needs_input_grad[:4]
+        dx = ddown = dup = dvalues = None
         if torch.is_grad_enabled():
-            found = _differentiable(dy, x, (down, up, values), indices, ctx)
-        elif _is_split(x.shape[0], down, up, values):
-            found = _split_gradients(dy, x, (down, up, values), indices, ctx.scale)
+            # Gradients that have gradients themselves. Views, so that a factor which depends on x
+            # does not count twice.
+            own = [tensor.view_as(tensor) for tensor in (x, *factors)]
+            weight = _dense(own[1], own[2], own[3], indices, ctx.scale)
+            y = functional.linear(own[0], weight.to(x.dtype))
+            wanted = [tensor for tensor, need in zip(own, needs, strict=True) if need]
+            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            dx, ddown, dup, dvalues = (next(found) if need else None for need in needs)
+        elif _is_split(x.shape[0], *factors):
+            down, up, values = (factor.to(x.dtype) for factor in factors)
+            row, column = _split_places(indices, down.shape[1])
+            dh = (dy @ up).mul_(ctx.scale)
+            of_row = dy.index_select(1, row)
+            dx = (dh @ down).index_add_(1, column, of_row * values)
+            given = (
+                dh.t() @ x,
+                (dy.t() @ functional.linear(x, down)).mul_(ctx.scale),
+                (of_row * x.index_select(1, column)).sum(0),
+            )
+            ddown, dup, dvalues = (
+                gradient.to(factor.dtype) for gradient, factor in zip(given, factors, strict=True)
+            )
         else:
-            found = _dense_gradients(dy, x, (down, up, values), indices, ctx)
-        return (*found, None, dbias, None)
+            if needs[0]:
+                dx = dy @ _dense(*factors, indices, ctx.scale).to(x.dtype)
+            if any(needs[1:]):
+                dweight = (dy.t() @ x).to(down.dtype)
+                ddown = (up.t() @ dweight).mul_(ctx.scale) if needs[1] else None
+                dup = (dweight @ down.t()).mul_(ctx.scale) if needs[2] else None
+                dvalues = dweight.flatten().index_select(0, indices) if needs[3] else None
+        dbias = dy.sum(0) if ctx.biased and ctx.needs_input_grad[5] else None
+        return dx, ddown, dup, dvalues, None, dbias, None
 
 
 def _split_places(indices: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """The rows and columns of places in a flattened weight."""
     row = torch.div(indices, columns, rounding_mode="floor")
     return row, indices - row * columns
-
-
-Found = tuple[Tensor | None, ...]
-
-
-def _split_gradients(
-    dy: Tensor, x: Tensor, factors: tuple[Tensor, Tensor, Tensor], indices: Tensor, scale: float
-) -> Found:
-    """The gradients of x, both factors and the entries, for a few tokens."""
-    down, up, values = (factor.to(x.dtype) for factor in factors)
-    row, column = _split_places(indices, down.shape[1])
-    dh = (dy @ up).mul_(scale)
-    of_row = dy.index_select(1, row)
-    dvalues = (of_row * x.index_select(1, column)).sum(0)
-    dx = (dh @ down).index_add_(1, column, of_row * values)
-    dup = (dy.t() @ functional.linear(x, down)).mul_(scale)
-    ddown = dh.t() @ x
-    kinds = (factor.dtype for factor in factors)
-    given = zip((ddown, dup, dvalues), kinds, strict=True)
-    return (dx, *(gradient.to(kind) for gradient, kind in given))
-
-
-def _dense_gradients(
-    dy: Tensor, x: Tensor, factors: tuple[Tensor, Tensor, Tensor], indices: Tensor, ctx: Any
-) -> Found:
-    """The gradients of x, both factors and the entries, by that of the weight."""
-    down, up, values = factors
-    need_x, *needs = ctx.needs_input_grad[:4]
-    dx = ddown = dup = dvalues = None
-    if need_x:
-        dx = dy @ _dense(down, up, values, indices, ctx.scale).to(x.dtype)
-    if any(needs):
-        dweight = (dy.t() @ x).to(down.dtype)
-        ddown = (up.t() @ dweight).mul_(ctx.scale) if needs[0] else None
-        dup = (dweight @ down.t()).mul_(ctx.scale) if needs[1] else None
-        dvalues = dweight.flatten().index_select(0, indices) if needs[2] else None
-    return dx, ddown, dup, dvalues
-
-
-def _differentiable(
-    dy: Tensor, x: Tensor, factors: tuple[Tensor, Tensor, Tensor], indices: Tensor, ctx: Any
-) -> Found:
-    """The gradients of x, both factors and the entries, which have gradients themselves."""
-    # Views, so that a factor which depends on x does not count twice.
-    own = [tensor.view_as(tensor) for tensor in (x, *factors)]
-    weight = _dense(own[1], own[2], own[3], indices, ctx.scale)
-    y = functional.linear(own[0], weight.to(x.dtype))
-    needs = ctx.needs_input_grad[:4]
-    wanted = [tensor for tensor, need in zip(own, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return tuple(next(found) if need else None for need in needs)

@@ -9,7 +9,7 @@ A layer's output changes by (W - W') x, so the factors that keep the model's fun
     E |(W - W') x|^2 = |(W - W') M^(1/2)|_F^2   with M = E[x x^T],
 
 not |W - W'|. With M = L L^T the minimiser is the truncated singular value decomposition of W L
-times L^-1 (SVD-LLM, arXiv 2403.07378; with M diagonal: ASVD, arXiv 2312.05821).
+times L^-1 (SVD-LLM, arXiv 2403.07378).
 
 Dense to low rank plus sparse: two factors and a few entries that they cannot hold.
 
@@ -40,7 +40,6 @@ import torch
 from torch import Tensor
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.shapes import monarch_modes, monarch_rank
 
 _LIVE = 1e-8
 """Singular values below this share of the largest count as zero when they are split."""
@@ -133,27 +132,22 @@ def singular(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     try:
         return torch.linalg.svd(matrix, full_matrices=False)  # type: ignore[no-any-return]
     except torch.linalg.LinAlgError:
-        return _by_iteration(matrix)
+        from scipy.linalg import svd
 
-
-def _by_iteration(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from scipy.linalg import svd
-
-    rows, columns = matrix.shape[-2:]
-    parts = [
-        svd(one.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
-        for one in matrix.reshape(-1, rows, columns)
-    ]
-    batch = matrix.shape[:-2]
-    left, values, right = (
-        torch.stack([torch.as_tensor(part[index]) for part in parts]).to(matrix)
-        for index in range(3)
-    )
-    return (
-        left.reshape(*batch, *left.shape[1:]),
-        values.reshape(*batch, *values.shape[1:]),
-        right.reshape(*batch, *right.shape[1:]),
-    )
+        parts = [
+            svd(one.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
+            for one in matrix.reshape(-1, *matrix.shape[-2:])
+        ]
+        left, values, right = (
+            torch.stack([torch.as_tensor(part) for part in same]).to(matrix)
+            for same in zip(*parts, strict=True)
+        )
+        batch = matrix.shape[:-2]
+        return (
+            left.reshape(*batch, *left.shape[1:]),
+            values.reshape(*batch, *values.shape[1:]),
+            right.reshape(*batch, *right.shape[1:]),
+        )
 
 
 def tails(values: Tensor) -> Tensor:
@@ -348,38 +342,26 @@ DAMPING = 1e-6
 never showed then count a little, so W' follows W there."""
 
 
-def low_rank_for_inputs(
-    weight: Tensor,
-    moment: Tensor,
-    *,
-    rank: int | None = None,
-    error: float | None = None,
-    damping: float = DAMPING,
-) -> Factored:
+def low_rank_for_inputs(weight: Tensor, moment: Tensor, *, rank: int) -> Factored:
     """The factors that change the outputs least for inputs with this second moment.
 
     Args:
         weight: (out, in), any floating type.
-        moment: (in, in) E[x x^T], or (in,) E[x^2] of every feature; see
-            `outlast.tensorize.convert.distill.InputMoments`.
-        rank: Inner size, 1 to min(out, in); or
-        error: largest root mean square change of the outputs, as a share of theirs.
-        damping: Added to the diagonal, as a share of the diagonal's mean.
+        moment: (in, in) E[x x^T]; see `outlast.tensorize.conversion.InputMoments`.
+        rank: Inner size, 1 to min(out, in).
 
     Returns:
         Balanced ``down`` (rank, in) and ``up`` (out, rank) in the weight's type. Error and norm
         are ``sqrt(E |(W - W') x|^2)`` and ``sqrt(E |W x|^2)``, without damping.
 
     Raises:
-        TensorizeError: For a rank, an error or a moment out of range, or a weight that cannot be
-            converted.
+        TensorizeError: For a rank or a moment out of range, or a weight that cannot be converted.
     """
     matrix = matrix_copy(weight)
-    wide_moment = checked_moment(moment, matrix, damping)
-    multiply, solve = moment_root(wide_moment, damping)
+    wide_moment = checked_moment(moment, matrix)
+    multiply, solve = moment_root(wide_moment)
     u, sigma, vh = singular(multiply(matrix))
-    discarded = tails(sigma)
-    kept = choose_rank(discarded, rank=rank, error=error, norm=float(discarded[0]))
+    kept = choose_rank(tails(sigma), rank=rank, error=None, norm=1.0)
     down, up = balanced(solve(vh[:kept]), u[:, :kept] * sigma[:kept])
     return Factored(
         (down.to(weight.dtype).contiguous(), up.to(weight.dtype).contiguous()),
@@ -393,35 +375,27 @@ def output_change(difference: Tensor, moment: Tensor) -> float:
 
     Args:
         difference: (out, in) change D.
-        moment: (in, in) or (in,), see `low_rank_for_inputs`.
+        moment: (in, in), see `low_rank_for_inputs`.
     """
     wide = working_copy(difference, "difference")
     by = working_copy(moment, "moment").to(wide.device)
-    weighted = wide * by if by.dim() == 1 else wide @ by
-    return root_sum(float((weighted * wide).sum()))
+    return root_sum(float((wide @ by * wide).sum()))
 
 
-def checked_moment(moment: Tensor, matrix: Tensor, damping: float) -> Tensor:
-    """The second moment in the type and on the device of a weight.
-
-    Args:
-        moment: (in, in) or (in,).
-        matrix: (out, in).
-        damping: See `low_rank_for_inputs`.
+def checked_moment(moment: Tensor, matrix: Tensor) -> Tensor:
+    """The second moment (in, in) in the type and on the device of a weight (out, in).
 
     Raises:
-        TensorizeError: For another shape, values that no second moment has, or negative damping.
+        TensorizeError: For another shape, or values that no second moment has.
     """
     features = matrix.shape[1]
-    if moment.shape not in ((features,), (features, features)):
+    if moment.shape != (features, features):
         raise TensorizeError(
             f"moment has shape {tuple(moment.shape)}, and a weight of {features} input features "
-            f"wants ({features}, {features}) or ({features},)"
+            f"wants ({features}, {features})"
         )
-    if damping < 0.0:
-        raise TensorizeError(f"damping = {damping} must be 0 or more")
     wide = working_copy(moment, "moment").to(matrix.device)
-    diagonal = wide if wide.dim() == 1 else wide.diagonal()
+    diagonal = wide.diagonal()
     if bool((diagonal < 0).any()) or not bool((diagonal > 0).any()):
         raise TensorizeError(
             "moment has a negative or no positive mean square: run calibration batches first"
@@ -430,23 +404,17 @@ def checked_moment(moment: Tensor, matrix: Tensor, damping: float) -> Tensor:
 
 
 def moment_root(
-    moment: Tensor, damping: float
+    moment: Tensor,
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Multiplication from the right by a root L of the damped moment, and by its inverse.
 
     Args:
-        moment: (in, in) M, or (in,) its diagonal.
-        damping: Added to the diagonal, as a share of the diagonal's mean.
+        moment: (in, in) M.
 
     Returns:
         Two functions of (.., in) matrices, X -> X L and X -> X L^-1, where L L^T is the moment.
     """
-    diagonal = moment if moment.dim() == 1 else moment.diagonal()
-    # Zero damping still needs every feature to be positive, for the inverse.
-    added = max(damping, torch.finfo(moment.dtype).eps) * diagonal.mean()
-    if moment.dim() == 1:
-        scale = (moment + added).sqrt()
-        return (lambda matrix: matrix * scale), (lambda matrix: matrix / scale)
+    added = DAMPING * moment.diagonal().mean()
     symmetric = (moment + moment.mT) / 2
     symmetric.diagonal().add_(added)
     root, failed = torch.linalg.cholesky_ex(symmetric)
@@ -464,54 +432,42 @@ SWEEPS = 5
 """Rounds from each start; each costs a singular value decomposition."""
 
 
-def low_rank_and_sparse(
-    weight: Tensor,
-    *,
-    rank: int,
-    density: float | None = None,
-    support: Tensor | None = None,
-    sweeps: int = SWEEPS,
-) -> Factored:
+def low_rank_and_sparse(weight: Tensor, *, rank: int, density: float) -> Factored:
     """Factors and sparse entries of a weight.
 
     Args:
         weight: (out, in), any floating type.
         rank: Inner size of the factors.
-        density: Share of the entries in the sparse part, at the places that serve best; or
-        support: (entries,) given places, as ascending flat indices ``row in + column``.
-        sweeps: Rounds of the alternation from each start.
+        density: Share of the entries in the sparse part, at the places that serve best.
 
     Returns:
         ``down`` (rank, in), ``up`` (out, rank), ``values`` (entries,) and ``indices`` (entries,)
         int64, ascending and flat, with W' = up down + the values at the indices.
 
     Raises:
-        TensorizeError: Unless exactly one of density and support is given, for numbers out of
-            range, or a weight that cannot be converted.
+        TensorizeError: For numbers out of range, or a weight that cannot be converted.
     """
     matrix = matrix_copy(weight)
-    if (density is None) == (support is None) or sweeps < 1:
-        raise TensorizeError(
-            f"density = {density} and support of the sparse part: give one of them, "
-            f"and sweeps = {sweeps} must be 1 or more"
-        )
-    indices = None if support is None else _checked(support, matrix)
-    entries = 0
-    if density is not None:
-        if not 0.0 <= density <= 1.0:
-            raise TensorizeError(f"density = {density} must be between 0 and 1")
-        entries = round(density * matrix.numel())
+    if not 0.0 <= density <= 1.0:
+        raise TensorizeError(f"density = {density} must be between 0 and 1")
+    entries = round(density * matrix.numel())
+
+    def largest(residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest entries in a matrix of zeros, and where they are."""
+        flat = residual.reshape(-1)
+        places = flat.abs().topk(entries).indices.sort().values
+        kept = torch.zeros_like(flat).index_copy(0, places, flat[places])
+        return kept.reshape(residual.shape), places
+
     best: tuple[Factored, Tensor, Tensor] | None = None
-    for start in (torch.zeros_like(matrix), _entries(matrix, entries, indices)[0]):
-        sparse, places = start, indices
-        for _ in range(sweeps):
+    for start in (torch.zeros_like(matrix), largest(matrix)[0]):
+        sparse = start
+        for _ in range(SWEEPS):
             u, sigma, vh = singular(matrix - sparse)
             kept = choose_rank(tails(sigma), rank=rank, error=None, norm=1.0)
-            residual = matrix - ((u[:, :kept] * sigma[:kept]) @ vh[:kept])
-            sparse, places = _entries(residual, entries, indices)
+            sparse, places = largest(matrix - ((u[:, :kept] * sigma[:kept]) @ vh[:kept]))
         # The factors last: they are balanced, and best for the entries that are returned.
         found = low_rank(matrix - sparse, rank=rank)
-        assert places is not None
         if best is None or found.error < best[0].error:
             best = (found, sparse.reshape(-1)[places], places)
     assert best is not None
@@ -522,28 +478,6 @@ def low_rank_and_sparse(
         found.error,
         float(matrix.norm()),
     )
-
-
-def _entries(residual: Tensor, count: int, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest entries, or those at the indices, in a matrix of zeros; and where they are."""
-    flat = residual.reshape(-1)
-    places = flat.abs().topk(count).indices.sort().values if indices is None else indices
-    kept = torch.zeros_like(flat).index_copy(0, places, flat[places])
-    return kept.reshape(residual.shape), places
-
-
-def _checked(support: Tensor, matrix: Tensor) -> Tensor:
-    indices = support.to(device=matrix.device, dtype=torch.int64)
-    ascending = bool((indices.diff() > 0).all())
-    if (
-        indices.dim() != 1
-        or not ascending
-        or bool(((indices < 0) | (indices >= matrix.numel())).any())
-    ):
-        raise TensorizeError(
-            f"support must be ascending flat indices below {matrix.numel()}, each once"
-        )
-    return indices
 
 
 def to_blocks(
@@ -594,21 +528,19 @@ def to_blocks_for_inputs(
     in_modes: tuple[int, int],
     out_modes: tuple[int, int],
     rank: int,
-    damping: float = DAMPING,
 ) -> Factored:
     """A two-core block tensor train that weighs errors by the inputs' second moment.
 
-    Each block minimises the change of its own part of the outputs, see
-    `outlast.tensorize.convert.svd`. That is the best train where inputs of different blocks
-    of m0 features are uncorrelated; what they correlate is left out of account.
+    Each block minimises the change of its own part of the outputs, see `low_rank_for_inputs`. That
+    is the best train where inputs of different blocks of m0 features are uncorrelated; what they
+    correlate is left out of account.
 
     Args:
         weight: (out, in), any floating type.
-        moment: (in, in) E[x x^T], or (in,) E[x^2] of every feature.
+        moment: (in, in) E[x x^T].
         in_modes: (m1, m0), product >= in.
         out_modes: (n0, n1), product >= out.
         rank: Rank of every block, 1 to min(n1, m0).
-        damping: Added to the moment's diagonal, as a share of the diagonal's mean.
 
     Returns:
         Cores as of `to_blocks`. Error and norm are ``sqrt(E |(W - W') x|^2)`` and
@@ -618,22 +550,17 @@ def to_blocks_for_inputs(
         TensorizeError: As `to_blocks`, or for a moment out of range.
     """
     matrix = matrix_copy(weight)
-    wide_moment = checked_moment(moment, matrix, damping)
-    blocks = _blocks(matrix, in_modes, out_modes)
+    wide_moment = checked_moment(moment, matrix)
     m0 = in_modes[1]
+    # Padded features, and blocks never seen, count a little.
+    little = DAMPING * wide_moment.diagonal().mean()
     firsts, seconds = [], []
-    for index, block in enumerate(blocks):
-        start = index * m0
-        # The moment of `count` features; padded ones, and blocks never seen, count a little.
-        part = wide_moment[start : start + m0]
-        if wide_moment.dim() == 2:
-            part = part[:, start : start + m0]
-        diagonal = wide_moment if wide_moment.dim() == 1 else wide_moment.diagonal()
-        little = max(damping, torch.finfo(wide_moment.dtype).eps) * diagonal.mean()
-        whole = part.new_zeros((m0,) * wide_moment.dim())
-        whole[tuple(slice(size) for size in part.shape)] = part
-        (whole if whole.dim() == 1 else whole.diagonal()).add_(little)
-        multiply, solve = moment_root(whole, damping)
+    for index, block in enumerate(_blocks(matrix, in_modes, out_modes)):
+        part = wide_moment[index * m0 : (index + 1) * m0, index * m0 : (index + 1) * m0]
+        whole = part.new_zeros(m0, m0)
+        whole[: len(part), : len(part)] = part
+        whole.diagonal().add_(little)
+        multiply, solve = moment_root(whole)
         u, sigma, vh = singular(multiply(block))
         kept = choose_rank(tails(sigma), rank=rank, error=None, norm=1.0)
         first, second = balanced(solve(vh[:, :kept]), u[..., :kept] * sigma[:, None, :kept])
@@ -647,30 +574,6 @@ def to_blocks_for_inputs(
         output_change(change, wide_moment),
         output_change(matrix, wide_moment),
     )
-
-
-def to_monarch(weight: Tensor, *, blocks: int) -> Factored:
-    """The best Monarch matrix of `blocks` blocks on both sides, in the Frobenius norm.
-
-    Args:
-        weight: (out, in), any floating type.
-        blocks: Blocks of both block-diagonal factors.
-
-    Returns:
-        As `to_blocks`, for the modes and rank of `outlast.tensorize.shapes.monarch_modes` and
-        `monarch_rank`.
-
-    Raises:
-        TensorizeError: For a number of blocks out of range, or a weight that cannot be converted.
-    """
-    if weight.dim() != 2:
-        raise TensorizeError(
-            f"weight has shape {tuple(weight.shape)}, and conversion wants (out, in) features"
-        )
-    out_features, in_features = weight.shape
-    in_modes, out_modes = monarch_modes(in_features, out_features, blocks)
-    rank = monarch_rank(in_features, out_features, blocks)
-    return to_blocks(weight, in_modes=in_modes, out_modes=out_modes, rank=rank)
 
 
 def blocks_weight(first: Tensor, second: Tensor, in_features: int, out_features: int) -> Tensor:

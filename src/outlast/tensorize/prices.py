@@ -219,7 +219,7 @@ def default_table(device: str, dtype: str) -> PriceTable:
         return roofline(machine="an A100 by its data sheet", dtype=dtype, item_bytes=item,
                         flops_per_s=peak, bytes_per_s=1.3e12, start_seconds=5e-6,
                         overhead_seconds=4e-6)  # fmt: skip
-    content = json.loads(Path(__file__).with_name("default.json").read_text())
+    content = json.loads(Path(__file__).with_name("prices.json").read_text())
     content.update(dtype=dtype, item_bytes=item, measured=False)
     if item == 8:
         for kind in ("matrix", "batched"):

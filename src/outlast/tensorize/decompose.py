@@ -1,4 +1,6 @@
-"""Dense to tensor train, Tucker and canonical polyadic factors.
+"""From dense weights to the cores of every form: tensor train, Tucker, canonical polyadic.
+
+`convert` does it for a layer; two factors and blocks are in `outlast.tensorize.svd`.
 
 Dense to tensor train (TT) and tensor-train matrix (TTM): TT-SVD.
 
@@ -32,15 +34,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.convert.svd import (
+from outlast.tensorize.shapes import balanced_modes, block_modes, bond_ranks, largest_block_rank
+from outlast.tensorize.svd import (
     Factored,
     check_one_of,
     choose_rank,
+    discarded_shares,
+    low_rank,
+    low_rank_and_sparse,
     matrix_copy,
     padded,
     root_sum,
@@ -48,43 +55,212 @@ from outlast.tensorize.convert.svd import (
     spend,
     split,
     tails,
-    working_copy,
+    to_blocks,
 )
-from outlast.tensorize.shapes import bond_ranks
+
+if TYPE_CHECKING:
+    from outlast.tensorize.network import Network
+    from outlast.tensorize.shapes import Ranks
+
+Rank = int | Sequence[int]
+
+SWEEPS = 5
+"""Rounds of orthogonal iteration; most of what it gains comes in the first few."""
+
+RESTARTS = 3
+"""Starts of alternating least squares; the first from the unfoldings' singular vectors, the others
+random."""
+
+ITERATIONS = 100
+"""Most rounds over all modes for each of its starts."""
+
+TOLERANCE = 1e-6
+"""A start ends when a round lowers the relative error by less."""
+
+_RIDGE = 1e-12
+"""Added to normal equations, as a share of their mean diagonal: terms may become parallel."""
+
+CONVERTIBLE = ("low_rank", "tt", "ttm", "btt", "monarch", "tucker", "cp", "sltrain")
+"""Forms that a dense weight is turned into; all but ``cp`` and ``sltrain`` without a search."""
+
+
+def check_convertible(form: str) -> None:
+    """Refuse forms that no dense weight is turned into.
+
+    Raises:
+        TensorizeError: See above.
+    """
+    if form in CONVERTIBLE:
+        return
+    remedies = {
+        "cola": "its nonlinearity makes it no matrix: start from scratch and distil the dense "
+        "model into it (outlast.tensorize.conversion.distill_model), or use form = 'low_rank'",
+        "lax": "its layers add up: start from scratch, or use form = 'low_rank'",
+    }
+    why = remedies.get(form, f"there are conversions to {', '.join(CONVERTIBLE)} alone")
+    raise TensorizeError(f"init = 'from_dense' does not go with form = {form!r}: {why}")
+
+
+@torch.no_grad()
+def convert(layer: Any, form: str, weight: Tensor) -> float:
+    """Give a layer the factors nearest to a dense weight.
+
+    Args:
+        layer: A layer of one of `CONVERTIBLE`.
+        form: Which.
+        weight: (out, in); of an embedding (features, rows).
+
+    Returns:
+        ``|W - product| / |W|`` in the Frobenius norm.
+
+    Raises:
+        TensorizeError: See `check_convertible`, or the weight has no finite values.
+    """
+    check_convertible(form)
+    network: Network = layer.network
+    into, out, ranks = (
+        tuple(map(network.size, letters))
+        for letters in (network.inputs, network.outputs, network.bonds)
+    )
+    modes: Any = {"in_modes": into, "out_modes": out}
+    # The letters of the cores' dimensions in the order in which conversions give them.
+    given = network.cores
+    if form == "sltrain":
+        found = low_rank_and_sparse(weight, rank=ranks[0], density=layer.density)
+        down, up, values, indices = found.cores
+        layer.down.weight.copy_(down)
+        layer.up.weight.copy_(up / layer.scale)
+        layer.values.copy_(values)
+        layer.indices.copy_(indices)
+        return found.relative_error
+    if form == "low_rank":
+        found = low_rank(weight, rank=ranks[0])
+        given = (network.bonds + network.inputs, network.outputs + network.bonds)
+    elif form == "cp":
+        found = to_cp(weight, **modes, rank=ranks[0])
+        given = tuple(mode + network.bonds for mode in network.inputs + network.outputs)
+    elif form in ("btt", "monarch"):
+        found = to_blocks(weight, **modes, rank=ranks[0])
+    else:
+        found = _CHAINS[form](weight, **modes, rank=ranks)
+    for factor, core, letters, wanted in zip(
+        layer.factors(), found.cores, given, network.cores, strict=True
+    ):
+        turned = core.permute([letters.index(letter) for letter in wanted])
+        if turned.shape != factor.shape:
+            # A conversion can need less than the rank that was asked for.
+            factor.zero_()
+        factor[tuple(map(slice, turned.shape))].copy_(turned)
+    return found.relative_error
+
+
+def rank_for_error(form: str, weight: Tensor, error: float, modes: int) -> Ranks:
+    """The smallest rank whose conversion keeps to a relative error in the Frobenius norm.
+
+    Args:
+        form: Which.
+        weight: (out, in).
+        error: The largest.
+        modes: On each side, of chains.
+
+    Raises:
+        TensorizeError: The form has no such conversion.
+    """
+    out_features, in_features = weight.shape
+    if form == "low_rank":
+        return max(1, int((discarded_shares(weight) > error).sum()))
+    if form == "btt":
+        in_pair, out_pair = block_modes(in_features, out_features)
+        found = to_blocks(weight, in_modes=in_pair, out_modes=out_pair, error=error)
+        return min(found.cores[0].shape[2], largest_block_rank(in_pair, out_pair))
+    if form not in _CHAINS:
+        raise TensorizeError(
+            f"rank = 'error={error}' is for low_rank, tt, ttm, btt and tucker, not {form}: "
+            "give it a rank or a budget of parameters"
+        )
+    into, out = balanced_modes(in_features, modes), balanced_modes(out_features, modes)
+    found = _CHAINS[form](weight, in_modes=into, out_modes=out, error=error)
+    if form == "tucker":
+        return tuple(found.cores[len(into)].shape)
+    return tuple(core.shape[-1] for core in found.cores[:-1]) or 1
+
+
+def _from_weight(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    decomposed: Callable[[Rank | None, float | None], Factored],
+    product: Callable[[Sequence[Tensor]], Tensor],
+    *,
+    measured: bool,
+    rank: Rank | None,
+    error: float | None,
+) -> Factored:
+    """A decomposition of a weight whose modes may be padded.
+
+    Args:
+        matrix: The weight (out, in) as conversions compute with it.
+        dtype: That of the cores that are returned.
+        decomposed: From a rank or an error to cores of the padded weight.
+        product: From the cores to the weight without padding.
+        measured: Whether there is padding: then errors are measured without it, and of an error
+            budget it takes none.
+        rank: As asked for; or
+        error: as asked for.
+    """
+    check_one_of(rank=rank, error=error)
+
+    def found(rank: Rank | None, error: float | None) -> Factored:
+        factored = decomposed(rank, error)
+        if not measured:
+            return factored
+        difference = float((matrix - product(factored.cores)).norm())
+        return replace(factored, error=difference)
+
+    if measured and error is not None:
+        best = spend(lambda budget: found(None, budget), error)
+    else:
+        best = found(rank, error)
+    return replace(best, cores=tuple(core.to(dtype).contiguous() for core in best.cores))
+
+
+def _joined(matrix: Tensor, in_modes: Sequence[int], out_modes: Sequence[int]) -> Tensor:
+    """A weight as a tensor with the modes of the inputs and then of the outputs."""
+    wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
+    return wide.mT.reshape(*in_modes, *out_modes)
+
+
+def _weight(whole: Tensor, in_features: int, out_features: int, inputs: int) -> Tensor:
+    """A tensor as `_joined` gives it as the weight (out, in), without padding."""
+    rows = math.prod(whole.shape[:inputs])
+    return whole.reshape(rows, -1).mT[:out_features, :in_features]
 
 
 def tensor_train(
-    tensor: Tensor, *, rank: int | Sequence[int] | None = None, error: float | None = None
+    tensor: Tensor, *, rank: Rank | None = None, error: float | None = None
 ) -> Factored:
     """A tensor of any order as a train of cores.
 
     Args:
-        tensor: (n_1, .., n_k), any floating type.
+        tensor: (n_1, .., n_k), float64.
         rank: Rank of all bonds or of each (k - 1), cut to what the modes can use, see
             `outlast.tensorize.shapes.bond_ranks`; or
         error: largest error as a share of the norm, spread over the bonds as they need it.
 
     Returns:
-        Cores (n_1, r_1), (r_1, n_2, r_2), .., (r_{k-1}, n_k) in the tensor's type, balanced (see
-        `balance_train`); the error is exact up to rounding.
+        Cores (n_1, r_1), (r_1, n_2, r_2), .., (r_{k-1}, n_k), balanced (see `balance_train`); the
+        error is exact up to rounding.
 
     Raises:
-        TensorizeError: For ranks or an error out of range, or values that are not finite.
+        TensorizeError: For ranks or an error out of range.
     """
-    check_one_of(rank=rank, error=error)
-    if tensor.dim() == 0 or tensor.numel() == 0:
-        raise TensorizeError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot become a train: it has no modes"
-        )
-    wide = working_copy(tensor, "tensor")
     modes = tuple(tensor.shape)
     ranks = None if rank is None else bond_ranks(rank, modes)
-    norm = float(wide.norm())
+    norm = float(tensor.norm())
     bonds = len(modes) - 1
     left_over = (error or 0.0) ** 2
     lost = 0.0
     cores: list[Tensor] = []
-    rest = wide.reshape(1, -1)
+    rest = tensor.reshape(1, -1)
     for bond in range(bonds):
         rows = rest.shape[0] * modes[bond]
         u, sigma, vh = singular(rest.reshape(rows, -1))
@@ -107,9 +283,7 @@ def tensor_train(
     # Without the ranks of 1 at both ends.
     cores[0] = cores[0].squeeze(0)
     cores[-1] = cores[-1].squeeze(-1)
-    return Factored(
-        tuple(core.to(tensor.dtype).contiguous() for core in cores), root_sum(lost), norm
-    )
+    return Factored(tuple(cores), root_sum(lost), norm)
 
 
 def to_tensor_train(
@@ -117,7 +291,7 @@ def to_tensor_train(
     *,
     in_modes: Sequence[int],
     out_modes: Sequence[int],
-    rank: int | Sequence[int] | None = None,
+    rank: Rank | None = None,
     error: float | None = None,
 ) -> Factored:
     """A weight as the train of CoMERA (arXiv 2405.14377): input cores, then output cores.
@@ -138,18 +312,17 @@ def to_tensor_train(
             that cannot be converted.
     """
     matrix = matrix_copy(weight)
-    wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
-    joined = wide.mT.reshape(*in_modes, *out_modes)
-
-    def measured(found: Factored) -> Factored:
-        out_features, in_features = matrix.shape
-        dense = train_weight(found.cores, in_features, out_features, inputs=len(in_modes))
-        return replace(found, error=float((matrix - dense).norm()))
-
-    found = _train_of(
-        joined, measured, padding=wide.numel() > matrix.numel(), rank=rank, error=error
+    out_features, in_features = matrix.shape
+    joined = _joined(matrix, in_modes, out_modes)
+    return _from_weight(
+        matrix,
+        weight.dtype,
+        lambda rank, error: tensor_train(joined, rank=rank, error=error),
+        lambda cores: train_weight(cores, in_features, out_features, inputs=len(in_modes)),
+        measured=joined.numel() > matrix.numel(),
+        rank=rank,
+        error=error,
     )
-    return _in_type(found, weight.dtype)
 
 
 def to_tensor_train_matrix(
@@ -157,7 +330,7 @@ def to_tensor_train_matrix(
     *,
     in_modes: Sequence[int],
     out_modes: Sequence[int],
-    rank: int | Sequence[int] | None = None,
+    rank: Rank | None = None,
     error: float | None = None,
 ) -> Factored:
     """A weight as a tensor-train matrix: core k joins output mode k and input mode k.
@@ -182,56 +355,35 @@ def to_tensor_train_matrix(
             f"in_modes = {tuple(in_modes)} and out_modes = {tuple(out_modes)} must be equally many"
         )
     matrix = matrix_copy(weight)
+    out_features, in_features = matrix.shape
     wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
     paired = wide.reshape(*out_modes, *in_modes).permute(
         *(axis for k in range(count) for axis in (k, count + k))
     )
     joined = paired.reshape([out * into for out, into in zip(out_modes, in_modes, strict=True)])
 
-    def measured(found: Factored) -> Factored:
-        out_features, in_features = matrix.shape
-        dense = train_matrix_weight(
-            _paired(found.cores, out_modes, in_modes), in_features, out_features
+    def decomposed(rank: Rank | None, error: float | None) -> Factored:
+        found = tensor_train(joined, rank=rank, error=error)
+        # Each core with its output and its input mode.
+        cores = tuple(
+            core.reshape(
+                *(core.shape[:1] if k else ()),
+                out_modes[k],
+                in_modes[k],
+                *(core.shape[-1:] if k < count - 1 else ()),
+            )
+            for k, core in enumerate(found.cores)
         )
-        return replace(found, error=float((matrix - dense).norm()))
+        return replace(found, cores=cores)
 
-    found = _train_of(
-        joined, measured, padding=wide.numel() > matrix.numel(), rank=rank, error=error
-    )
-    found = _in_type(found, weight.dtype)
-    return replace(found, cores=_paired(found.cores, out_modes, in_modes))
-
-
-def _train_of(
-    joined: Tensor,
-    measured: Callable[[Factored], Factored],
-    *,
-    padding: bool,
-    rank: int | Sequence[int] | None,
-    error: float | None,
-) -> Factored:
-    """`tensor_train`, whose error is measured where there is padding, which it would count."""
-    if not padding:
-        return tensor_train(joined, rank=rank, error=error)
-    if error is None:
-        return measured(tensor_train(joined, rank=rank))
-    check_one_of(rank=rank, error=error)
-    return spend(lambda budget: measured(tensor_train(joined, error=budget)), error)
-
-
-def _paired(
-    cores: Sequence[Tensor], out_modes: Sequence[int], in_modes: Sequence[int]
-) -> tuple[Tensor, ...]:
-    """Cores of joined modes, each with its output and its input mode."""
-    last = len(cores) - 1
-    return tuple(
-        core.reshape(
-            *(core.shape[:1] if k else ()),
-            out_modes[k],
-            in_modes[k],
-            *(core.shape[-1:] if k < last else ()),
-        )
-        for k, core in enumerate(cores)
+    return _from_weight(
+        matrix,
+        weight.dtype,
+        decomposed,
+        lambda cores: train_matrix_weight(cores, in_features, out_features),
+        measured=wide.numel() > matrix.numel(),
+        rank=rank,
+        error=error,
     )
 
 
@@ -254,9 +406,7 @@ def train_weight(
         out_features: At most the product of the output modes.
         inputs: Number of input cores.
     """
-    whole = train_product(cores)
-    rows = math.prod(whole.shape[:inputs])
-    return whole.reshape(rows, -1).mT[:out_features, :in_features]
+    return _weight(train_product(cores), in_features, out_features, inputs)
 
 
 def train_matrix_weight(cores: Sequence[Tensor], in_features: int, out_features: int) -> Tensor:
@@ -297,41 +447,35 @@ def balance_train(cores: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-def _in_type(found: Factored, dtype: torch.dtype) -> Factored:
-    return Factored(tuple(core.to(dtype) for core in found.cores), found.error, found.norm)
-
-
-SWEEPS = 5
-"""Rounds of orthogonal iteration; most of what it gains comes in the first few."""
-
-
 def tucker(
-    tensor: Tensor,
-    *,
-    rank: int | Sequence[int] | None = None,
-    error: float | None = None,
-    sweeps: int = SWEEPS,
+    tensor: Tensor, *, rank: Rank | None = None, error: float | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Core and orthonormal factors of a tensor.
 
     Args:
-        tensor: (n_1, .., n_k) in float64 or float32.
+        tensor: (n_1, .., n_k) in float64.
         rank: Rank of all modes or of each, cut to the mode's size; or
-        error: largest error as a share of the norm.
-        sweeps: Rounds of orthogonal iteration, which `error` skips, having reached it.
+        error: largest error as a share of the norm, which is reached without orthogonal iteration.
 
     Returns:
         Core (r_1, .., r_k), which has what norm there is, and factors (n_j, r_j) with orthonormal
         columns.
 
     Raises:
-        TensorizeError: For ranks or an error out of range, or a tensor without modes.
+        TensorizeError: For ranks or an error out of range.
     """
-    check_one_of(rank=rank, error=error)
-    order = tensor.dim()
-    if order == 0 or tensor.numel() == 0:
-        raise TensorizeError(f"a tensor of shape {tuple(tensor.shape)} has no modes to factor")
-    ranks = None if rank is None else _ranks(rank, tuple(tensor.shape))
+    order, modes = tensor.dim(), tuple(tensor.shape)
+    ranks: list[int] | None = None
+    if rank is not None:
+        ranks = [rank] * order if isinstance(rank, int) else list(rank)
+        if len(ranks) != order or any(one < 1 for one in ranks):
+            raise TensorizeError(
+                f"rank = {rank} must be one number or one per mode ({order}), each 1 or more"
+            )
+        ranks = [min(one, mode) for one, mode in zip(ranks, modes, strict=True)]
+        # A rank beyond the product of all others adds nothing to the core.
+        for mode in range(order):
+            ranks[mode] = min(ranks[mode], math.prod(ranks[:mode] + ranks[mode + 1 :]))
     norm = float(tensor.norm())
     left_over = (error or 0.0) ** 2
     factors: list[Tensor] = []
@@ -349,7 +493,7 @@ def tucker(
             left_over = max(0.0, left_over - (float(discarded[kept]) / norm) ** 2)
         factors.append(u[:, :kept])
         core = _times(core, u[:, :kept].mT, mode)
-    for _ in range(sweeps if ranks is not None and order > 1 else 0):
+    for _ in range(SWEEPS if ranks is not None and order > 1 else 0):
         for mode in range(order):
             rest = tensor
             for other in range(order):
@@ -366,7 +510,7 @@ def to_tucker(
     *,
     in_modes: Sequence[int],
     out_modes: Sequence[int],
-    rank: int | Sequence[int] | None = None,
+    rank: Rank | None = None,
     error: float | None = None,
 ) -> Factored:
     """A weight as a Tucker chain: input factors, core, output factors.
@@ -386,22 +530,27 @@ def to_tucker(
         TensorizeError: For modes that are too small, ranks or an error out of range, or a weight
             that cannot be converted.
     """
-    matrix = matrix_copy(weight)
-    wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
-    joined, inputs = wide.mT.reshape(*in_modes, *out_modes), len(in_modes)
+    matrix, inputs = matrix_copy(weight), len(in_modes)
     out_features, in_features = matrix.shape
+    joined = _joined(matrix, in_modes, out_modes)
 
-    def measured(rank: int | Sequence[int] | None, error: float | None) -> Factored:
+    def product(cores: Sequence[Tensor]) -> Tensor:
+        return tucker_weight(cores, in_features, out_features, inputs=inputs)
+
+    def decomposed(rank: Rank | None, error: float | None) -> Factored:
         core, factors = tucker(joined, rank=rank, error=error)
         cores = (*factors[:inputs], core, *(factor.mT for factor in factors[inputs:]))
-        dense = tucker_weight(cores, in_features, out_features, inputs=inputs)
-        return Factored(cores, float((matrix - dense).norm()), float(matrix.norm()))
+        return Factored(cores, float((matrix - product(cores)).norm()), float(matrix.norm()))
 
-    if rank is None and error is not None and wide.numel() > matrix.numel():
-        found = spend(lambda budget: measured(None, budget), error)
-    else:
-        found = measured(rank, error)
-    return replace(found, cores=tuple(one.to(weight.dtype).contiguous() for one in found.cores))
+    return _from_weight(
+        matrix,
+        weight.dtype,
+        decomposed,
+        product,
+        measured=joined.numel() > matrix.numel(),
+        rank=rank,
+        error=error,
+    )
 
 
 def tucker_weight(
@@ -420,27 +569,14 @@ def tucker_weight(
         whole = _times(whole, factor, mode)
     for mode, factor in enumerate(cores[inputs + 1 :], start=inputs):
         whole = _times(whole, factor.mT, mode)
-    rows = math.prod(whole.shape[:inputs])
-    return whole.reshape(rows, -1).mT[:out_features, :in_features]
+    return _weight(whole, in_features, out_features, inputs)
 
 
-def leading_vectors(tensor: Tensor, mode: int, count: int) -> Tensor:
-    """The first left singular vectors of an unfolding: (n_mode, min(count, n_mode))."""
-    left, _, _ = singular(_unfold(working_copy(tensor, "tensor"), mode))
-    return left[:, :count]
-
-
-def _ranks(rank: int | Sequence[int], modes: tuple[int, ...]) -> tuple[int, ...]:
-    asked = [rank] * len(modes) if isinstance(rank, int) else list(rank)
-    if len(asked) != len(modes) or any(one < 1 for one in asked):
-        raise TensorizeError(
-            f"rank = {rank} must be one number or one per mode ({len(modes)}), each 1 or more"
-        )
-    cut = [min(one, mode) for one, mode in zip(asked, modes, strict=True)]
-    # A rank beyond the product of all others adds nothing to the core.
-    for mode in range(len(cut)):
-        cut[mode] = min(cut[mode], math.prod(cut[:mode] + cut[mode + 1 :]) if len(cut) > 1 else 1)
-    return tuple(cut)
+_CHAINS: dict[str, Callable[..., Factored]] = {
+    "tt": to_tensor_train,
+    "ttm": to_tensor_train_matrix,
+    "tucker": to_tucker,
+}
 
 
 def _unfold(tensor: Tensor, mode: int) -> Tensor:
@@ -453,78 +589,45 @@ def _times(tensor: Tensor, matrix: Tensor, mode: int) -> Tensor:
     return moved
 
 
-_RIDGE = 1e-12
-"""Added to normal equations, as a share of their mean diagonal: terms may become parallel."""
-
-
-def cp(
-    tensor: Tensor,
-    *,
-    rank: int,
-    restarts: int = 3,
-    iterations: int = 100,
-    tolerance: float = 1e-6,
-    seed: int = 0,
-) -> Factored:
+def cp(tensor: Tensor, *, rank: int) -> Factored:
     """A tensor as a sum of `rank` outer products.
 
     Args:
-        tensor: (n_1, .., n_k) with k >= 2, any floating type.
+        tensor: (n_1, .., n_k) with k >= 2, float64.
         rank: Number of terms.
-        restarts: Starts; the first from the unfoldings' singular vectors, the others random.
-        iterations: Most rounds over all modes for each start.
-        tolerance: A start ends when a round lowers the relative error by less.
-        seed: Of the random starts.
 
     Returns:
-        Factors (n_j, rank) in the tensor's type, whose columns share the norm of their term
-        equally; the error is measured.
+        Factors (n_j, rank), whose columns share the norm of their term equally; the error is
+        measured.
 
     Raises:
-        TensorizeError: For numbers below 1, less than two modes, or values that are not finite.
+        TensorizeError: For a rank below 1.
     """
-    if rank < 1 or restarts < 1 or iterations < 1:
-        raise TensorizeError(
-            f"rank = {rank}, restarts = {restarts} and iterations = {iterations} must be 1 or more"
-        )
-    if tensor.dim() < 2 or tensor.numel() == 0:
-        raise TensorizeError(
-            f"a tensor of shape {tuple(tensor.shape)} has no sum of outer products: give two modes"
-        )
-    wide = working_copy(tensor, "tensor")
-    norm = float(wide.norm())
-    generator = torch.Generator().manual_seed(seed)
-    best: tuple[float, list[Tensor]] | None = None
+    if rank < 1:
+        raise TensorizeError(f"rank = {rank} must be 1 or more")
+    norm = float(tensor.norm())
+    generator = torch.Generator().manual_seed(0)
     if norm == 0.0:
         # Factors that are all zero would have no gradient; one is enough.
-        begun = _begin(wide, rank, 0, generator)
-        factors = [*begun[:-1], torch.zeros_like(begun[-1])]
-        return Factored(tuple(one.to(tensor.dtype) for one in factors), 0.0, 0.0)
-    for start in range(restarts):
-        found = _alternate(wide, _begin(wide, rank, start, generator), iterations, tolerance * norm)
-        if best is None or found[0] < best[0]:
-            best = found
-    assert best is not None
-    terms = best[1]
+        begun = _begin(tensor, rank, 0, generator)
+        return Factored((*begun[:-1], torch.zeros_like(begun[-1])), 0.0, 0.0)
+    best: tuple[float, list[Tensor]] = (math.inf, [])
+    for start in range(RESTARTS):
+        found = _alternate(tensor, _begin(tensor, rank, start, generator), TOLERANCE * norm)
+        best = min(best, found, key=lambda answer: answer[0])
+    error, terms = best
     # The same terms, each with equally long vectors in all modes.
     sizes = [factor.norm(dim=0) for factor in terms]
     term = torch.stack(sizes).prod(0) ** (1.0 / len(terms))
-    factors = [
+    factors = tuple(
         factor * (term / torch.where(size > 0, size, 1.0))
         for factor, size in zip(terms, sizes, strict=True)
-    ]
-    return Factored(tuple(one.to(tensor.dtype).contiguous() for one in factors), best[0], norm)
+    )
+    return Factored(factors, error, norm)
 
 
 def to_cp(
-    weight: Tensor,
-    *,
-    in_modes: Sequence[int],
-    out_modes: Sequence[int],
-    rank: int,
-    restarts: int = 3,
-    iterations: int = 100,
-    seed: int = 0,
+    weight: Tensor, *, in_modes: Sequence[int], out_modes: Sequence[int], rank: int
 ) -> Factored:
     """A weight as a CP chain: input factors, then output factors.
 
@@ -533,9 +636,6 @@ def to_cp(
         in_modes: (d,) modes of the input features, row-major; product >= in.
         out_modes: (e,) modes of the output features, row-major; product >= out.
         rank: Number of terms.
-        restarts: See `cp`.
-        iterations: See `cp`.
-        seed: See `cp`.
 
     Returns:
         Factors (in_1, rank), .., (in_d, rank), (out_1, rank), .., (out_e, rank) in the weight's
@@ -545,15 +645,17 @@ def to_cp(
         TensorizeError: For modes that are too small, or as `cp`.
     """
     matrix = matrix_copy(weight)
-    wide = padded(matrix, math.prod(out_modes), math.prod(in_modes))
-    joined = wide.mT.reshape(*in_modes, *out_modes)
-    found = cp(joined, rank=rank, restarts=restarts, iterations=iterations, seed=seed)
-    error = found.error
-    if wide.numel() > matrix.numel():
-        out_features, in_features = matrix.shape
-        dense = cp_weight(found.cores, in_features, out_features, inputs=len(in_modes))
-        error = float((matrix - dense).norm())
-    return Factored(tuple(one.to(weight.dtype) for one in found.cores), error, found.norm)
+    out_features, in_features = matrix.shape
+    joined = _joined(matrix, in_modes, out_modes)
+    return _from_weight(
+        matrix,
+        weight.dtype,
+        lambda *_: cp(joined, rank=rank),
+        lambda cores: cp_weight(cores, in_features, out_features, inputs=len(in_modes)),
+        measured=joined.numel() > matrix.numel(),
+        rank=rank,
+        error=None,
+    )
 
 
 def cp_product(factors: Sequence[Tensor]) -> Tensor:
@@ -575,9 +677,7 @@ def cp_weight(
         out_features: At most the product of the output modes.
         inputs: Number of input factors.
     """
-    whole = cp_product(factors)
-    rows = math.prod(whole.shape[:inputs])
-    return whole.reshape(rows, -1).mT[:out_features, :in_features]
+    return _weight(cp_product(factors), in_features, out_features, inputs)
 
 
 def _begin(tensor: Tensor, rank: int, start: int, generator: torch.Generator) -> list[Tensor]:
@@ -586,17 +686,18 @@ def _begin(tensor: Tensor, rank: int, start: int, generator: torch.Generator) ->
     for mode, size in enumerate(tensor.shape):
         drawn = torch.randn(size, rank, generator=generator, dtype=torch.float64).to(tensor)
         if start == 0:
-            vectors = leading_vectors(tensor, mode, rank)
+            vectors = singular(_unfold(tensor, mode))[0][:, :rank]
             drawn[:, : vectors.shape[1]] = vectors
         factors.append(drawn / drawn.norm(dim=0))
     return factors
 
 
 def _alternate(
-    tensor: Tensor, factors: list[Tensor], iterations: int, tolerance: float
+    tensor: Tensor, factors: list[Tensor], tolerance: float
 ) -> tuple[float, list[Tensor]]:
+    """Alternating least squares from a start: the error and the factors."""
     before = math.inf
-    for _ in range(iterations):
+    for _ in range(ITERATIONS):
         for mode in range(len(factors)):
             gram = factors[0].new_ones(factors[0].shape[1], factors[0].shape[1])
             for other, factor in enumerate(factors):

@@ -17,26 +17,27 @@ No torch at import.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
+from outlast.records import replace_file
 from outlast.tensorize.contraction import LayerPlan
-from outlast.tensorize.network import Route, lower
-from outlast.tensorize.planner.price import (
+from outlast.tensorize.network import Route
+from outlast.tensorize.prices import (
     AXIS,
     BYTES_AXIS,
     OperationPrices,
     PriceTable,
     default_table,
 )
-from outlast.tensorize.planner.search import (
+from outlast.tensorize.route_search import (
     Search,
     Walker,
     best_plan,
@@ -63,6 +64,9 @@ TIMED: dict[tuple[str, str], dict[str, LayerPlan]] = {}
 
 _TIMED_VERSION = 1
 
+# Errors of files that are damaged, or of something else.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
 
 def forget() -> None:
     """Forget all plans and tables in memory; files stay."""
@@ -80,46 +84,58 @@ def directory() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "outlast" / "tensorize"
 
 
-def file_of(machine: str, dtype: str, threads: int, torch: str) -> Path:
-    """The file of one table."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", f"{machine} {dtype} {threads}t torch {torch}").strip("-")
-    return directory() / f"{name}.json"
+class Setting(NamedTuple):
+    """Conditions under which a table or a plan holds: threads are 0 on devices but CPUs."""
+
+    machine: str
+    dtype: str
+    threads: int
+    torch: str
+
+    @property
+    def file(self) -> Path:
+        """The file of the table."""
+        text = f"{self.machine} {self.dtype} {self.threads}t torch {self.torch}"
+        return directory() / f"{re.sub(r'[^A-Za-z0-9.]+', '-', text).strip('-')}.json"
+
+    @property
+    def plans_file(self) -> Path:
+        """The file of the timed plans."""
+        return self.file.with_name(f"{self.file.stem}-plans.json")
 
 
-def load(machine: str, dtype: str, threads: int, torch: str) -> PriceTable | None:
+def setting_of(dtype: torch.dtype, device: torch.device) -> Setting:
+    """The setting of a device now."""
+    import torch
+
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    return Setting(machine_of(device), dtype_name(dtype), threads, torch.__version__)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in files: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def load(setting: Setting) -> PriceTable | None:
     """The table of a file; None if there is none, or it is damaged or of something else."""
     try:
-        content = json.loads(file_of(machine, dtype, threads, torch).read_text())
-        table = PriceTable.from_json(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        table = PriceTable.from_json(json.loads(setting.file.read_text()))
+    except _UNREADABLE:
         return None
     mine = (table.machine, table.dtype, table.threads, table.torch)
-    return table if table.measured and mine == (machine, dtype, threads, torch) else None
+    return table if table.measured and mine == setting else None
 
 
 def store(table: PriceTable) -> Path | None:
     """Write a table; None if the directory cannot be written, for then each run measures anew."""
-    path = file_of(table.machine, table.dtype, table.threads, table.torch)
-    return path if _write(path, table.to_json()) else None
-
-
-def _write(path: Path, content: dict[str, Any]) -> bool:
-    """Write a file, so that no other process ever reads half of it."""
+    path = Setting(table.machine, table.dtype, table.threads, table.torch).file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+        replace_file(path, json.dumps(table.to_json()).encode())
     except OSError:
-        return False
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        return False
-    return True
+        return None
+    return path
 
 
 def timed_key(network: Network, bucket: int, learns: bool) -> str:
@@ -127,56 +143,54 @@ def timed_key(network: Network, bucket: int, learns: bool) -> str:
     return f"{network}; up to 2^{bucket} tokens; {'learns' if learns else 'forward'}"
 
 
-def _timed_file(machine: str, dtype: str, threads: int, torch: str) -> Path:
-    path = file_of(machine, dtype, threads, torch)
-    return path.with_name(f"{path.stem}-plans.json")
-
-
-def load_timed(machine: str, dtype: str, threads: int, torch: str) -> dict[str, LayerPlan]:
+def load_timed(setting: Setting) -> dict[str, LayerPlan]:
     """The timed plans of a file by `timed_key`; those that can be read."""
+    plans = {}
     try:
-        content = json.loads(_timed_file(machine, dtype, threads, torch).read_text())
-        of = content["version"], content["machine"]
-        plans = content["plans"] if of == (_TIMED_VERSION, machine) else {}
-        return {key: _plan(entry) for key, entry in plans.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        content = json.loads(setting.plans_file.read_text())
+        if (content["version"], content["machine"]) != (_TIMED_VERSION, setting.machine):
+            return {}
+        for key, entry in content["plans"].items():
+            forward, back, *others = (
+                Route(tuple(groups), *rest) for groups, *rest in entry["routes"]
+            )
+            plans[key] = LayerPlan(
+                forward,
+                back,
+                tuple(others),
+                bool(entry["plain"]),
+                seconds=float(entry["seconds"]),
+                dense_seconds=float(entry["dense_seconds"]),
+                timed=True,
+                reason=str(entry["reason"]),
+            )
+    except _UNREADABLE:
         return {}
+    return plans
 
 
-def store_timed(
-    machine: str, dtype: str, threads: int, torch: str, plans: dict[str, LayerPlan]
-) -> None:
+def store_timed(setting: Setting, plans: dict[str, LayerPlan]) -> None:
     """Add timed plans to a file; those that another process writes meanwhile may be lost."""
-    known = {**load_timed(machine, dtype, threads, torch), **plans}
-    entries = {key: _entry(plan) for key, plan in known.items()}
-    content = {"version": _TIMED_VERSION, "machine": machine, "plans": entries}
-    _write(_timed_file(machine, dtype, threads, torch), content)
-
-
-def _entry(plan: LayerPlan) -> dict[str, Any]:
-    routes = (plan.forward, plan.input_gradient, *plan.core_gradients)
-    return {
-        "routes": [[route.groups, route.backwards, route.layout, route.chunk] for route in routes],
-        "plain": plan.plain,
-        "seconds": plan.seconds,
-        "dense_seconds": plan.dense_seconds,
-        "reason": plan.reason,
+    content = {
+        "version": _TIMED_VERSION,
+        "machine": setting.machine,
+        "plans": {
+            key: {
+                "routes": [
+                    [route.groups, route.backwards, route.layout, route.chunk]
+                    for route in (plan.forward, plan.input_gradient, *plan.core_gradients)
+                ],
+                "plain": plan.plain,
+                "seconds": plan.seconds,
+                "dense_seconds": plan.dense_seconds,
+                "reason": plan.reason,
+            }
+            for key, plan in {**load_timed(setting), **plans}.items()
+        },
     }
-
-
-def _plan(entry: dict[str, Any]) -> LayerPlan:
-    routes = [Route(tuple(groups), *rest) for groups, *rest in entry["routes"]]
-    forward, back, *others = routes
-    return LayerPlan(
-        forward,
-        back,
-        tuple(others),
-        bool(entry["plain"]),
-        seconds=float(entry["seconds"]),
-        dense_seconds=float(entry["dense_seconds"]),
-        timed=True,
-        reason=str(entry["reason"]),
-    )
+    with contextlib.suppress(OSError):
+        setting.file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(setting.plans_file, json.dumps(content).encode())
 
 
 _SHARE = 0.6
@@ -364,7 +378,7 @@ def is_ready(network: Network, tokens: int, dtype: torch.dtype, device: torch.de
 def kernel_seconds(network: Network, tokens: int, prices: OperationPrices, learns: bool) -> float:
     """Predicted seconds of a layer's forward and backward by kernels; infinite without kernels.
 
-    Counts what `outlast.tensorize.planner.search.Search.price` counts for other plans.
+    Counts what `outlast.tensorize.route_search.Search.price` counts for other plans.
 
     Args:
         network: That of the layer.
@@ -382,56 +396,21 @@ def kernel_seconds(network: Network, tokens: int, prices: OperationPrices, learn
     return seconds + bias_gradient(network, tokens, prices) + prices.launch["function"]
 
 
-def with_kernel(
-    plan: LayerPlan,
-    network: Network,
-    tokens: int,
-    prices: OperationPrices,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    learns: bool,
-) -> LayerPlan:
-    """The plan by kernels if they are ready and predicted to be faster, else the plan itself.
-
-    Its routes stay, for tensors that no kernel can read.
-    """
-    if not is_ready(network, tokens, dtype, device):
-        return plan
-    seconds = kernel_seconds(network, tokens, prices, learns)
-    if seconds >= plan.seconds:
-        return plan
-    share = seconds / plan.dense_seconds
-    reason = f"{share:.2f} x the dense layer's time by a fused kernel, derived and not measured"
-    return replace(plan, fused=True, plain=False, seconds=seconds, reason=reason)
-
-
 def bottleneck_pays(
-    inputs: int,
-    rank: int,
-    outputs: int,
-    *,
-    activation: str,
-    tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    pair: LowRankPair, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Return whether two factors with an activation between them should go through the kernel.
 
     Args:
-        inputs: Features of x.
-        rank: Features between.
-        outputs: Features of y.
-        activation: Between the factors.
+        pair: The factors.
         tokens: Rows of x.
         dtype: Of x and the factors.
         device: Where they are.
     """
-    pair = LowRankPair(inputs, rank, outputs, activation)
-    if device.type != "cuda" or (pair, bucket_of(tokens), dtype) not in READY:
+    bucket = bucket_of(tokens)
+    if device.type != "cuda" or (pair, bucket, dtype) not in READY:
         return False
-
-    return _pays(pair, 1 << bucket_of(tokens), prices_of(dtype, device))
+    return _pays(pair, 1 << bucket, prices_of(dtype, device))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -470,9 +449,19 @@ def plan_for(
         if plan is None:
             prices = prices_of(dtype, device)
             plan = best_plan(network, 1 << bucket, prices, learns)
-            plan = with_kernel(
-                plan, network, 1 << bucket, prices, dtype=dtype, device=device, learns=learns
-            )
+            if is_ready(network, 1 << bucket, dtype, device):
+                seconds = kernel_seconds(network, 1 << bucket, prices, learns)
+                if seconds < plan.seconds:
+                    share = seconds / plan.dense_seconds
+                    # Its routes stay, for tensors that no kernel can read.
+                    plan = replace(
+                        plan,
+                        fused=True,
+                        plain=False,
+                        seconds=seconds,
+                        reason=f"{share:.2f} x the dense layer's time by a fused kernel, derived "
+                        "and not measured",
+                    )
         PLANS[key] = plan
     return plan
 
@@ -487,41 +476,33 @@ def keep(
     tokens: int,
     dtype: torch.dtype,
     device: torch.device,
-    plans: dict[bool, LayerPlan],
+    plan: LayerPlan,
+    *,
+    learns: bool,
 ) -> None:
-    """Take timed plans from now on, in this process and in later ones.
+    """Take a timed plan from now on, in this process and in later ones.
 
     Args:
         network: Whose.
         tokens: Rows of x.
         dtype: Of x.
         device: Of x.
-        plans: By whether there is a way back.
+        plan: Which.
+        learns: Whether there is a way back.
     """
     bucket = bucket_of(tokens)
-    found = {timed_key(network, bucket, learns): plan for learns, plan in plans.items()}
-    _timed(dtype, device).update(found)
-    for learns, plan in plans.items():
-        PLANS[network, bucket, dtype, device.type, learns] = plan
-    # A later process would have to tune kernels first.
-    lasting = {key: plan for key, plan in found.items() if not plan.fused}
-    store_timed(*_setting(dtype, device), lasting)
+    key = timed_key(network, bucket, learns)
+    _timed(dtype, device)[key] = plan
+    PLANS[network, bucket, dtype, device.type, learns] = plan
+    # Of kernels, a later process would have to tune them first.
+    store_timed(setting_of(dtype, device), {} if plan.fused else {key: plan})
 
 
 def _timed(dtype: torch.dtype, device: torch.device) -> dict[str, LayerPlan]:
-    key = device.type, str(dtype).removeprefix("torch.")
-    known = TIMED.get(key)
-    if known is None:
-        known = TIMED[key] = load_timed(*_setting(dtype, device))
-    return known
-
-
-def predicted_speedup(
-    network: Network, tokens: int, dtype: torch.dtype, device: torch.device, learns: bool = True
-) -> float:
-    """Seconds of the dense layer over those of the plan, predicted or timed."""
-    plan = plan_for(network, tokens, dtype, device, learns)
-    return plan.dense_seconds / plan.seconds
+    key = device.type, dtype_name(dtype)
+    if key not in TIMED:
+        TIMED[key] = load_timed(setting_of(dtype, device))
+    return TIMED[key]
 
 
 def extra_seconds(
@@ -574,12 +555,10 @@ def basis_of(dtype: torch.dtype, device: torch.device, *, timed: bool) -> str:
 
 def prices_of(dtype: torch.dtype, device: torch.device) -> OperationPrices:
     """Return the costs of operations on a device: measured if that was done, else built in."""
-    name = str(dtype).removeprefix("torch.")
-    known = PRICES.get((device.type, name))
-    if known is None:
-        table = stored_table(dtype, device) or default_table(device.type, name)
-        known = PRICES[device.type, name] = OperationPrices(table)
-    return known
+    key = device.type, dtype_name(dtype)
+    if key not in PRICES:
+        PRICES[key] = OperationPrices(load(setting_of(dtype, device)) or default_table(*key))
+    return PRICES[key]
 
 
 def use(table: PriceTable, device: str) -> None:
@@ -599,19 +578,6 @@ def machine_of(device: torch.device) -> str:
     return this_machine().summary()
 
 
-def stored_table(dtype: torch.dtype, device: torch.device) -> PriceTable | None:
-    """Return the table that was measured on this machine, if there is one."""
-    return load(*_setting(dtype, device))
-
-
-def _setting(dtype: torch.dtype, device: torch.device) -> tuple[str, str, int, str]:
-    """Key of a table or a timed plan: machine, dtype, threads and version of torch."""
-    import torch
-
-    threads = torch.get_num_threads() if device.type == "cpu" else 0
-    return machine_of(device), str(dtype).removeprefix("torch."), threads, torch.__version__
-
-
 _ALTERNATIVES = 4
 
 
@@ -629,24 +595,23 @@ def _count(flops: float) -> str:
 def _why(route: Route, best: Route, search: Search) -> str:
     """Say which cost of one route exceeds that of another."""
     network, tokens, walker = search.network, search.tokens, search.walker
-    terms = {}
-    for name, item in (("this", route), ("best", best)):
-        stages = lower(network, replace(item, chunk=0)).stages
+
+    def terms(item: Route) -> dict[str, float]:
         parts = walker.chunks(item, tokens)
         one = walker.one_pass(item, parts[0], chunked=len(parts) > 1)
-        times = len(parts)
-        moved = one.enter + sum(one.arrange) + one.leave
-        terms[name] = {
-            "products": sum(one.multiply) * times,
-            "moving numbers between products": moved * times,
+        return {
+            "products": sum(one.multiply) * len(parts),
+            "moving numbers between products": (one.enter + sum(one.arrange) + one.leave)
+            * len(parts),
             "merging cores": walker.merging(item),
         }
-        terms[name + " flops"] = {"": float(sum(s.b * s.m * s.k * s.f for s in stages))}
-    more = {name: terms["this"][name] - terms["best"][name] for name in terms["this"]}
+
+    this, least = terms(route), terms(best)
+    more = {name: this[name] - least[name] for name in this}
     worst = max(more, key=lambda name: more[name])
     if more[worst] <= 0:
         return "slower on the way back"
-    if worst == "products" and terms["this flops"][""] <= terms["best flops"][""]:
+    if worst == "products" and route_flops(network, route) <= route_flops(network, best):
         return f"{_time(more[worst])} more for products of worse shapes"
     return f"{_time(more[worst])} more for {worst}"
 
@@ -663,7 +628,7 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
     prices = prices_of(dtype, device)
     table = prices.table
     plan = plan_for(network, tokens, dtype, device, True)
-    bucket = 1 << max(tokens - 1, 0).bit_length()
+    bucket = 1 << bucket_of(tokens)
     walker = Walker(network, prices)
     search = Search(walker, bucket)
     source = "measured on this machine" if table.measured else "built in, not measured here"
@@ -685,8 +650,7 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
     elif plan.plain:
         lines.append("backward:       left to autograd, which starts fewer operations")
     else:
-        nothing: frozenset[int] = frozenset()
-        seconds = walker.backward(plan.input_gradient, bucket, nothing, want_x=True)
+        seconds = walker.backward(plan.input_gradient, bucket, frozenset(), want_x=True)
         back = plan.input_gradient
         lines.append(f"gradient of x:  {back}, {_time(seconds)}, {flops(back)}")
         for core, route in enumerate(plan.core_gradients):
@@ -699,8 +663,7 @@ def explain(network: Network, tokens: int, dtype: torch.dtype, device: torch.dev
         f"dense layer:    {_time(dense)} {known}, {ratio:.2f} x as long, {_count(dense_flops)}",
         "what else there is:",
     ]
-    chosen = replace(plan)
-    others = [pair for pair in search.uniform() if pair[1] != chosen]
+    others = [pair for pair in search.uniform() if pair[1] != plan]
     shown: list[tuple[float, LayerPlan]] = []
     names: set[tuple[object, ...]] = set()
     for seconds, other in others:

@@ -23,11 +23,11 @@ from outlast.tensorize.contraction import (
     keeps,
 )
 from outlast.tensorize.network import MemoryLayout, Network, Route, dense_route, lower
-from outlast.tensorize.planner.price import is_view, move, same_order
+from outlast.tensorize.prices import is_view, move, same_order
 
 if TYPE_CHECKING:
     from outlast.tensorize.contraction import MatrixProduct, Merging
-    from outlast.tensorize.planner.price import OperationPrices
+    from outlast.tensorize.prices import OperationPrices
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.nn import functional
 from outlast.errors import TensorizeError
 from outlast.tensorize.execute import autocasts, contract, has_values, transformed, without_autocast
 from outlast.tensorize.initialize import initialize_
-from outlast.tensorize.layer import StructuredLayer, dense_matrix, weight_of
+from outlast.tensorize.layer import Factory, StructuredLayer, dense_matrix, weight_of
 from outlast.tensorize.network import (
     Network,
     chosen_modes,
@@ -34,7 +34,7 @@ from outlast.tensorize.network import (
 from outlast.tensorize.operator import chain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -60,6 +60,16 @@ class TablePart:
     rest: str
     count: int
     shape: tuple[int, ...]
+
+    def merged(self, cores: Sequence[Tensor], network: Network) -> Tensor:
+        """What the part's cores make, with the rows first."""
+        own, wanted = [cores[core] for core in self.cores], self.rows + self.rest
+        if torch.compiler.is_compiling():
+            # The search for a path cannot be traced, and torch.einsum has its own.
+            return torch.einsum(",".join(self.terms) + "->" + wanted, *own)
+        if len(own) == 1:
+            return own[0].permute([self.terms[0].index(letter) for letter in wanted])
+        return contract(self.terms, wanted, network.sizes, own)
 
 
 @dataclass(frozen=True)
@@ -149,7 +159,7 @@ def _rows(index: Tensor, cores: Sequence[Tensor], halved: TableHalves) -> Tensor
     stride = halved.shape[0]
     products = iter(halved.products)
     for part in halved.parts:
-        merged = _merged(part, [cores[core] for core in part.cores], halved.network)
+        merged = part.merged(cores, halved.network)
         if part.rows:
             stride //= part.count
             place = torch.div(left, stride, rounding_mode="floor")
@@ -159,16 +169,6 @@ def _rows(index: Tensor, cores: Sequence[Tensor], halved: TableHalves) -> Tensor
         rows = merged if rows is None else torch.einsum(next(products), rows, merged)
     assert rows is not None
     return rows.reshape(-1, halved.shape[1])[:, : halved.network.out_features]
-
-
-def _merged(part: TablePart, cores: list[Tensor], network: Network) -> Tensor:
-    if torch.compiler.is_compiling():
-        # The search for a path cannot be traced, and torch.einsum has its own.
-        return torch.einsum(",".join(part.terms) + "->" + part.rows + part.rest, *cores)
-    if len(cores) == 1:
-        term = part.terms[0]
-        return cores[0].permute([term.index(letter) for letter in part.rows + part.rest])
-    return contract(part.terms, part.rows + part.rest, network.sizes, cores)
 
 
 class _LookUp(Function):
@@ -269,15 +269,6 @@ class StructuredEmbedding(StructuredLayer):
         """The table of the `nn.Embedding` in whose place this is; see `StructuredLinear.weight`."""
         return weight_of(self, (self.num_embeddings, self.embedding_dim))
 
-    def dense_embedding(self) -> nn.Embedding:
-        """A plain layer with the same table."""
-        table = self.to_dense().detach()
-        options: dict[str, Any] = {"device": table.device, "dtype": table.dtype}
-        dense = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, **options)
-        with torch.no_grad():
-            dense.weight.copy_(table)
-        return dense.train(self.training)
-
     @property
     def scoring(self) -> Network:
         """The network of the transposed table, a map from its columns to its rows."""
@@ -358,15 +349,14 @@ class LowRankEmbedding(StructuredEmbedding):
         rank: int,
         *,
         padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[Factory],
     ) -> None:
         one_rank(rank, "low_rank")
         sizes = (("i", num_embeddings), ("r", rank), ("o", embedding_dim))
         network = Network("i", "o", ("ir", "or"), sizes, num_embeddings, embedding_dim)
         super().__init__(network, padding_idx)
-        self.table = nn.Embedding(num_embeddings, rank, device=device, dtype=dtype)
-        self.up = nn.Linear(rank, embedding_dim, bias=False, device=device, dtype=dtype)
+        self.table = nn.Embedding(num_embeddings, rank, **factory)
+        self.up = nn.Linear(rank, embedding_dim, bias=False, **factory)
         self.reset_parameters()
 
     def factors(self) -> tuple[Tensor, ...]:
@@ -385,15 +375,12 @@ class CoredEmbedding(StructuredEmbedding):
         self,
         network: Network,
         padding_idx: int | None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[Factory],
     ) -> None:
         super().__init__(network, padding_idx)
         self._halves = halves(network)
         self.cores = nn.ParameterList(
-            torch.empty(network.shape(core), device=device, dtype=dtype)
-            for core in range(len(network.cores))
+            torch.empty(network.shape(core), **factory) for core in range(len(network.cores))
         )
         self.reset_parameters()
 
@@ -417,10 +404,16 @@ class CoredEmbedding(StructuredEmbedding):
         }
 
 
-class TTEmbedding(CoredEmbedding):
-    """Tensor train: the modes of the rows one after the other, then those of the columns.
+class EmbeddingSettings(Factory, total=False):
+    """Settings of an embedding that is a chain of cores; see `_TrainEmbedding`."""
 
-    The rank between the two halves is the rank of the table.
+    row_modes: tuple[int, ...] | None
+    column_modes: tuple[int, ...] | None
+    padding_idx: int | None
+
+
+class _TrainEmbedding(CoredEmbedding):
+    """A chain of cores over factors of the rows and of the columns.
 
     Args:
         num_embeddings: Rows.
@@ -434,7 +427,35 @@ class TTEmbedding(CoredEmbedding):
         dtype: Theirs.
     """
 
+    build: ClassVar[Callable[..., Network]]
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        rank: Ranks,
+        cores: int,
+        *,
+        row_modes: tuple[int, ...] | None = None,
+        column_modes: tuple[int, ...] | None = None,
+        padding_idx: int | None = None,
+        **factory: Unpack[Factory],
+    ) -> None:
+        into = chosen_modes(row_modes, num_embeddings, cores, name="cores")
+        out = chosen_modes(column_modes, embedding_dim, cores, name="cores")
+        network = self.build(num_embeddings, embedding_dim, rank, in_modes=into, out_modes=out)
+        super().__init__(network, padding_idx, **factory)
+
+
+class TTEmbedding(_TrainEmbedding):
+    """Tensor train: the modes of the rows one after the other, then those of the columns.
+
+    The rank between the two halves is the rank of the table. See `_TrainEmbedding` for the
+    arguments.
+    """
+
     form: ClassVar[str] = "tt"
+    build = staticmethod(train_network)
 
     def __init__(
         self,
@@ -442,36 +463,19 @@ class TTEmbedding(CoredEmbedding):
         embedding_dim: int,
         rank: Ranks,
         cores: int = 3,
-        *,
-        row_modes: tuple[int, ...] | None = None,
-        column_modes: tuple[int, ...] | None = None,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **settings: Unpack[EmbeddingSettings],
     ) -> None:
-        into = chosen_modes(row_modes, num_embeddings, cores, name="cores")
-        out = chosen_modes(column_modes, embedding_dim, cores, name="cores")
-        modes = {"in_modes": into, "out_modes": out}
-        network = train_network(num_embeddings, embedding_dim, rank, **modes)
-        super().__init__(network, padding_idx, device=device, dtype=dtype)
+        super().__init__(num_embeddings, embedding_dim, rank, cores, **settings)
 
 
-class TTMEmbedding(CoredEmbedding):
+class TTMEmbedding(_TrainEmbedding):
     """Tensor-train matrix: every core has a mode of the rows and one of the columns.
 
-    Args:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
-        rank: Size of all bonds, or of each of them.
-        cores: Cores, where the modes are not given.
-        row_modes: Factors of the rows; None: as even as possible, with a few rows more.
-        column_modes: Factors of the columns; None: as even as possible.
-        padding_idx: The row that is and stays zero.
-        device: Where the parameters lie.
-        dtype: Theirs.
+    See `_TrainEmbedding` for the arguments.
     """
 
     form: ClassVar[str] = "ttm"
+    build = staticmethod(train_matrix_network)
 
     def __init__(
         self,
@@ -479,18 +483,9 @@ class TTMEmbedding(CoredEmbedding):
         embedding_dim: int,
         rank: Ranks,
         cores: int = 4,
-        *,
-        row_modes: tuple[int, ...] | None = None,
-        column_modes: tuple[int, ...] | None = None,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **settings: Unpack[EmbeddingSettings],
     ) -> None:
-        into = chosen_modes(row_modes, num_embeddings, cores, name="cores")
-        out = chosen_modes(column_modes, embedding_dim, cores, name="cores")
-        modes = {"in_modes": into, "out_modes": out}
-        network = train_matrix_network(num_embeddings, embedding_dim, rank, **modes)
-        super().__init__(network, padding_idx, device=device, dtype=dtype)
+        super().__init__(num_embeddings, embedding_dim, rank, cores, **settings)
 
 
 class TiedHead(nn.Module):
@@ -512,13 +507,12 @@ class TiedHead(nn.Module):
         embedding: StructuredEmbedding,
         *,
         bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **factory: Unpack[Factory],
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = embedding.embedding_dim, embedding.num_embeddings
         self.tie(embedding)
-        empty = torch.empty(self.out_features, device=device, dtype=dtype) if bias else None
+        empty = torch.empty(self.out_features, **factory) if bias else None
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -22,22 +22,25 @@ from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.execute import MergedPath, apply, differentiate
 from outlast.tensorize.network import Network, Route
 from outlast.tensorize.operator import Merged, chain
-from outlast.tensorize.planner.choose import (
+from outlast.tensorize.planner import (
     FEWEST_TOKENS,
     PLANS,
     PRICED_DEVICES,
     READY,
+    BlockPair,
+    LowRankPair,
     bucket_of,
     keep,
+    load,
     machine_of,
     pair_of,
     plan_for,
     prices_of,
+    setting_of,
     store,
-    stored_table,
     use,
 )
-from outlast.tensorize.planner.price import (
+from outlast.tensorize.prices import (
     AXIS,
     BYTES_AXIS,
     LAYOUTS,
@@ -46,7 +49,7 @@ from outlast.tensorize.planner.price import (
     STRIDED_ELEMENTS,
     PriceTable,
 )
-from outlast.tensorize.planner.search import Search, Walker
+from outlast.tensorize.route_search import Search, Walker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -371,7 +374,7 @@ def _launches(start: float, device: torch.device, options: Any) -> dict[str, flo
 def write_default(device: torch.device | None = None) -> str:
     """Make the table of this machine the built-in one; for an idle machine and one thread.
 
-    ``python -m outlast.tensorize.planner.measure`` does it.
+    ``python -m outlast.tensorize.measure`` does it.
 
     Args:
         device: A CPU; None: this machine's.
@@ -382,7 +385,7 @@ def write_default(device: torch.device | None = None) -> str:
     torch.set_num_threads(1)
     name = "one core of an Intel Xeon with AVX-512"
     table = measure(torch.float32, device or torch.device("cpu"), name, repeats=7)
-    path = FilePath(__file__).with_name("default.json")
+    path = FilePath(__file__).with_name("prices.json")
     path.write_text(json.dumps(table.to_json()) + "\n")
     return str(path)
 
@@ -407,7 +410,7 @@ def calibrate(dtype: torch.dtype, device: torch.device, *, anew: bool = False) -
     """
     if device.type not in PRICED_DEVICES:
         return prices_of(dtype, device).table
-    table = None if anew else stored_table(dtype, device)
+    table = None if anew else load(setting_of(dtype, device))
     if table is None:
         table = measure(dtype, device, machine_of(device))
         store(table)
@@ -450,15 +453,56 @@ def warm(
     pair = pair_of(network, activation)
     if pair is None or tokens < FEWEST_TOKENS or not available(device, dtype):
         return False
-    from outlast.tensorize.kernels import pairs
-
-    if not pairs.fits(pair, dtype):
+    if not kernels_fit(pair, dtype):
         return False
     if (pair, bucket_of(tokens), dtype) not in READY:
-        pairs.tune(pair, tokens, dtype, device)
+        tune_kernels(pair, tokens, dtype, device)
         READY.add((pair, bucket_of(tokens), dtype))
         PLANS.clear()
     return True
+
+
+def kernels_fit(pair: LowRankPair | BlockPair, dtype: torch.dtype) -> bool:
+    """Return whether the kernels serve these sizes well."""
+    from outlast.tensorize.kernels import blocks, bottleneck
+
+    if isinstance(pair, LowRankPair):
+        return pair.activation in bottleneck.ACTIVATIONS and bottleneck.fits(pair.rank, dtype)
+    return blocks.fits(pair.in_modes, pair.out_modes, pair.rank, dtype)
+
+
+def tune_kernels(
+    pair: LowRankPair | BlockPair, tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Call every kernel that a layer of this pair can take, so that none is tuned later.
+
+    Args:
+        pair: Which kernels, and of which sizes.
+        tokens: Rows of x.
+        dtype: Of everything.
+        device: Where.
+    """
+    from outlast.tensorize.kernels import blocks, bottleneck
+
+    zeros = functools.partial(torch.zeros, dtype=dtype, device=device)
+    if isinstance(pair, BlockPair):
+        (m1, m0), (n0, n1) = pair.in_modes, pair.out_modes
+        x = zeros(tokens, m1 * m0)
+        right, left = zeros(m1, n0, pair.rank, m0), zeros(n0, n1, m1, pair.rank)
+        for bias in (None, zeros(n0 * n1)):
+            y = blocks.blocks_forward(x, right, left, bias)
+        blocks.blocks_backward(y, right, left)
+        blocks.blocks_hidden(x, right)
+        return
+    x = zeros(tokens, pair.inputs)
+    down, up = zeros(pair.rank, pair.inputs), zeros(pair.outputs, pair.rank)
+    act = pair.activation
+    for bias in (None, zeros(pair.outputs)):
+        for save in (False, True):
+            # Triton tunes anew for other tensors that are given, the last is that of training.
+            y, hidden = bottleneck.bottleneck_forward(x, down, up, bias, activation=act, save=save)
+    hidden = None if act == "identity" else hidden
+    bottleneck.bottleneck_backward(y, hidden, down, up, activation=act)
 
 
 def warm_model(
@@ -479,8 +523,8 @@ def warm_model(
     Returns:
         The number of layers for which there are kernels.
     """
-    from outlast.tensorize.forms.low_rank import LatentLinear, SparseLowRankLinear
     from outlast.tensorize.layer import StructuredLinear
+    from outlast.tensorize.low_rank import LatentLinear, SparseLowRankLinear
 
     count = 0
     for layer in model.modules():
@@ -572,7 +616,7 @@ def tune(
         reason=f"{found[best] / dense:.2f} x the dense layer's time, the fastest of {len(near)} "
         "plans that were timed",
     )
-    keep(network, tokens, dtype, device, {learns: plan})
+    keep(network, tokens, dtype, device, plan, learns=learns)
     return plan
 
 
@@ -712,8 +756,8 @@ def tune_model(
     Returns:
         The plans.
     """
-    from outlast.tensorize.forms.low_rank import BottleneckLinear, LatentLinear, SparseLowRankLinear
     from outlast.tensorize.layer import StructuredLinear
+    from outlast.tensorize.low_rank import BottleneckLinear, LatentLinear, SparseLowRankLinear
 
     # Only layers that go along plans: neither those with their own kernels nor their parts.
     others = BottleneckLinear | LatentLinear | SparseLowRankLinear

@@ -1,1 +1,0 @@
-"""Whole models of Hugging Face's transformers: their folders, and converting them."""
