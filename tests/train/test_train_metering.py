@@ -252,9 +252,9 @@ def test_prometheus_reads_the_last_record_and_no_meter(
         said = scraped(port)
     finally:
         meter.close()
-    labels = f'job="4711",rank="3",stage="1",device="file {joules}"'
+    labels = f'device="file {joules}",job="4711",rank="3",stage="1"'
     assert f"outlast_energy_joules_total{{{labels}}} 250.0" in said
-    assert 'device="gpu 0 (GPU-8f6e)"} 640.0' in said
+    assert 'device="gpu 0 (GPU-8f6e)",job="4711",rank="3",stage="1"} 640.0' in said
     with pytest.raises(OSError, match="refused"):
         scraped(port)
 
