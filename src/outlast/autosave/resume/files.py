@@ -369,7 +369,10 @@ class Logs:
         if path is not None and opener is None and not {"w", "x"}.isdisjoint(mode):
             self._lay_aside(path, mode)
         appends = path is not None and opener is None and "a" in mode and _QUEUED not in path
-        before = _size(path) if path is not None and appends else None
+        before = None
+        if path is not None and appends:
+            with suppress(OSError):
+                before = Path(path).stat().st_size
         made = _plain_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         if path is not None and not {"w", "x", "a", "+"}.isdisjoint(mode):
             key = id(made)
@@ -497,14 +500,6 @@ def _cut(path: str, size: int) -> int:
     elif now > size:
         os.truncate(path, size)
     return min(now, size)
-
-
-def _size(path: str) -> int | None:
-    """Bytes of a file; None if it does not exist."""
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return None
 
 
 def _aside(path: str) -> Path:

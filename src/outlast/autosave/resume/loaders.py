@@ -257,6 +257,7 @@ def resumable_stateful_loaders() -> Iterator[None]:
 
 
 def _iterate_stateful(loader: Any) -> StatefulIterator:
+    # A class as such would not be given the loader.
     return StatefulIterator(loader)
 
 

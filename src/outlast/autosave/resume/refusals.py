@@ -295,7 +295,10 @@ def refuse_fed_queues(names: Names, files: frozenset[str]) -> None:
     }
     for frame in _filling(files) if queues else ():
         code = frame.f_code
-        seen = (item for value in _used(frame) for item in _reached(value, files, _DEPTH))
+        # Its local variables, and the global ones that its code names.
+        used = list(frame.f_locals.values())
+        used += [frame.f_globals[name] for name in code.co_names if name in frame.f_globals]
+        seen = (item for value in used for item in _reached(value, files, _DEPTH))
         found = (queues.get(id(number)) for number in itertools.islice(seen, _AT_MOST))
         path = next((tensor for tensor in found if tensor is not None), None)
         if path is not None:
@@ -316,12 +319,6 @@ def _filling(files: frozenset[str]) -> Iterator[FrameType]:
             if code.co_filename in files and not _FILLS.isdisjoint(code.co_names):
                 yield frame
             frame = frame.f_back
-
-
-def _used(frame: FrameType) -> Iterator[Any]:
-    """The local variables of a frame, and the global ones that its code names."""
-    yield from list(frame.f_locals.values())
-    yield from (frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals)
 
 
 def _reached(value: Any, files: frozenset[str], depth: int) -> Iterator[Any]:

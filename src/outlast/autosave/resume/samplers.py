@@ -171,15 +171,11 @@ def _reached(roots: Iterable[Any], closed: Any) -> Iterator[Any]:
             yield value
         elif isinstance(value, _CONTAINERS) or isinstance(getattr(value, "__dict__", None), dict):
             yield value
-            waiting.extend((item, False) for item in _inside(value))
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        parts: Iterable[Any] = value.values()
-    else:
-        parts = value if isinstance(value, _CONTAINERS) else vars(value).values()
-    return [part for part in parts if type(part) not in ATOMS]
+            if isinstance(value, dict):
+                parts: Iterable[Any] = value.values()
+            else:
+                parts = value if isinstance(value, _CONTAINERS) else vars(value).values()
+            waiting.extend((part, False) for part in parts if type(part) not in ATOMS)
 
 
 def _stands_apart(value: Any, without: list[Any]) -> bool:
@@ -287,7 +283,14 @@ class Draws:
             if self._left is None:
                 # All of the series has been drawn again, and nothing else in between.
                 self._left = self._read()
-            value = self._take_watched(draw)
+            before = self._read()
+            value = draw()
+            for name, source in self._sources.items():
+                after = source.read()
+                if after != before[name]:
+                    if before[name] != self._left[name]:
+                        self.series.jumps.setdefault(self._drawn, {})[name] = before[name]
+                    self._left[name] = after
         self._drawn += 1
         return value
 
@@ -304,18 +307,6 @@ class Draws:
         """
         self._left = self._read()
         return (self._drawn, self._digest) == (self.series.drawn, self.series.digest)
-
-    def _take_watched(self, draw: Callable[[], _T]) -> _T:
-        assert self._left is not None
-        before = self._read()
-        value = draw()
-        for name, source in self._sources.items():
-            after = source.read()
-            if after != before[name]:
-                if before[name] != self._left[name]:
-                    self.series.jumps.setdefault(self._drawn, {})[name] = before[name]
-                self._left[name] = after
-        return value
 
     def _read(self) -> dict[str, bytes]:
         return {name: source.read() for name, source in self._sources.items()}

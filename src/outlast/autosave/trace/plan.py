@@ -112,7 +112,12 @@ def recorded_inputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, In
     found: dict[nn.Module, Inputs] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[module] = Inputs(*pytree.tree_map_only(torch.Tensor, _shape_of, (args, kwargs)))
+        shapes = pytree.tree_map_only(
+            torch.Tensor,
+            lambda tensor: _Shape(tuple(tensor.shape), tensor.dtype, tensor.device),
+            (args, kwargs),
+        )
+        found[module] = Inputs(*shapes)
 
     every = {part for module in modules for part in module.modules()}
     handles = [said.register_forward_pre_hook(note, with_kwargs=True) for said in every]
@@ -140,7 +145,14 @@ def graph_state(
         if item not in inputs:
             continue
         kind = type(item).__name__
-        key = _key(item, inputs[item])
+        # Equal for modules that do the same with other numbers, as far as they can be told apart.
+        settings = {
+            name: variable
+            for name, variable in vars(item).items()
+            if isinstance(variable, (int, float, str, bool, type(None)))
+        }
+        shapes = [(name, tuple(buffer.shape)) for name, buffer in item.named_buffers()]
+        key = f"{type(item)} {item!r} {settings} {shapes} {inputs[item]}"
         if key not in known:
             if time.monotonic() > deadline:
                 found.failures.append(f"{kind}: {limit_seconds:g} s of exports had passed")
@@ -191,24 +203,15 @@ def _has_state(module: nn.Module, *, deep: bool) -> bool:
     )
 
 
-def _key(module: nn.Module, inputs: Inputs) -> str:
-    """Equal for modules that do the same with other numbers, as far as they can be told apart."""
-    settings = {
-        name: variable
-        for name, variable in vars(module).items()
-        if isinstance(variable, (int, float, str, bool, type(None)))
-    }
-    shapes = [(name, tuple(item.shape)) for name, item in module.named_buffers()]
-    return f"{type(module)} {module!r} {settings} {shapes} {inputs}"
-
-
 def _export(module: nn.Module, inputs: Inputs) -> _Signature | str:
     """The signature, or in a phrase why there is none."""
     states = random_states()
     try:
         # A forward pass may leave traces in Python, which the program's own module must not have.
         whole = copy.deepcopy(module)
-        filled = pytree.tree_map_only(_Shape, _filled, tuple(inputs), is_leaf=_is_shape)
+        filled = pytree.tree_map_only(
+            _Shape, _filled, tuple(inputs), is_leaf=lambda value: isinstance(value, _Shape)
+        )
         return _signature(whole, *filled)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
@@ -219,7 +222,8 @@ def _export(module: nn.Module, inputs: Inputs) -> _Signature | str:
 def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
     attributes: set[str] = set()
     while True:
-        with warnings.catch_warnings(record=True) as warned, _quiet():
+        silenced = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+        with warnings.catch_warnings(record=True) as warned, silenced[0], silenced[1]:
             warnings.simplefilter("always")
             try:
                 exported = torch.export.export(module, args, kwargs, strict=False)
@@ -229,7 +233,11 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 if name is None or name[1] in attributes:
                     raise
                 attributes.add(name[1])
-                _make_buffer(module, name[1])
+                parent, _, last = name[1].rpartition(".")
+                owner = module.get_submodule(parent)
+                tensor = getattr(owner, last)
+                delattr(owner, last)
+                owner.register_buffer(last, tensor)
                 continue
         for item in warned:
             found = _ASSIGNED.search(str(item.message))
@@ -239,34 +247,12 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _Signature(mutated - attributes, frozenset(attributes))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield
-
-
-def _make_buffer(module: nn.Module, name: str) -> None:
-    parent, _, last = name.rpartition(".")
-    owner = module.get_submodule(parent)
-    tensor = getattr(owner, last)
-    delattr(owner, last)
-    owner.register_buffer(last, tensor)
-
-
 def _attribute(module: nn.Module, name: str) -> Any:
     parent, _, last = name.rpartition(".")
     try:
         return getattr(module.get_submodule(parent), last, None)
     except AttributeError:
         return None
-
-
-def _shape_of(tensor: torch.Tensor) -> _Shape:
-    return _Shape(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, _Shape)
 
 
 def _filled(shape: _Shape) -> torch.Tensor:
@@ -378,8 +364,20 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
         if _strided(tensor):
             written.setdefault(storage_key(tensor), []).append(f"graph: {why}")
     covered = evidence.boundaries[-1].covered
-    set_up = _made_by_set_up(objects.values())
-    shared = _memory_of_arrays(objects.values())
+    # Storages of buffers that their modules declare to make again.
+    set_up = {
+        storage_key(buffer)
+        for object_ in objects.values()
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
+        if (buffer := object_._buffers.get(name)) is not None and _strided(buffer)
+    }
+    # Memory addresses of arrays.
+    shared = [
+        range(first := object_.__array_interface__["data"][0], first + object_.nbytes)
+        for object_ in objects.values()
+        if isinstance(object_, np.ndarray) and object_.nbytes
+    ]
     # Paths to what optimizers keep for each parameter.
     kept = {
         id(value)
@@ -462,29 +460,6 @@ def _state(
         window=finding.window,
         in_state_dict=covered,
     )
-
-
-def _made_by_set_up(objects: Iterable[Any]) -> frozenset[int]:
-    """Storages of buffers that their modules declare to make again."""
-    return frozenset(
-        storage_key(tensor)
-        for object_ in objects
-        if isinstance(object_, nn.Module)
-        for name in object_._non_persistent_buffers_set
-        if (tensor := object_._buffers.get(name)) is not None and _strided(tensor)
-    )
-
-
-def _memory_of_arrays(objects: Iterable[Any]) -> list[range]:
-    """Memory addresses of arrays."""
-    return [
-        range(
-            object_.__array_interface__["data"][0],
-            object_.__array_interface__["data"][0] + object_.nbytes,
-        )
-        for object_ in objects
-        if isinstance(object_, np.ndarray) and object_.nbytes
-    ]
 
 
 def _shared(value: Any, memory: list[range]) -> bool:

@@ -45,7 +45,7 @@ from outlast.errors import AutosaveError, OutlastError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import FrameType, ModuleType
+    from types import ModuleType
 
     from outlast.autosave.program.source import Rewritten
 
@@ -77,12 +77,14 @@ class ProgramView:
         found: dict[str, Any] = {}
         dead: dict[str, frozenset[str]] = {}
         for frame in self._frames.of(sys._getframe(1)):
+            body = name_of(frame.f_code)
             if frame.f_code.co_name == MODULE:
-                dead[frame.f_globals["__name__"]] = self._dead.get(
-                    name_of(frame.f_code), frozenset()
-                )
-            for name, item in self._local(frame).items():
-                found[_unused_name(name, found)] = item
+                dead[frame.f_globals["__name__"]] = self._dead.get(body, frozenset())
+                continue
+            live = self._live.get(body, frozenset())
+            for name, item in frame.f_locals.items():
+                if name in live and not name.startswith(RUNTIME.rstrip("_")):
+                    found[_unused_name(name, found)] = item
         for module_name, module in self._modules():
             for name, variable in vars(module).items():
                 if not name.startswith("__") and name not in dead.get(module_name, ()):
@@ -121,16 +123,6 @@ class ProgramView:
             for name, module in list(sys.modules.items())
             if getattr(module, "__file__", None) in self._files
         ]
-
-    def _local(self, frame: FrameType) -> dict[str, Any]:
-        if frame.f_code.co_name == MODULE:
-            return {}
-        live = self._live.get(name_of(frame.f_code), frozenset())
-        return {
-            name: f_name
-            for name, f_name in frame.f_locals.items()
-            if name in live and not name.startswith(RUNTIME.rstrip("_"))
-        }
 
 
 def _unused_name(name: str, found: dict[str, Any]) -> str:
