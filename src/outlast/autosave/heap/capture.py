@@ -670,12 +670,14 @@ class _Capture:
         if lies_in_block(value):
             self._places[path], _ = self._blocks.place(value)
         now = self._names.held(path)
-        dead = self._dead_gradient(value)
-        if dead is not None and self._gradients is not None:
+        gradients, dead = self._gradients, None
+        if gradients is not None and isinstance(value, torch.Tensor) and gradients.is_dead(value):
+            dead = gradient(value)
+        if dead is not None and gradients is not None:
             self._dropped += dead.nbytes
             now = now or self._names.kinds.of(value).content(value)
             assert now is not None
-            stand_in = self._gradients.stand_in(value)
+            stand_in = gradients.stand_in(value)
             now = now._replace(items=(now.items[0], stand_in, *now.items[2:]))
         if now is not None and not (isinstance(value, Results) and self._is_large(now)):
             held[path] = now
@@ -694,11 +696,6 @@ class _Capture:
             return True
         later = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("+"))
         return file.tell() + later > LARGEST_BYTES
-
-    def _dead_gradient(self, value: Any) -> torch.Tensor | None:
-        if self._gradients is None or not isinstance(value, torch.Tensor):
-            return None
-        return gradient(value) if self._gradients.is_dead(value) else None
 
     def _write(self, part: Any) -> None:
         try:

@@ -38,9 +38,9 @@ from outlast.autosave.program.source import RUNTIME, read_program
 from outlast.autosave.program.training import find_training
 from outlast.autosave.resume.frames import MODULE, Frames, name_of
 from outlast.autosave.resume.process import random_states
-from outlast.autosave.trace.dispatch import digest, digests, holds_numbers, storage_key
-from outlast.autosave.trace.plan import Difference, StateFinder, differences, first_differences
-from outlast.autosave.trace.state import StatePlan, outermost_modules, readable_names
+from outlast.autosave.state_plan import StatePlan, outermost_modules, readable_names
+from outlast.autosave.state_search import Difference, StateFinder, differences, first_differences
+from outlast.autosave.step_trace import digest, digests, holds_numbers, storage_key
 from outlast.errors import AutosaveError, OutlastError
 
 if TYPE_CHECKING:
@@ -577,7 +577,7 @@ def main(path: str) -> int:
 _ITERATOR = f"['{RUNTIME.rstrip('_')}_"
 
 
-_START = "import sys; from outlast.autosave.trace.script import main; sys.exit(main(sys.argv[1]))"
+_START = "import sys; from outlast.autosave.script_replay import main; sys.exit(main(sys.argv[1]))"
 
 
 @dataclass(frozen=True)
