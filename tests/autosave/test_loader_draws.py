@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.autosave.resume.loaders import Draws, Indices, draws_at_once, written
 from outlast.autosave.resume.process import random_states, set_random_states, source_of
-from outlast.autosave.resume.samplers import Draws, Indices, draws_at_once, written
 
 SOURCES: dict[str, Callable[[], Any]] = {
     "python": random.random,

@@ -5,9 +5,9 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
+from step_replay import replay
 from torch import nn
 
-from outlast.autosave.trace.plan import replay
 from outlast.errors import AutosaveError
 
 pytestmark = pytest.mark.distributed

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.autosave.trace.dispatch import changed_over, digest, digests
-from outlast.autosave.trace.plan import differences, first_differences
+from outlast.autosave.state_search import differences, first_differences
+from outlast.autosave.step_trace import changed_over, digest, digests
 
 TENSORS = [
     torch.arange(6.0).reshape(2, 3),

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outlast.autosave.trace import traced_step
-from outlast.autosave.trace.dispatch import compiled
+from outlast.autosave.step_trace import compiled, traced_step
 
 
 @pytest.fixture(autouse=True)

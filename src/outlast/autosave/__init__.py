@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.autosave.api import loop
-    from outlast.autosave.trace.plan import find_state
-    from outlast.autosave.trace.state import StatePlan
+    from outlast.autosave.state_plan import StatePlan
+    from outlast.autosave.state_search import find_state
 
 __all__ = ["StatePlan", "find_state", "loop"]
 
-_PLACES = {"loop": "api", "find_state": "trace.plan", "StatePlan": "trace.state"}
+_PLACES = {"loop": "api", "find_state": "state_search", "StatePlan": "state_plan"}
 
 
 def __getattr__(name: str) -> Any:

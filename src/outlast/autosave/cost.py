@@ -1,10 +1,4 @@
-"""Costs of automatic checkpoints as pure functions, and a script's measured state; needs no torch.
-
-A save stops the program while it copies what the next step may change. Without copy windows that
-is everything. With them, only what is written before the optimizer's step is copied at once; the
-rest is copied while the passes of the next step run, and blocks only for as long as it takes
-longer than these.
-"""
+"""Measured state of a script: what its saves consist of, in bytes; needs no torch."""
 
 from __future__ import annotations
 
@@ -40,130 +34,13 @@ class StateBytes:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _require(f"{name} bytes", value, at_least=0.0)
-
-    @property
-    def first_save(self) -> float:
-        """Bytes of the first save."""
-        return self.early + self.late + self.constant
+            if not value >= 0.0:
+                raise AutosaveError(f"{name} bytes = {value} is below 0")
 
     @property
     def later_save(self) -> float:
-        """Bytes of each save after it."""
+        """Bytes of each save after the first, which has the constant ones, too."""
         return self.early + self.late
-
-    @property
-    def process_image(self) -> float:
-        """Bytes of these tensors in an image of the whole process."""
-        return self.first_save + self.dead
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Durations of the parts of a step.
-
-    Attributes:
-        passes_seconds: Forward and backward, up to the optimizer's step.
-        optimizer_seconds: The optimizer's step and what follows.
-    """
-
-    passes_seconds: float
-    optimizer_seconds: float
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _require(name, value, at_least=0.0)
-
-    @property
-    def seconds(self) -> float:
-        """A whole step."""
-        return self.passes_seconds + self.optimizer_seconds
-
-
-@dataclass(frozen=True)
-class SaveBlock:
-    """Seconds that one save blocks the program.
-
-    Attributes:
-        plain_seconds: Without copy windows.
-        windowed_seconds: With them.
-    """
-
-    plain_seconds: float
-    windowed_seconds: float
-
-    @property
-    def ratio(self) -> float:
-        """With to without; 1 where neither blocks."""
-        return self.windowed_seconds / self.plain_seconds if self.plain_seconds else 1.0
-
-
-def save_block(
-    state: StateBytes,
-    step: StepTimes,
-    *,
-    copy_bytes_per_s: float,
-    beside_share: float = 1.0,
-    capture_seconds: float = 0.0,
-) -> SaveBlock:
-    """Seconds that a save blocks the program, without copy windows and with them.
-
-    Without: `capture + (early + late) / rate`. With: `capture + early / rate +
-    max(0, late / (share rate) - passes)`: what is late has the passes of the next step to be
-    copied in, at the share of the rate that these leave.
-
-    Args:
-        state: What is saved.
-        step: The step that runs meanwhile.
-        copy_bytes_per_s: Rate of a copy while the program waits.
-        beside_share: Share of that rate which a copy beside the passes reaches, above 0 up to 1.
-        capture_seconds: Walking the program's objects and writing down what is no tensor.
-
-    Raises:
-        AutosaveError: When a rate or share is not possible.
-    """
-    _require("copy_bytes_per_s", copy_bytes_per_s, above=0.0)
-    _require("beside_share", beside_share, above=0.0)
-    _require("capture_seconds", capture_seconds, at_least=0.0)
-    if beside_share > 1.0:
-        raise AutosaveError(f"beside_share = {beside_share} is above 1; it is a share of a rate")
-    beside = state.late / (copy_bytes_per_s * beside_share)
-    return SaveBlock(
-        plain_seconds=capture_seconds + (state.early + state.late) / copy_bytes_per_s,
-        windowed_seconds=capture_seconds
-        + state.early / copy_bytes_per_s
-        + max(0.0, beside - step.passes_seconds),
-    )
-
-
-def overhead_fraction(
-    step: StepTimes, *, boundary_seconds: float, block_seconds: float, steps_between_saves: float
-) -> float:
-    """Share of the time that the program loses: `(boundary + block / steps) / step`.
-
-    Args:
-        step: One step of the plain program.
-        boundary_seconds: What the added code does at each boundary without a save.
-        block_seconds: How long a save blocks.
-        steps_between_saves: At least 1.
-
-    Raises:
-        AutosaveError: When a number is not possible.
-    """
-    _require("boundary_seconds", boundary_seconds, at_least=0.0)
-    _require("block_seconds", block_seconds, at_least=0.0)
-    _require("steps_between_saves", steps_between_saves, at_least=1.0)
-    _require("a step's seconds", step.seconds, above=0.0)
-    return (boundary_seconds + block_seconds / steps_between_saves) / step.seconds
-
-
-def _require(
-    name: str, value: float, *, at_least: float = float("-inf"), above: float = float("-inf")
-) -> None:
-    if not value >= at_least:
-        raise AutosaveError(f"{name} = {value} is below {at_least:g}")
-    if not value > above:
-        raise AutosaveError(f"{name} = {value} is not above {above:g}")
 
 
 FORMAT = 1

@@ -245,7 +245,15 @@ def _execute(
     try:
         exec(code, module.__dict__)
     except SystemExit as ended:
-        status = _status(ended)
+        code_given: Any = ended.code
+        if code_given is None:
+            status = 0
+        elif isinstance(code_given, int):
+            status = code_given & 0xFF
+        else:
+            # A text is printed, as Python does.
+            print(code_given, file=sys.stderr, flush=True)
+            status = 1
         if status == 0 and session is not None:
             session.finish()
         return status
@@ -264,14 +272,3 @@ def _execute(
     if session is not None:
         session.finish()
     return 0
-
-
-def _status(ended: SystemExit) -> int:
-    """The exit code of ``sys.exit(code)``; a text is printed, as Python does."""
-    code: Any = ended.code
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr, flush=True)
-    return 1

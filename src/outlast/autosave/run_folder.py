@@ -141,7 +141,13 @@ def refuse_changes(
             f"with {_processes(now.world_size)}: what each of them holds is saved as it is; start "
             f"{before.world_size}, or start anew with --fresh"
         )
-    changed = [*_changed_arguments(before, now), *_changed_files(before, now)]
+    changed = _changed_files(before, now)
+    if before.arguments != now.arguments:
+        changed = [
+            f"- arguments: {' '.join(before.arguments) or '(none)'}",
+            f"+ arguments: {' '.join(now.arguments) or '(none)'}",
+            *changed,
+        ]
     if changed and not accept_changes:
         listed = "\n".join(changed)
         raise AutosaveError(
@@ -149,8 +155,13 @@ def refuse_changes(
             f"same with --accept-changes, or start anew with --fresh. The difference:\n{listed}"
         )
     if before.sites != now.sites:
+        pairs = zip(before.sites, now.sites, strict=False)
+        moved = next(
+            (f"statement {old} is {new} now" for old, new in pairs if old != new),
+            f"{len(before.sites)} statements led to the training step and {len(now.sites)} do now",
+        )
         raise AutosaveError(
-            f"the run in {place} cannot go on even with --accept-changes: {_moved(before, now)}; a "
+            f"the run in {place} cannot go on even with --accept-changes: {moved}; a "
             "change must leave the statements that lead to the training step, and the names of "
             "their functions, as they were; set it back, or start anew with --fresh"
         )
@@ -174,15 +185,6 @@ def arguments_hash(arguments: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:8]
 
 
-def _changed_arguments(before: Identity, now: Identity) -> list[str]:
-    if before.arguments == now.arguments:
-        return []
-    return [
-        f"- arguments: {' '.join(before.arguments) or '(none)'}",
-        f"+ arguments: {' '.join(now.arguments) or '(none)'}",
-    ]
-
-
 def _changed_files(before: Identity, now: Identity) -> list[str]:
     lines: list[str] = []
     for name in sorted({*before.files, *now.files}):
@@ -198,16 +200,6 @@ def _changed_files(before: Identity, now: Identity) -> list[str]:
         more = len(lines) - _LINES_SHOWN
         lines = [*lines[:_LINES_SHOWN], f"... and {more} more lines"]
     return lines
-
-
-def _moved(before: Identity, now: Identity) -> str:
-    pairs = zip(before.sites, now.sites, strict=False)
-    first = next(((old, new) for old, new in pairs if old != new), None)
-    if first is None:
-        return (
-            f"{len(before.sites)} statements led to the training step and {len(now.sites)} do now"
-        )
-    return f"statement {first[0]} is {first[1]} now"
 
 
 def _processes(count: int) -> str:
@@ -307,7 +299,14 @@ class RunFolder:
             or self.library_stores.exists()
             or (finished is not None and finished.word == "finished")
         ):
-            before = from_json(self._read(self.program), self.program)
+            try:
+                text = self.program.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise AutosaveError(
+                    f"{self.program} cannot be read ({error}); restore it from a copy, or start "
+                    "anew with --fresh"
+                ) from None
+            before = from_json(text, self.program)
             refuse_changes(before, now, self.path, accept_changes=accept_changes)
             warnings = version_warnings(before, now)
             changed = before != now
@@ -402,15 +401,6 @@ class RunFolder:
 
     def _outcome(self, rank: int) -> Path:
         return self.path / (f"outcome.rank{rank}.json" if rank else "outcome.json")
-
-    def _read(self, file: Path) -> str:
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise AutosaveError(
-                f"{file} cannot be read ({error}); restore it from a copy, or start anew with "
-                "--fresh"
-            ) from None
 
 
 def folder_of(script: Path, arguments: Sequence[str], directory: Path | None) -> RunFolder:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outlast.autosave.cost import MeasuredState
-    from outlast.autosave.trace.script import ScriptReplay
-    from outlast.autosave.trace.state import StatePlan
+    from outlast.autosave.script_replay import ScriptReplay
+    from outlast.autosave.state_plan import StatePlan
 
 
 autosave = typer.Typer(
@@ -76,7 +76,7 @@ def check(
     """
     from outlast.autosave.libraries import read_training
     from outlast.autosave.run import say_options_behind
-    from outlast.autosave.trace.script import replay_script
+    from outlast.autosave.script_replay import replay_script
     from outlast.errors import AutosaveError
 
     if not script.is_file():
@@ -121,7 +121,7 @@ _OWN = ("--steps", "--at", "--timeout", "--tensors", "--loop")
 
 def _measured(found: ScriptReplay, texts: list[str]) -> MeasuredState:
     from outlast.autosave.cost import MeasuredState, program_hash
-    from outlast.autosave.trace.state import KINDS
+    from outlast.autosave.state_plan import KINDS
 
     return MeasuredState(
         program=program_hash(texts),

@@ -145,7 +145,14 @@ class Writer(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         """Identity that stands for a named object, or for the `id()` of one."""
         if type(value) is int:
-            return self._address(value) if value >= _LOWEST_ADDRESS else None
+            if value < _LOWEST_ADDRESS:
+                return None
+            path = self._names.path_at(value)
+            if path is None:
+                self._addresses.add(value)
+                return None
+            self._reach(path)
+            return ("address", path)
         path = self._names.path_of(value)
         if path is not None:
             self._reach(path)
@@ -171,14 +178,6 @@ class Writer(pickle.Pickler):
                 "set-up, and which is another one in every process; use the object itself as a "
                 "key, or a name for it"
             )
-
-    def _address(self, value: int) -> Any:
-        path = self._names.path_at(value)
-        if path is None:
-            self._addresses.add(value)
-            return None
-        self._reach(path)
-        return ("address", path)
 
     def reducer_override(self, value: Any) -> Any:  # noqa: PLR0912 (one case for each kind)
         """Reduce objects that pickle cannot write, or not so that they are the same afterwards."""
@@ -531,7 +530,14 @@ def _restore(
 ) -> Any:
     header, body = Unpickler(io.BytesIO(captured.program)).load()
     RemovableHandle.next_id = max(RemovableHandle.next_id, header.next_hook)
-    _check(header, names)
+    for path, saved_type in header.types.items():
+        if path not in names.objects:
+            raise SetupDiffersError(path, "was there when the program was saved, and is not now")
+        type_now = name_of(names.types[path])
+        if type_now != saved_type:
+            raise SetupDiffersError(
+                path, f"was a {saved_type} when the program was saved, and is a {type_now}"
+            )
     for path, kind in header.became.items():
         names.objects[path].__class__ = class_from(kind)
     blocks = _fill(captured.tensors, header.places, names)
@@ -555,17 +561,6 @@ def _restore(
                 if gradients and seen.kind == "tensor" and isinstance(seen.items[1], Gradient):
                     gradients.expect(path, value)
     return values
-
-
-def _check(header: _Header, names: Names) -> None:
-    for path, kind in header.types.items():
-        if path not in names.objects:
-            raise SetupDiffersError(path, "was there when the program was saved, and is not now")
-        now = name_of(names.types[path])
-        if now != kind:
-            raise SetupDiffersError(
-                path, f"was a {kind} when the program was saved, and is a {now}"
-            )
 
 
 def _fill(
@@ -640,20 +635,16 @@ class _Capture:
             names.lost,
         )
         self._writer.refuse_addresses()
-        self._refuse_classes(header.became)
+        for path, kind in header.became.items():
+            try:
+                pickle.dumps(kind)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                # Its class is another one now, which no other process could find.
+                raise Unsaveable(names.objects[path], CLASS_ADVICE, root=path) from error
         self._found.program = pickle.dumps((header, self._file.getvalue()), protocol=5)
         self._found.sizes = sizes_of(self._found.tensors, names, self._reached)
         self._found.sizes |= {"program": len(self._found.program), NOT_SAVED: self._dropped}
         return self._found
-
-    def _refuse_classes(self, became: Mapping[str, type | ParametrizedClass]) -> None:
-        """Refuse an object whose class is another one now, which no other process could find."""
-        for path, kind in became.items():
-            try:
-                pickle.dumps(kind)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                value = self._names.objects[path]
-                raise Unsaveable(value, CLASS_ADVICE, root=path) from error
 
     def _reach(self, path: str) -> None:
         if path not in self._reached:
@@ -679,12 +670,14 @@ class _Capture:
         if lies_in_block(value):
             self._places[path], _ = self._blocks.place(value)
         now = self._names.held(path)
-        dead = self._dead_gradient(value)
-        if dead is not None and self._gradients is not None:
+        gradients, dead = self._gradients, None
+        if gradients is not None and isinstance(value, torch.Tensor) and gradients.is_dead(value):
+            dead = gradient(value)
+        if dead is not None and gradients is not None:
             self._dropped += dead.nbytes
             now = now or self._names.kinds.of(value).content(value)
             assert now is not None
-            stand_in = self._gradients.stand_in(value)
+            stand_in = gradients.stand_in(value)
             now = now._replace(items=(now.items[0], stand_in, *now.items[2:]))
         if now is not None and not (isinstance(value, Results) and self._is_large(now)):
             held[path] = now
@@ -703,11 +696,6 @@ class _Capture:
             return True
         later = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("+"))
         return file.tell() + later > LARGEST_BYTES
-
-    def _dead_gradient(self, value: Any) -> torch.Tensor | None:
-        if self._gradients is None or not isinstance(value, torch.Tensor):
-            return None
-        return gradient(value) if self._gradients.is_dead(value) else None
 
     def _write(self, part: Any) -> None:
         try:

@@ -306,15 +306,9 @@ def _rows_of(value: Any, statement: str) -> list[Any]:
     cursor = sqlite3.Cursor(value)
     # Past the program's own ways to make rows.
     cursor.row_factory = None
-    with _plain_text(value):
-        return cursor.execute(statement).fetchall()
-
-
-@contextlib.contextmanager
-def _plain_text(value: Any) -> Iterator[None]:
     factory, value.text_factory = value.text_factory, str
     try:
-        yield
+        return cursor.execute(statement).fetchall()
     finally:
         value.text_factory = factory
 

@@ -297,18 +297,6 @@ class Role(enum.Enum):
     CLOSED = enum.auto()
 
 
-def _no_children(value: Any) -> Children:
-    return ()
-
-
-def _no_content(value: Any) -> Content | None:
-    return None
-
-
-def _no_put(value: Any, seen: Content) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Kind:
     """Functions for the objects of a kind.
@@ -323,9 +311,9 @@ class Kind:
     """
 
     role: Role
-    children: Callable[[Any], Children] = _no_children
-    content: Callable[[Any], Content | None] = _no_content
-    put: Callable[[Any, Content], None] = _no_put
+    children: Callable[[Any], Children] = lambda value: ()
+    content: Callable[[Any], Content | None] = lambda value: None
+    put: Callable[[Any, Content], None] = lambda value, seen: None
     of_program: bool = False
 
 
@@ -378,7 +366,9 @@ class Kinds:
         if issubclass(kind, ATOMS):
             return Kind(Role.ATOM)
         if kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch._dynamo"):
-            return Kind(Role.CLOSED, _of_compiled)
+            return Kind(
+                Role.CLOSED, lambda value: [(".%s", "_orig_mod", value._modules["_orig_mod"])]
+            )
         for types_, found in _KINDS:
             if issubclass(kind, types_):
                 return found
@@ -387,17 +377,17 @@ class Kinds:
         return Kind(Role.CLOSED) if is_closed(kind) else _OBJECT
 
 
-def _set_generator(owner: Any, bits: Any, state: tuple[Any, int]) -> None:
-    bits.state = state[0]
-    hidden.draw_children(owner, state[1])
-
-
 def _state_kind(get: Callable[[Any], Any], put: Callable[[Any, Any], None]) -> Kind:
     return Kind(
         Role.STATE,
         content=lambda value: Content("state", (get(value),)),
         put=lambda value, seen: put(value, seen.items[0]),
     )
+
+
+def _set_generator(owner: Any, bits: Any, state: tuple[Any, int]) -> None:
+    bits.state = state[0]
+    hidden.draw_children(owner, state[1])
 
 
 def _of_dict(value: Any) -> Children:
@@ -465,10 +455,6 @@ def _items_put(value: Any, seen: Content) -> None:
     put_attributes(value, seen.attributes)
 
 
-def _set_content(value: Any) -> Content:
-    return Content("set", (layout(value), *value), flat(attributes(value)))
-
-
 def _set_put(value: Any, seen: Content) -> None:
     layout, *members = seen.items
     fill(value, tuple(members), layout)
@@ -478,10 +464,6 @@ def _set_put(value: Any, seen: Content) -> None:
 def _of_weak_mapping(value: Any) -> Children:
     for place, (key, item) in enumerate(list(value.items())):
         yield from (("[key %d]", place, key), ("[value %d]", place, item))
-
-
-def _weak_mapping_content(value: Any) -> Content:
-    return Content("weak", flat(value))
 
 
 def _weak_mapping_put(value: Any, seen: Content) -> None:
@@ -494,13 +476,12 @@ def _weak_set_put(value: Any, seen: Content) -> None:
     value.update(seen.items)
 
 
-def _of_method(value: Any) -> Children:
-    yield from ((".%s", name, getattr(value, name)) for name in ("__self__", "__func__"))
+def _of_members(*names: str) -> Callable[[Any], Children]:
+    return lambda value: ((".%s", name, getattr(value, name)) for name in names)
 
 
 def _of_partial(value: Any) -> Children:
-    yield from ((".%s", name, getattr(value, name)) for name in ("func", "args", "keywords"))
-    yield from objects.of_attributes(value)
+    return (*_of_members("func", "args", "keywords")(value), *objects.of_attributes(value))
 
 
 def _partial_content(value: Any) -> Content:
@@ -510,10 +491,6 @@ def _partial_content(value: Any) -> Content:
 def _partial_put(value: Any, seen: Content) -> None:
     value.__setstate__((*seen.items, None))
     put_attributes(value, seen.attributes)
-
-
-def _of_compiled(value: Any) -> Children:
-    yield ".%s", "_orig_mod", value._modules["_orig_mod"]
 
 
 def _plain_reduction(value: Any) -> Any:
@@ -555,7 +532,9 @@ _OBJECT = Kind(Role.NAMED, objects.of_attributes, _object_content, _object_put)
 _FUNCTION = Kind(Role.NAMED, objects.of_function, objects.function_content, objects.function_put)
 
 
-_WEAK_MAPPING = Kind(Role.NAMED, _of_weak_mapping, _weak_mapping_content, _weak_mapping_put)
+_WEAK_MAPPING = Kind(
+    Role.NAMED, _of_weak_mapping, lambda value: Content("weak", flat(value)), _weak_mapping_put
+)
 
 
 _WEAK_SET = Kind(Role.NAMED, content=lambda value: Content("weak", tuple(value)), put=_weak_set_put)
@@ -577,7 +556,15 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (Results, Kind(Role.NAMED, content=results_content, put=results_put)),
     (dict, Kind(Role.NAMED, _of_dict, _dict_content, _dict_put)),
     ((list, deque), Kind(Role.NAMED, _of_items, _items_content, _items_put)),
-    (set, Kind(Role.NAMED, objects.of_attributes, _set_content, _set_put)),
+    (
+        set,
+        Kind(
+            Role.NAMED,
+            objects.of_attributes,
+            lambda value: Content("set", (layout(value), *value), flat(attributes(value))),
+            _set_put,
+        ),
+    ),
     (tuple, Kind(Role.VALUE, _of_items)),
     (frozenset, Kind(Role.VALUE)),
     (bytearray, Kind(Role.NAMED, hidden.of_beside, hidden.bytes_content, hidden.bytes_put)),
@@ -596,7 +583,7 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (weakref.WeakSet, _WEAK_SET),
     (types.FunctionType, _FUNCTION),
     (types.CellType, Kind(Role.NAMED, objects.of_cell, objects.cell_content, objects.cell_put)),
-    (types.MethodType, Kind(Role.VALUE, _of_method)),
+    (types.MethodType, Kind(Role.VALUE, _of_members("__self__", "__func__"))),
     (types.MethodWrapperType, Kind(Role.VALUE)),
     ((staticmethod, classmethod), Kind(Role.NAMED, objects.of_wrapper)),
     (property, Kind(Role.NAMED, objects.of_property)),

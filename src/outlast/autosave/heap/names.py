@@ -379,7 +379,13 @@ class Names:
             self._walk(foreign or {}, own=False)
             self._foreign.update(list(self.objects)[own:])
             self._look()
-        self.weights = [object_ for object_ in self.objects.values() if _is_weight(object_)]
+        # A frozen parameter may be thawed.
+        self.weights = [
+            value
+            for value in self.objects.values()
+            if isinstance(value, nn.Parameter)
+            or (isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad)
+        ]
 
     def path_of(self, value: Any) -> str | None:
         """The name of an object; None for one that came later."""
@@ -626,13 +632,6 @@ class Names:
         if role is Role.VALUE:
             return not isinstance(part, (tuple, frozenset, types.MethodType))
         return role is not Role.ATOM and not isinstance(part, torch.Tensor)
-
-
-def _is_weight(value: Any) -> bool:
-    # A frozen parameter may be thawed.
-    return isinstance(value, nn.Parameter) or (
-        isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
-    )
 
 
 def _version(value: Any) -> int:

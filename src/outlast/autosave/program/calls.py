@@ -407,8 +407,15 @@ def reads_gradients_between_steps(files: Iterable[SourceFile], training: Trainin
     that uses gradients under a condition counts, too: its first steps tell nothing of later ones.
     """
     files = list(files)
-    if any(_by_condition(node, training) for source in files for node in ast.walk(source.tree)):
-        return True
+    conditions = (ast.If, ast.IfExp, ast.While, ast.Match)
+    for node in (node for source in files for node in ast.walk(source.tree)):
+        if isinstance(node, conditions):
+            # A condition within a step on which the fate of gradients depends.
+            inner = list(ast.walk(node))
+            if training.step_loops.isdisjoint(inner) and any(
+                _reads(part) or _uses(part) for part in inner
+            ):
+                return True
     functions: defaultdict[str, list[ast.AST]] = defaultdict(list)
     waiting: list[ast.AST] = []
     for source in files:
@@ -426,16 +433,6 @@ def reads_gradients_between_steps(files: Iterable[SourceFile], training: Trainin
                 seen.add(name)
                 waiting.extend(functions.get(name, ()))
     return False
-
-
-def _by_condition(node: ast.AST, training: Training) -> bool:
-    """Return True for a condition within a step on which the fate of gradients depends."""
-    if not isinstance(node, ast.If | ast.IfExp | ast.While | ast.Match):
-        return False
-    inner = list(ast.walk(node))
-    if any(name in training.step_loops for name in inner):
-        return False
-    return any(_reads(name) or _uses(name) for name in inner)
 
 
 def _uses(node: ast.AST) -> bool:

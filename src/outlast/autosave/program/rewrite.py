@@ -589,7 +589,21 @@ class Writer:
             case _ if isinstance(node, SIMPLE) and kind == "yield":
                 return self._yield(node, number, hidden)
             case _ if isinstance(node, SIMPLE):
-                return [self._passed(node), *self._returned(node), *self._cleared(hidden, node)]
+                # What has a call is left where the call is passed over on the way back.
+                (passed,) = made_statements(
+                    f"try: pass\nexcept {self._runtime}.passed:\n"
+                    f" if not {self._runtime}.leads(): raise",
+                    node,
+                )
+                assert isinstance(passed, ast.Try)
+                passed.body = [node]
+                statements: list[ast.stmt] = [passed]
+                if not isinstance(self._body, ast.Module) and not isinstance(
+                    node, ast.Return | ast.Raise
+                ):
+                    # As `_restored`, for a frame that set-up had brought into a call.
+                    statements.append(self._restorations.returned(node, self._sites[-1].names))
+                return [*statements, *self._cleared(hidden, node)]
         raise self._error(
             node,
             f"{self._way.what} within `{type(node).__name__.lower()}` cannot be entered again; "
@@ -681,16 +695,6 @@ class Writer:
             node.handlers[:0] = passing.handlers
         return [node]
 
-    def _passed(self, node: ast.stmt) -> ast.stmt:
-        """A statement with a call, which is left where the call is passed over on the way back."""
-        (made,) = made_statements(
-            f"try: pass\nexcept {self._runtime}.passed:\n if not {self._runtime}.leads(): raise",
-            node,
-        )
-        assert isinstance(made, ast.Try)
-        made.body = [node]
-        return made
-
     def _if(self, node: ast.If, number: int, around: tuple[int, ...]) -> ast.stmt:
         self._refuse_leading(node.test)
         node.body = [*self._restored(node), *self._block(node.body, (*around, number))]
@@ -763,12 +767,6 @@ class Writer:
         # Those of a module are global.
         return [] if isinstance(self._body, ast.Module) else [self._restorations.entered(near)]
 
-    def _returned(self, node: ast.stmt) -> list[ast.stmt]:
-        """As `_restored`, for a frame that set-up had brought into a call: when it is back."""
-        if isinstance(self._body, ast.Module) or isinstance(node, ast.Return | ast.Raise):
-            return []
-        return [self._restorations.returned(node, self._sites[-1].names)]
-
     def _refuse_sites(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
             if self._is_site(statement):
@@ -814,7 +812,14 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
         for body in reversed(bodies):
             writer = Writer(rewritten, body, way, number, rebound)
             if writer.leads():
-                _refuse_suspended(rewritten, body)
+                if isinstance(body, ast.AsyncFunctionDef) or (
+                    isinstance(body, ast.FunctionDef) and _yields(body)
+                ):
+                    raise AutosaveError(
+                        f"{rewritten.source.name()}, line {body.lineno}: the generator or "
+                        f"coroutine `{body.name}` trains, and cannot be entered again in the "
+                        "middle; move its training loop into a plain function"
+                    )
                 writer.write()
                 rewritten.bodies.add(writer.name)
                 number = writer.number
@@ -828,17 +833,6 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
 
 def _yields(function: Function) -> bool:
     return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in nodes_here(function))
-
-
-def _refuse_suspended(rewritten: Rewritten, body: Body) -> None:
-    if isinstance(body, ast.AsyncFunctionDef) or (
-        isinstance(body, ast.FunctionDef) and _yields(body)
-    ):
-        raise AutosaveError(
-            f"{rewritten.source.name()}, line {body.lineno}: the generator or coroutine "
-            f"`{body.name}` trains, and cannot be entered again in the middle; move its training "
-            "loop into a plain function"
-        )
 
 
 def _rewrite_generator(

@@ -75,9 +75,9 @@ def local_names(body: Body) -> frozenset[str]:
 def defined_names(body: Body) -> dict[str, ast.stmt]:
     """Names that a definition or import binds, and nothing else in the body does."""
     bindings = _bindings(body)
-    return {
-        name: node for node in _in_order(body) for name in names_of(node) if bindings[name] == 1
-    }
+    found = [node for node in nodes_here(body) if isinstance(node, DEFINITIONS)]
+    found.sort(key=lambda node: (node.lineno, node.col_offset))
+    return {name: node for node in found for name in names_of(node) if bindings[name] == 1}
 
 
 def names_of(node: ast.stmt) -> list[str]:
@@ -89,17 +89,15 @@ def names_of(node: ast.stmt) -> list[str]:
     return []
 
 
-def _in_order(body: Body) -> list[ast.stmt]:
-    found = [node for node in nodes_here(body) if isinstance(node, DEFINITIONS)]
-    return sorted(found, key=lambda node: (node.lineno, node.col_offset))
-
-
 def _bindings(body: Body) -> Counter[str]:
     """Names bound in a body, and at how many places."""
     bound: Counter[str] = Counter()
     outer: set[str] = set()
     if not isinstance(body, ast.Module):
-        bound.update(argument.arg for argument in _arguments(body.args))
+        given = body.args
+        packed = [item for item in (given.vararg, given.kwarg) if item]
+        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, *packed]
+        bound.update(argument.arg for argument in arguments)
     nodes = nodes_here(body)
     # Variables of a comprehension are those of a frame of its own.
     others = {
@@ -126,11 +124,6 @@ def _bindings(body: Body) -> Counter[str]:
         bound.pop(name, None)
     bound.pop("*", None)
     return bound
-
-
-def _arguments(arguments: ast.arguments) -> list[ast.arg]:
-    others = [item for item in (arguments.vararg, arguments.kwarg) if item]
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *others]
 
 
 def code_names(tree: ast.Module, body: Body) -> tuple[str, int]:

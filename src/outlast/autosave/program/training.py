@@ -163,7 +163,15 @@ class _Search:
             )
         if not steps:
             steps = self._step_loops()
-        self._refuse_nested(steps)
+        step_loops = set(steps)
+        for outer in step_loops:
+            for inner in ast.walk(outer):
+                if inner is not outer and inner in step_loops:
+                    raise AutosaveError(
+                        f"two training loops conflict: the loop at {self._place(inner)} lies in a "
+                        f"step of the loop at {self._place(outer)}, and both are marked; mark one "
+                        "of them"
+                    )
         carriers = self._carriers(steps)
         for body in self._bodies:
             for call in walk_here(body):
@@ -210,10 +218,8 @@ class _Search:
             )
         steps -= self._parts_of_steps(steps)
         what = "a backward pass and a step" if len(wanted) > 1 else "a backward pass"
-        return dict.fromkeys(sorted(steps, key=self._order), f"each iteration does {what}")
-
-    def _order(self, loop: Loop) -> tuple[str, int]:
-        return (str(self._where[loop].path), loop.lineno)
+        in_order = sorted(steps, key=lambda loop: (str(self._where[loop].path), loop.lineno))
+        return dict.fromkeys(in_order, f"each iteration does {what}")
 
     def _loops(self) -> list[Loop]:
         return [node for body in self._bodies for node in walk_here(body) if isinstance(node, Loop)]
@@ -319,17 +325,6 @@ class _Search:
                 for call in self._calls.of(node)
             }
         return body in self._reached
-
-    def _refuse_nested(self, steps: Iterable[Loop]) -> None:
-        chosen = set(steps)
-        for loop in chosen:
-            for inner in ast.walk(loop):
-                if inner is not loop and inner in chosen:
-                    raise AutosaveError(
-                        f"two training loops conflict: the loop at {self._place(inner)} lies in a "
-                        f"step of the loop at {self._place(loop)}, and both are marked; mark one "
-                        "of them"
-                    )
 
     def _place(self, node: ast.AST) -> str:
         line = getattr(node, "lineno", 1)
@@ -501,10 +496,7 @@ class _WithoutRestorations(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         parts = {item.attr for item in ast.walk(node.test) if isinstance(item, ast.Attribute)}
-        if parts & {"restoring", "late"} and RUNTIME in _names(ast.walk(node.test)):
+        names = {item.id for item in ast.walk(node.test) if isinstance(item, ast.Name)}
+        if parts & {"restoring", "late"} and RUNTIME in names:
             node.body = [ast.Expr(ast.Constant(...))]
         return self.generic_visit(node)
-
-
-def _names(nodes: Iterable[ast.AST]) -> set[str]:
-    return {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -283,7 +283,13 @@ class Logs:
         """
         sizes = {self.read(path): size for path, size in (saved or {}).items()}
         if saved is not None:
-            self._put_back_later_ones(sizes)
+            # Those that the run opened after it was saved become what they were before it.
+            for name in self._first.appended():
+                path = self.read(name)
+                if path in sizes or path in self._noted:
+                    continue
+                if told := self._first.put_back(name, Path(path)):
+                    warnings.warn(told, stacklevel=1)
         for path, size in sizes.items():
             self.cut(path, size)
         for file, path in self._writable():
@@ -292,15 +298,6 @@ class Logs:
         for path in self._kept:
             _aside(path).unlink(missing_ok=True)
         self._kept, self._resuming = set(), False
-
-    def _put_back_later_ones(self, sizes: Mapping[str, int]) -> None:
-        """Make those what they were before the run that it opened after it was saved."""
-        for name in self._first.appended():
-            path = self.read(name)
-            if path in sizes or path in self._noted:
-                continue
-            if told := self._first.put_back(name, Path(path)):
-                warnings.warn(told, stacklevel=2)
 
     def cut(self, path: str, size: int) -> int:
         """Make one log what it was; gives its size."""
@@ -369,7 +366,10 @@ class Logs:
         if path is not None and opener is None and not {"w", "x"}.isdisjoint(mode):
             self._lay_aside(path, mode)
         appends = path is not None and opener is None and "a" in mode and _QUEUED not in path
-        before = _size(path) if path is not None and appends else None
+        before = None
+        if path is not None and appends:
+            with suppress(OSError):
+                before = Path(path).stat().st_size
         made = _plain_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         if path is not None and not {"w", "x", "a", "+"}.isdisjoint(mode):
             key = id(made)
@@ -497,14 +497,6 @@ def _cut(path: str, size: int) -> int:
     elif now > size:
         os.truncate(path, size)
     return min(now, size)
-
-
-def _size(path: str) -> int | None:
-    """Bytes of a file; None if it does not exist."""
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return None
 
 
 def _aside(path: str) -> Path:

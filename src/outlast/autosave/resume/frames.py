@@ -63,7 +63,11 @@ class Frames:
                 self._leading.setdefault(site.body, []).append(site)
         self._numbers: dict[str, int] = {}
         for file in files:
-            for body in _in_order(file):
+            # In the order of their lines, which a change above them leaves as it is.
+            place = f"{file.source.path}:"
+            for body in sorted(
+                file.bodies, key=lambda body: int(body.removeprefix(place).partition(":")[0])
+            ):
                 self._numbers[body] = len(self._numbers)
 
     def of(self, frame: FrameType | None) -> list[FrameType]:
@@ -137,7 +141,14 @@ class Frames:
 
     def leading(self, frame: FrameType) -> Site | None:
         """The call, or the `yield`, that a frame is in."""
-        line, column = _position(frame)
+        # Line and column where the expression ends that the frame is computing.
+        positions = frame.f_code.co_positions()
+        _, line, _, column = next(
+            itertools.islice(positions, frame.f_lasti // 2, None), (None, None, None, None)
+        )
+        if line is None or column is None:
+            # Python can be told not to keep columns.
+            line, column = frame.f_lineno, None
         sites = self._leading.get(name_of(frame.f_code), ())
         return next((site for site in sites if site.covers(line, column)), None)
 
@@ -145,12 +156,6 @@ class Frames:
     def number_of(site: Site | None) -> int | None:
         """Number of a site, if there is one."""
         return None if site is None else site.number
-
-
-def _in_order(file: Rewritten) -> list[str]:
-    """Bodies of a file in the order of their lines, which a change above them leaves as it is."""
-    place = f"{file.source.path}:"
-    return sorted(file.bodies, key=lambda body: int(body.removeprefix(place).partition(":")[0]))
 
 
 def name_of(code: CodeType) -> str:
@@ -163,16 +168,6 @@ def _as_written(name: str) -> str:
     end = name.find("__", 2)
     private = name[:1] == "_" and name[1:2] != "_" and end > 0 and not name.endswith("__")
     return name[end:] if private else name
-
-
-def _position(frame: FrameType) -> tuple[int | None, int | None]:
-    """Line and column where the expression ends that a frame is computing."""
-    positions = frame.f_code.co_positions()
-    _, line, _, column = next(
-        itertools.islice(positions, frame.f_lasti // 2, None), (None, None, None, None)
-    )
-    # Python can be told not to keep columns.
-    return (frame.f_lineno, None) if line is None or column is None else (line, column)
 
 
 class EnteredContext:

@@ -501,13 +501,12 @@ def _changed_places(tree: ast.Module) -> Iterator[ast.expr]:
     """Names whose attributes or items a text sets, and those whose methods it calls."""
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=place, ctx=ast.Store() | ast.Del()):
-                yield place
-            case ast.Subscript(value=place, ctx=ast.Store() | ast.Del()):
-                yield place
-            case ast.Call(func=ast.Name(id="setattr" | "delattr" | "vars"), args=[place, *_]):
-                yield place
-            case ast.Call(func=ast.Attribute(value=place)):
+            case (
+                ast.Attribute(value=place, ctx=ast.Store() | ast.Del())
+                | ast.Subscript(value=place, ctx=ast.Store() | ast.Del())
+                | ast.Call(func=ast.Name(id="setattr" | "delattr" | "vars"), args=[place, *_])
+                | ast.Call(func=ast.Attribute(value=place))
+            ):
                 yield place
 
 

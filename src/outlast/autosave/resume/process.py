@@ -358,10 +358,15 @@ def random_states() -> dict[str, Any]:
     """
     states: dict[str, Any] = {name: source.read() for name, source in host_sources().items()}
     for device in _DEVICES:
-        if _in_use(device):
-            states[device] = [
-                _bytes_of(tensor) for tensor in _states_of(device, getattr(torch, device))
-            ]
+        module = getattr(torch, device)
+        # Only where random numbers may have been drawn.
+        if device == "mps":
+            drawn = [module.get_rng_state()] if torch.backends.mps.is_available() else None
+        else:
+            in_use = module.is_available() and module.is_initialized()
+            drawn = module.get_rng_state_all() if in_use else None
+        if drawn is not None:
+            states[device] = [_bytes_of(tensor) for tensor in drawn]
     return states
 
 
@@ -428,21 +433,6 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 def _tensor_of(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def _in_use(device: str) -> bool:
-    """Return True if random numbers may have been drawn on a kind of device."""
-    module = getattr(torch, device)
-    if device == "mps":
-        return torch.backends.mps.is_available()
-    return bool(module.is_available() and module.is_initialized())
-
-
-def _states_of(device: str, module: Any) -> list[torch.Tensor]:
-    if device == "mps":
-        return [module.get_rng_state()]
-    states: list[torch.Tensor] = module.get_rng_state_all()
-    return states
 
 
 def _set_device(device: str, states: list[torch.Tensor]) -> None:

@@ -86,13 +86,7 @@ def _of_root(
         if step.startswith("."):
             for file in files:
                 if (line := attribute_line(file.tree, step[1:])) is not None:
-                    return _Binding(
-                        file,
-                        line,
-                        root.partition(":")[2] + "".join(path)
-                        if ":" in root
-                        else root + "".join(path),
-                    )
+                    return _Binding(file, line, root[root.find(":") + 1 :] + "".join(path))
     depth, colon, name = root.partition(":")
     if colon and depth.isdigit() and name.isidentifier():
         return _in_frame(frames[int(depth)], name, path, files)
@@ -103,15 +97,11 @@ def _of_root(
 def _in_frame(
     frame: FrameType, name: str, path: list[str], files: Iterable[SourceFile]
 ) -> _Binding | None:
-    code = frame.f_code
-    for file in files:
-        if str(file.path) != code.co_filename:
-            continue
-        for body in file.bodies():
-            if code_names(file.tree, body) == (code.co_qualname, code.co_firstlineno):
-                line = binding_line(body, name, frame.f_lineno)
-                return _Binding(file, line, name + "".join(path))
-    return None
+    found = _body_of(frame, files)
+    if found is None:
+        return None
+    file, body = found
+    return _Binding(file, binding_line(body, name, frame.f_lineno), name + "".join(path))
 
 
 def _in_module(
@@ -157,8 +147,8 @@ def _refuse(function: FunctionType, frame: FrameType, files: Sequence[SourceFile
     code, values = function.__code__, frame.f_locals
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         shared = name in frame.f_code.co_cellvars and name in values and _holds(cell, values[name])
-        body = _body_of(frame, files) if shared else None
-        if body is not None and _changes(body, name, frame, code):
+        found = _body_of(frame, files) if shared else None
+        if found is not None and _changes(found[1], name, frame, code):
             raise AutosaveError(
                 f"{code.co_filename}, line {code.co_firstlineno}: `{function.__qualname__}` was "
                 f"made after set-up and shares the variable `{name}` with "
@@ -174,12 +164,13 @@ def _holds(cell: object, value: object) -> bool:
         return False
 
 
-def _body_of(frame: FrameType, files: Sequence[SourceFile]) -> Body | None:
+def _body_of(frame: FrameType, files: Iterable[SourceFile]) -> tuple[SourceFile, Body] | None:
+    """The body of the program that a frame executes, and its file."""
     code = frame.f_code
     names = (code.co_qualname, code.co_firstlineno)
     return next(
         (
-            body
+            (file, body)
             for file in files
             if str(file.path) == code.co_filename
             for body in file.bodies()
@@ -295,7 +286,10 @@ def refuse_fed_queues(names: Names, files: frozenset[str]) -> None:
     }
     for frame in _filling(files) if queues else ():
         code = frame.f_code
-        seen = (item for value in _used(frame) for item in _reached(value, files, _DEPTH))
+        # Its local variables, and the global ones that its code names.
+        used = list(frame.f_locals.values())
+        used += [frame.f_globals[name] for name in code.co_names if name in frame.f_globals]
+        seen = (item for value in used for item in _reached(value, files, _DEPTH))
         found = (queues.get(id(number)) for number in itertools.islice(seen, _AT_MOST))
         path = next((tensor for tensor in found if tensor is not None), None)
         if path is not None:
@@ -316,12 +310,6 @@ def _filling(files: frozenset[str]) -> Iterator[FrameType]:
             if code.co_filename in files and not _FILLS.isdisjoint(code.co_names):
                 yield frame
             frame = frame.f_back
-
-
-def _used(frame: FrameType) -> Iterator[Any]:
-    """The local variables of a frame, and the global ones that its code names."""
-    yield from list(frame.f_locals.values())
-    yield from (frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals)
 
 
 def _reached(value: Any, files: frozenset[str], depth: int) -> Iterator[Any]:

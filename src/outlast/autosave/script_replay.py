@@ -38,14 +38,14 @@ from outlast.autosave.program.source import RUNTIME, read_program
 from outlast.autosave.program.training import find_training
 from outlast.autosave.resume.frames import MODULE, Frames, name_of
 from outlast.autosave.resume.process import random_states
-from outlast.autosave.trace.dispatch import digest, digests, holds_numbers, storage_key
-from outlast.autosave.trace.plan import Difference, StateFinder, differences, first_differences
-from outlast.autosave.trace.state import StatePlan, outermost_modules, readable_names
+from outlast.autosave.state_plan import StatePlan, outermost_modules, readable_names
+from outlast.autosave.state_search import Difference, StateFinder, differences, first_differences
+from outlast.autosave.step_trace import digest, digests, holds_numbers, storage_key
 from outlast.errors import AutosaveError, OutlastError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import FrameType, ModuleType
+    from types import ModuleType
 
     from outlast.autosave.program.source import Rewritten
 
@@ -77,12 +77,14 @@ class ProgramView:
         found: dict[str, Any] = {}
         dead: dict[str, frozenset[str]] = {}
         for frame in self._frames.of(sys._getframe(1)):
+            body = name_of(frame.f_code)
             if frame.f_code.co_name == MODULE:
-                dead[frame.f_globals["__name__"]] = self._dead.get(
-                    name_of(frame.f_code), frozenset()
-                )
-            for name, item in self._local(frame).items():
-                found[_unused_name(name, found)] = item
+                dead[frame.f_globals["__name__"]] = self._dead.get(body, frozenset())
+                continue
+            live = self._live.get(body, frozenset())
+            for name, item in frame.f_locals.items():
+                if name in live and not name.startswith(RUNTIME.rstrip("_")):
+                    found[_unused_name(name, found)] = item
         for module_name, module in self._modules():
             for name, variable in vars(module).items():
                 if not name.startswith("__") and name not in dead.get(module_name, ()):
@@ -121,16 +123,6 @@ class ProgramView:
             for name, module in list(sys.modules.items())
             if getattr(module, "__file__", None) in self._files
         ]
-
-    def _local(self, frame: FrameType) -> dict[str, Any]:
-        if frame.f_code.co_name == MODULE:
-            return {}
-        live = self._live.get(name_of(frame.f_code), frozenset())
-        return {
-            name: f_name
-            for name, f_name in frame.f_locals.items()
-            if name in live and not name.startswith(RUNTIME.rstrip("_"))
-        }
 
 
 def _unused_name(name: str, found: dict[str, Any]) -> str:
@@ -585,7 +577,7 @@ def main(path: str) -> int:
 _ITERATOR = f"['{RUNTIME.rstrip('_')}_"
 
 
-_START = "import sys; from outlast.autosave.trace.script import main; sys.exit(main(sys.argv[1]))"
+_START = "import sys; from outlast.autosave.script_replay import main; sys.exit(main(sys.argv[1]))"
 
 
 @dataclass(frozen=True)

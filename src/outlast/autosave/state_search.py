@@ -1,9 +1,5 @@
 """Find the state of a step: from its trace, from the graph and from what changes.
 
-A first process makes the program, finds its state, saves it by the plan and goes on. A second one
-makes the program anew, takes over what was saved and goes on. What the plan calls derivable is
-left as set-up made it, and what it calls dead is filled with nonsense, so that a wrong class shows.
-
 Writes of a module's forward pass, by the signature of its exported graph.
 
 `torch.export` makes a module a function without side effects; after the decompositions (before
@@ -16,33 +12,21 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 import re
 import time
-import traceback
 import warnings
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.names import Names
 from outlast.autosave.resume.process import random_states, set_random_states
-from outlast.autosave.trace.dispatch import (
-    Accesses,
-    changed_over,
-    digests,
-    holds_numbers,
-    storage_key,
-    traced_step,
-    weak_storage,
-)
-from outlast.autosave.trace.state import (
+from outlast.autosave.state_plan import (
     Boundary,
     Doubts,
     Evidence,
@@ -59,11 +43,19 @@ from outlast.autosave.trace.state import (
     program_modules,
     readable_names,
 )
+from outlast.autosave.step_trace import (
+    Accesses,
+    changed_over,
+    digests,
+    holds_numbers,
+    storage_key,
+    traced_step,
+    weak_storage,
+)
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from multiprocessing.connection import Connection
 
 
 _LARGE_LEAVES = 8
@@ -112,7 +104,12 @@ def recorded_inputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, In
     found: dict[nn.Module, Inputs] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[module] = Inputs(*pytree.tree_map_only(torch.Tensor, _shape_of, (args, kwargs)))
+        shapes = pytree.tree_map_only(
+            torch.Tensor,
+            lambda tensor: _Shape(tuple(tensor.shape), tensor.dtype, tensor.device),
+            (args, kwargs),
+        )
+        found[module] = Inputs(*shapes)
 
     every = {part for module in modules for part in module.modules()}
     handles = [said.register_forward_pre_hook(note, with_kwargs=True) for said in every]
@@ -140,7 +137,14 @@ def graph_state(
         if item not in inputs:
             continue
         kind = type(item).__name__
-        key = _key(item, inputs[item])
+        # Equal for modules that do the same with other numbers, as far as they can be told apart.
+        settings = {
+            name: variable
+            for name, variable in vars(item).items()
+            if isinstance(variable, (int, float, str, bool, type(None)))
+        }
+        shapes = [(name, tuple(buffer.shape)) for name, buffer in item.named_buffers()]
+        key = f"{type(item)} {item!r} {settings} {shapes} {inputs[item]}"
         if key not in known:
             if time.monotonic() > deadline:
                 found.failures.append(f"{kind}: {limit_seconds:g} s of exports had passed")
@@ -191,24 +195,15 @@ def _has_state(module: nn.Module, *, deep: bool) -> bool:
     )
 
 
-def _key(module: nn.Module, inputs: Inputs) -> str:
-    """Equal for modules that do the same with other numbers, as far as they can be told apart."""
-    settings = {
-        name: variable
-        for name, variable in vars(module).items()
-        if isinstance(variable, (int, float, str, bool, type(None)))
-    }
-    shapes = [(name, tuple(item.shape)) for name, item in module.named_buffers()]
-    return f"{type(module)} {module!r} {settings} {shapes} {inputs}"
-
-
 def _export(module: nn.Module, inputs: Inputs) -> _Signature | str:
     """The signature, or in a phrase why there is none."""
     states = random_states()
     try:
         # A forward pass may leave traces in Python, which the program's own module must not have.
         whole = copy.deepcopy(module)
-        filled = pytree.tree_map_only(_Shape, _filled, tuple(inputs), is_leaf=_is_shape)
+        filled = pytree.tree_map_only(
+            _Shape, _filled, tuple(inputs), is_leaf=lambda value: isinstance(value, _Shape)
+        )
         return _signature(whole, *filled)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
@@ -219,7 +214,8 @@ def _export(module: nn.Module, inputs: Inputs) -> _Signature | str:
 def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
     attributes: set[str] = set()
     while True:
-        with warnings.catch_warnings(record=True) as warned, _quiet():
+        silenced = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+        with warnings.catch_warnings(record=True) as warned, silenced[0], silenced[1]:
             warnings.simplefilter("always")
             try:
                 exported = torch.export.export(module, args, kwargs, strict=False)
@@ -229,7 +225,11 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 if name is None or name[1] in attributes:
                     raise
                 attributes.add(name[1])
-                _make_buffer(module, name[1])
+                parent, _, last = name[1].rpartition(".")
+                owner = module.get_submodule(parent)
+                tensor = getattr(owner, last)
+                delattr(owner, last)
+                owner.register_buffer(last, tensor)
                 continue
         for item in warned:
             found = _ASSIGNED.search(str(item.message))
@@ -239,34 +239,12 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _Signature(mutated - attributes, frozenset(attributes))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield
-
-
-def _make_buffer(module: nn.Module, name: str) -> None:
-    parent, _, last = name.rpartition(".")
-    owner = module.get_submodule(parent)
-    tensor = getattr(owner, last)
-    delattr(owner, last)
-    owner.register_buffer(last, tensor)
-
-
 def _attribute(module: nn.Module, name: str) -> Any:
     parent, _, last = name.rpartition(".")
     try:
         return getattr(module.get_submodule(parent), last, None)
     except AttributeError:
         return None
-
-
-def _shape_of(tensor: torch.Tensor) -> _Shape:
-    return _Shape(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, _Shape)
 
 
 def _filled(shape: _Shape) -> torch.Tensor:
@@ -378,8 +356,20 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
         if _strided(tensor):
             written.setdefault(storage_key(tensor), []).append(f"graph: {why}")
     covered = evidence.boundaries[-1].covered
-    set_up = _made_by_set_up(objects.values())
-    shared = _memory_of_arrays(objects.values())
+    # Storages of buffers that their modules declare to make again.
+    set_up = {
+        storage_key(buffer)
+        for object_ in objects.values()
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
+        if (buffer := object_._buffers.get(name)) is not None and _strided(buffer)
+    }
+    # Memory addresses of arrays.
+    shared = [
+        range(first := object_.__array_interface__["data"][0], first + object_.nbytes)
+        for object_ in objects.values()
+        if isinstance(object_, np.ndarray) and object_.nbytes
+    ]
     # Paths to what optimizers keep for each parameter.
     kept = {
         id(value)
@@ -464,29 +454,6 @@ def _state(
     )
 
 
-def _made_by_set_up(objects: Iterable[Any]) -> frozenset[int]:
-    """Storages of buffers that their modules declare to make again."""
-    return frozenset(
-        storage_key(tensor)
-        for object_ in objects
-        if isinstance(object_, nn.Module)
-        for name in object_._non_persistent_buffers_set
-        if (tensor := object_._buffers.get(name)) is not None and _strided(tensor)
-    )
-
-
-def _memory_of_arrays(objects: Iterable[Any]) -> list[range]:
-    """Memory addresses of arrays."""
-    return [
-        range(
-            object_.__array_interface__["data"][0],
-            object_.__array_interface__["data"][0] + object_.nbytes,
-        )
-        for object_ in objects
-        if isinstance(object_, np.ndarray) and object_.nbytes
-    ]
-
-
 def _shared(value: Any, memory: list[range]) -> bool:
     """Return True if an array lies in the storage of a tensor."""
     if not _strided(value) or value.device.type != "cpu":
@@ -540,147 +507,3 @@ def differences(
     for name in dict.fromkeys([*expected, *found]):
         if expected.get(name, "") != found.get(name, ""):
             yield Difference(step, name, expected.get(name, ""), found.get(name, ""))
-
-
-_NONSENSE = 0x5A
-
-
-Program = tuple["Callable[[], Any]", Any]
-
-
-"""A step and the roots of its state, as `find_state` takes them."""
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Result of replaying a step function.
-
-    Attributes:
-        plan: That was checked.
-        tensors: Tensors compared after each step.
-        differences: What the second process had differently.
-    """
-
-    plan: StatePlan
-    tensors: int
-    differences: tuple[Difference, ...]
-
-    @property
-    def identical(self) -> bool:
-        """Return True if all tensors were the same, bit for bit."""
-        return not self.differences
-
-
-def replay(
-    set_up: Callable[[], Program],
-    steps: int = 3,
-    *,
-    start: Literal["spawn", "fork"] = "spawn",
-    timeout_seconds: float = 600.0,
-) -> Replay:
-    """Check the plan of a step function in two processes.
-
-    Args:
-        set_up: Makes the step and its roots, the same in every process; with "spawn" a function
-            that can be imported.
-        steps: Steps to compare.
-        start: How the processes are started; "fork" is faster where no thread runs yet.
-        timeout_seconds: How long each may take.
-
-    Raises:
-        AutosaveError: When one of them fails.
-    """
-    first = _in_process(start, timeout_seconds, _original, set_up, steps)
-    plan, saved, expected = first
-    found = _in_process(start, timeout_seconds, _resumed, set_up, steps, saved)
-    return Replay(
-        plan=plan, tensors=len(expected[1]), differences=tuple(first_differences(expected, found))
-    )
-
-
-def _original(set_up: Callable[[], Program], steps: int) -> Any:
-    step, roots = set_up()
-    names = _names(step, roots)
-    plan = find_state(step, roots)
-    captured = capture(names, (random_states(), named_roots(step, roots)), {})
-    kinds = {
-        storage_key(item): plan.find(path).kind
-        for path, item in reached(step, roots).items()
-        if isinstance(item, torch.Tensor)
-        and any(path in (tensor.name, *tensor.aliases) for tensor in plan.tensors)
-    }
-    kept = {}
-    for name, tensor in captured.tensors.items():
-        kind = kinds.get(storage_key(tensor), "must-save")
-        if kind == "derivable" and name.removeprefix("=") in names.objects:
-            continue
-        kept[name] = tensor.clone()
-        if kind == "dead":
-            kept[name].view(torch.uint8).fill_(_NONSENSE)
-    saved = io.BytesIO()
-    torch.save((captured.program, kept, set(captured.tensors) - set(kept)), saved)
-    return plan, saved.getvalue(), _digests_of_steps(step, roots, steps)
-
-
-def _resumed(set_up: Callable[[], Program], steps: int, saved: bytes) -> Any:
-    step, roots = set_up()
-    names = _names(step, roots)
-    program, tensors, derived = torch.load(io.BytesIO(saved), weights_only=False)
-    for name in derived:
-        # Not saved: it stays as set-up has made it here.
-        tensors[name] = _row(names.objects[name.removeprefix("=")]).clone()
-    states, _ = restore(Captured(program, tensors), names, {})
-    set_random_states(states)
-    return _digests_of_steps(step, roots, steps)
-
-
-def _row(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of a tensor, as one row."""
-    storage = tensor.untyped_storage()
-    row = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return row.set_(storage, 0, (storage.nbytes() // tensor.element_size(),))  # type: ignore[call-overload,no-any-return]
-
-
-def _names(step: Callable[[], Any], roots: Any) -> Names:
-    named = named_roots(step, roots)
-    return Names(named, program_modules(named))
-
-
-def _digests_of_steps(step: Callable[[], Any], roots: Any, steps: int) -> dict[int, dict[str, str]]:
-    found = {}
-    for number in range(1, steps + 1):
-        step()
-        objects = reached(step, roots)
-        called = readable_names(objects)
-        found[number] = {
-            called.get(id(objects[path]), path): digest for path, digest in digests(objects).items()
-        }
-    return found
-
-
-def _in_process(start: str, timeout_seconds: float, work: Callable[..., Any], *args: Any) -> Any:
-    """Do `work` in a process of its own; gives what it returns."""
-    context = multiprocessing.get_context(start)
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(theirs, work, args))  # type: ignore[attr-defined]
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(timeout_seconds):
-            raise AutosaveError(f"the replay did not end within {timeout_seconds:g} s")
-        well, result = ours.recv()
-    except EOFError:
-        raise AutosaveError("the process of a replay died without a word") from None
-    finally:
-        process.kill()
-        process.join()
-    if not well:
-        raise AutosaveError(f"the step function failed in its replay: {result}")
-    return result
-
-
-def _tell(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    try:
-        pipe.send((True, work(*args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc().strip().splitlines()[-1]))

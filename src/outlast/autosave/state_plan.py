@@ -12,13 +12,13 @@ from torch import nn
 
 from outlast.autosave.cost import StateBytes
 from outlast.autosave.heap.tensors import gradient
-from outlast.autosave.trace.dispatch import Access, storage_key
+from outlast.autosave.step_trace import Access, storage_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from outlast.autosave.trace.dispatch import Accesses, WeakStorage, Window
-    from outlast.autosave.trace.plan import GraphState
+    from outlast.autosave.state_search import GraphState
+    from outlast.autosave.step_trace import Accesses, WeakStorage, Window
 
 
 Kind = Literal["must-save", "save-once", "derivable", "dead"]
