@@ -124,28 +124,30 @@ def simulate(
 
     --json: {"log", "jobs", "machine_nodes", "run", "notes", "rows"}, times in seconds.
     """
+    from outlast.cluster.policies import replay
+
     log = _log(asked_log)
     job, limits = _run(log, asked_run)
-    rows = _rows(log, job, limits, comparison, asked_log.seed)
+    backfill = comparison.backfill
+    if backfill not in ("easy", "conservative"):
+        raise ClusterError(f'--backfill = "{backfill}" is neither easy nor conservative')
+    chosen = _policies(comparison.policy, comparison.links * HOUR, backfill)
+    rows: list[PolicyResult] = []
+    for item in comparison.load or [log.load]:
+        stretched = log.at_load(item) if comparison.load else log
+        rows += replay(
+            stretched,
+            chosen,
+            job,
+            limits,
+            runs=comparison.runs,
+            seed=asked_log.seed,
+            backfill=backfill,
+        )
     if json:
         _print_json(log, job, rows)
     else:
         _print(log, job, rows)
-
-
-def _rows(
-    log: Workload, job: MalleableJob, limits: Limits, asked: AskedComparison, seed: int
-) -> list[PolicyResult]:
-    """One row for each load and policy."""
-    from outlast.cluster.policies import replay
-
-    kind = _backfill(asked.backfill)
-    chosen = _policies(asked.policy, asked.links * HOUR, kind)
-    rows: list[PolicyResult] = []
-    for item in asked.load or [log.load]:
-        stretched = log.at_load(item) if asked.load else log
-        rows += replay(stretched, chosen, job, limits, runs=asked.runs, seed=seed, backfill=kind)
-    return rows
 
 
 def _log(asked: AskedLog) -> Workload:
@@ -189,12 +191,6 @@ def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
             f"{job.overhead(reference):g} s; give more"
         )
     return job, Limits(max_wall_seconds=longest, max_nodes=log.machine_nodes)
-
-
-def _backfill(name: str) -> Backfill:
-    if name not in ("easy", "conservative"):
-        raise ClusterError(f'--backfill = "{name}" is neither easy nor conservative')
-    return name  # type: ignore[return-value]
 
 
 def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) -> list[Policy]:

@@ -89,14 +89,17 @@ def convert(
 
     Example: outlast convert llama/ small/ --rank 0.5 --calibrate text.txt
     """
+    import torch
+
     from outlast.errors import TensorizeError
-    from outlast.tensorize.export import check_target
+    from outlast.tensorize.export import check_target, export_dense, export_factored
     from outlast.tensorize.hf.conversion import (
         NO_MATRICES,
         ConversionSettings,
         check,
         convert_model,
         load_dense,
+        read_text,
     )
 
     if written_as not in WRITTEN_AS:
@@ -123,12 +126,26 @@ def convert(
     check_target(target, overwrite=force)
     with _progress() as progress:
         progress("loading the model", 0, 1)
-        model = _on(load_dense(source), device)
-        text = _text(calibrate, source, model.config, tokens=tokens, window=window)
+        model = load_dense(source)
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError) as refusal:
+            reason = " ".join(str(refusal).split())[:200]
+            raise TensorizeError(f"--device {device} cannot be used: {reason}") from None
+        text = (
+            None
+            if calibrate is None
+            else read_text(calibrate, source, model.config, tokens=tokens, window=window)
+        )
         done = convert_model(model, settings, text, progress)
         progress("writing the model", 0, 1)
-        result = done.model if dtype is None else _cast(done.model, dtype)
-        _write(result, target, written_as, tokenizer=source, overwrite=force)
+        result = done.model if dtype is None else done.model.to(getattr(torch, dtype))
+        if written_as == "dense":
+            export_dense(result, target, tokenizer=source, overwrite=force)
+        else:
+            export_factored(
+                result, target, merged=written_as == "merged", tokenizer=source, overwrite=force
+            )
     _tell(done, text)
     _tell_files(source, target, written_as)
 
@@ -150,43 +167,6 @@ def _rank(form: str, rank: str | None, error: float | None) -> Rank:
         with contextlib.suppress(ValueError):
             return kind(rank)
     return rank
-
-
-def _on(model, device: str):  # type: ignore[no-untyped-def]
-    from outlast.errors import TensorizeError
-
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise TensorizeError(f"--device {device} cannot be used: {reason}") from None
-
-
-def _text(
-    file: Path | None, source: Path, config: object, *, tokens: int, window: int | None
-) -> CalibrationText | None:
-    from outlast.tensorize.hf.conversion import read_text
-
-    return None if file is None else read_text(file, source, config, tokens=tokens, window=window)
-
-
-def _cast(model, dtype: str):  # type: ignore[no-untyped-def]
-    import torch
-
-    return model.to(getattr(torch, dtype))
-
-
-def _write(  # type: ignore[no-untyped-def]
-    model, target: Path, written_as: str, *, tokenizer: Path, overwrite: bool
-) -> None:
-    from outlast.tensorize.export import export_dense, export_factored
-
-    if written_as == "dense":
-        export_dense(model, target, tokenizer=tokenizer, overwrite=overwrite)
-    else:
-        export_factored(
-            model, target, merged=written_as == "merged", tokenizer=tokenizer, overwrite=overwrite
-        )
 
 
 def _tell(done: ConvertedModel, text: CalibrationText | None) -> None:

@@ -169,8 +169,13 @@ def render(checks: Iterable[Check], seconds: float, console: Console) -> None:
             style = STATE_STYLE[check.state]
             if check.state == "missing" and not check.essential:
                 style = "dim"
+            lines = [escape(check.found)]
+            if check.means:
+                lines[0] += f" [dim]- {escape(check.means)}[/dim]"
+            if check.remedy:
+                lines.append(f"[cyan]-> {escape(check.remedy)}[/cyan]")
             table.add_row(
-                f"  {escape(check.name)}", f"[{style}]{check.state}[/{style}]", _text(check)
+                f"  {escape(check.name)}", f"[{style}]{check.state}[/{style}]", "\n".join(lines)
             )
     console.print(table)
     broken = [f"{check.group}: {check.name}" for check in listed if check.broken]
@@ -180,17 +185,6 @@ def render(checks: Iterable[Check], seconds: float, console: Console) -> None:
         else "[bold green]Training works on this machine.[/bold green]"
     )
     console.print(f"\n{verdict} [dim]({seconds:.1f} s)[/dim]")
-
-
-def _text(check: Check) -> str:
-    from rich.markup import escape
-
-    lines = [escape(check.found)]
-    if check.means:
-        lines[0] += f" [dim]- {escape(check.means)}[/dim]"
-    if check.remedy:
-        lines.append(f"[cyan]-> {escape(check.remedy)}[/cyan]")
-    return "\n".join(lines)
 
 
 def _python_checks() -> Iterator[Check]:
@@ -251,7 +245,18 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
             essential=True,
         )
         return
-    yield _torch_version_check(torch.__version__)
+    release = tuple(
+        int(part) for part in torch.__version__.split("+", maxsplit=1)[0].split(".")[:2]
+    )
+    good = TORCH_RANGE[0] <= release <= TORCH_RANGE[1]
+    yield Check(
+        group="PyTorch",
+        name="version",
+        state="ok" if good else "degraded",
+        found=torch.__version__,
+        means="" if good else "outside the supported range 2.11 to 2.13",
+        remedy="" if good else "pip install 'torch>=2.11,<2.14'",
+    )
     yield _build_check(machine)
     yield _backends_check()
     threads, cores = torch.get_num_threads(), machine.usable_cores
@@ -267,21 +272,6 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
     yield _bf16_check(machine)
     for device in ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]:
         yield from (matmul_check(device, dtype) for dtype in ("float32", "bfloat16"))
-
-
-def _torch_version_check(version: str) -> Check:
-    from outlast.hardware.checks import Check
-
-    release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
-    good = TORCH_RANGE[0] <= release <= TORCH_RANGE[1]
-    return Check(
-        group="PyTorch",
-        name="version",
-        state="ok" if good else "degraded",
-        found=version,
-        means="" if good else "outside the supported range 2.11 to 2.13",
-        remedy="" if good else "pip install 'torch>=2.11,<2.14'",
-    )
 
 
 def _build_check(machine: Machine) -> Check:
