@@ -498,9 +498,46 @@ def print_description(found: Description, *, tensors: bool, values: bool) -> Non
     print_facts(console, found.folder, list(_facts(found)))
     console.print()
     if tensors:
-        _print_tensors(console, found)
+        columns = [
+            Column("tensor", number=False, least=40),
+            Column("type", number=False, optional=7),
+            Column("shape", number=False, optional=3),
+            Column("pieces", optional=8),
+            *_CODING,
+        ]
+        rows = [
+            [
+                tensor.name,
+                tensor.dtype,
+                _shape(tensor.shape),
+                f"{tensor.pieces:,}",
+                *_coding(
+                    tensor.raw_bytes,
+                    tensor.ratio,
+                    tensor.coding,
+                    [tensor.bound] if tensor.bound is not None else [],
+                ),
+            ]
+            for tensor in found.tensors
+        ]
+        print_table(console, columns, rows, count_text(len(found.tensors), "tensor"))
     else:
-        _print_groups(console, found)
+        columns = [
+            Column("group", number=False, least=33),
+            Column("tensors", optional=8),
+            Column("type", number=False, optional=7, least=8),
+            *_CODING,
+        ]
+        rows = [
+            [
+                group.name,
+                f"{group.tensors:,}",
+                " ".join(group.dtypes),
+                *_coding(group.raw_bytes, group.ratio, group.coding, group.bounds),
+            ]
+            for group in found.groups
+        ]
+        print_table(console, columns, rows, f"{count_text(len(found.tensors), 'tensor')} by group")
     if values:
         console.print()
         console.print("[bold]values[/bold]")
@@ -510,7 +547,10 @@ def print_description(found: Description, *, tensors: bool, values: bool) -> Non
 
 
 def _facts(found: Description) -> Any:
-    yield "step", f"{found.step}, saved in session {found.session} by {_ranks(found.ranks)}"
+    yield (
+        "step",
+        f"{found.step}, saved in session {found.session} by {count_text(found.ranks, 'rank')}",
+    )
     yield "kind", found.kind
     if found.requires:
         yield "starts from", ", ".join(f"step {step}" for step in found.requires)
@@ -528,10 +568,6 @@ def _facts(found: Description) -> Any:
     yield "size", f"{size} ({ratio_text(found.ratio)} smaller){referred}"
     if found.problem:
         yield "damaged", found.problem
-
-
-def _ranks(count: int) -> str:
-    return count_text(count, "rank")
 
 
 _CODING = (
@@ -566,51 +602,6 @@ def _coding(
 def _bound(bound: dict[str, Any]) -> str:
     kind = "relative" if bound.get("relative") is not None else "absolute"
     return f"{bound[kind]:.0e} {kind[:3]}"
-
-
-def _print_groups(console: Console, found: Description) -> None:
-    columns = [
-        Column("group", number=False, least=33),
-        Column("tensors", optional=8),
-        Column("type", number=False, optional=7, least=8),
-        *_CODING,
-    ]
-    rows = [
-        [
-            group.name,
-            f"{group.tensors:,}",
-            " ".join(group.dtypes),
-            *_coding(group.raw_bytes, group.ratio, group.coding, group.bounds),
-        ]
-        for group in found.groups
-    ]
-    print_table(console, columns, rows, f"{count_text(len(found.tensors), 'tensor')} by group")
-
-
-def _print_tensors(console: Console, found: Description) -> None:
-    columns = [
-        Column("tensor", number=False, least=40),
-        Column("type", number=False, optional=7),
-        Column("shape", number=False, optional=3),
-        Column("pieces", optional=8),
-        *_CODING,
-    ]
-    rows = [
-        [
-            tensor.name,
-            tensor.dtype,
-            _shape(tensor.shape),
-            f"{tensor.pieces:,}",
-            *_coding(
-                tensor.raw_bytes,
-                tensor.ratio,
-                tensor.coding,
-                [tensor.bound] if tensor.bound is not None else [],
-            ),
-        ]
-        for tensor in found.tensors
-    ]
-    print_table(console, columns, rows, count_text(len(found.tensors), "tensor"))
 
 
 def _shape(shape: Sequence[int] | None) -> str:

@@ -17,8 +17,6 @@ from outlast.errors import CodingError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.console import Console
-
     from outlast.coding import Bound, GradientCode
 
 coding = typer.Typer(
@@ -147,7 +145,26 @@ def show(
         console, [Column("what", number=False), Column("figure", number=False)], rows, title
     )
     console.print()
-    _print_guarantee(console, made)
+    first = max(made.tolerance, 0)
+    last = min(first + _BEYOND, made.workers - 1)
+    error_rows = [
+        [
+            str(count),
+            _bound(worst := made.worst_error(count)),
+            _bound(mean := made.expected_error(count)),
+            worst.source if mean is None or mean.source == worst.source
+            else f"worst: {worst.source}; mean: {mean.source}",
+        ]
+        for count in range(first, last + 1)
+    ]  # fmt: skip
+    columns = [
+        Column("stragglers"),
+        Column("worst error"),
+        Column("mean error"),
+        Column("source", number=False, least=30),
+    ]
+    print_table(console, columns, error_rows)
+    console.print("mean: over random stragglers; 0 is exact", style="dim")
 
 
 def _made(name: str, given: dict[str, Any]) -> GradientCode:
@@ -230,29 +247,6 @@ def _coefficients(code: GradientCode) -> str:
 
 def _stragglers(count: int) -> str:
     return "1 straggler" if count == 1 else f"{count} stragglers"
-
-
-def _print_guarantee(console: Console, code: GradientCode) -> None:
-    first = max(code.tolerance, 0)
-    last = min(first + _BEYOND, code.workers - 1)
-    rows = [
-        [
-            str(stragglers),
-            _bound(worst := code.worst_error(stragglers)),
-            _bound(mean := code.expected_error(stragglers)),
-            worst.source if mean is None or mean.source == worst.source
-            else f"worst: {worst.source}; mean: {mean.source}",
-        ]
-        for stragglers in range(first, last + 1)
-    ]  # fmt: skip
-    columns = [
-        Column("stragglers"),
-        Column("worst error"),
-        Column("mean error"),
-        Column("source", number=False, least=30),
-    ]
-    print_table(console, columns, rows)
-    console.print("mean: over random stragglers; 0 is exact", style="dim")
 
 
 def _bound(bound: Bound | None) -> str:

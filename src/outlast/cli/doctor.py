@@ -269,7 +269,20 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
         means="more threads than cores slow each other down" if crowded else "",
         remedy=f"export OMP_NUM_THREADS={max(1, int(cores))}" if crowded else "",
     )
-    yield _bf16_check(machine)
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        where = torch.cuda.get_device_name(0)
+    else:
+        native = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
+        where = "this CPU"
+    yield Check(
+        group="PyTorch",
+        name="bf16",
+        state="ok" if native else "degraded",
+        found=f"{'native' if native else 'emulated'} on {where}",
+        means="" if native else "right results, but usually slower than fp32",
+        remedy="" if native else "train in fp32 on this machine",
+    )
     for device in ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]:
         yield from (matmul_check(device, dtype) for dtype in ("float32", "bfloat16"))
 
@@ -321,27 +334,6 @@ def _backends_check() -> Check:
         means="nccl needs a GPU" if not gpu else "GPUs without nccl train slowly" if lost else "",
         remedy="install a PyTorch build with distributed support" if not built["gloo"] else "",
         essential=True,
-    )
-
-
-def _bf16_check(machine: Machine) -> Check:
-    import torch
-
-    from outlast.hardware.checks import Check
-
-    if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        where = torch.cuda.get_device_name(0)
-    else:
-        native = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
-        where = "this CPU"
-    return Check(
-        group="PyTorch",
-        name="bf16",
-        state="ok" if native else "degraded",
-        found=f"{'native' if native else 'emulated'} on {where}",
-        means="" if native else "right results, but usually slower than fp32",
-        remedy="" if native else "train in fp32 on this machine",
     )
 
 
