@@ -496,8 +496,13 @@ def sentences(
     if chain.chooses:
         length = f"at most {length}, chosen for each as it is submitted,"
         nodes = " or ".join(str(size) for size in chain.sizes) or nodes
+    kind = {
+        "dependent": "jobs that submit their successors",
+        "presubmitted": f"{chain.links} jobs submitted at once",
+        "array": f"{chain.links} places of one job array",
+    }[chain.kind]
     found.append(
-        f"a chain of {_kind_words(chain)}: links of {length} on {nodes} node(s) with "
+        f"a chain of {kind}: links of {length} on {nodes} node(s) with "
         f"{chain.tasks_per_node} process(es) each"
     )
     if not site.known:
@@ -542,14 +547,6 @@ def reasons(chain: ChainPlan) -> list[str]:
         f"the chain gives up {given_up}",
         "a job that is cancelled stays cancelled; preemption and failed nodes are gone on from",
     ]
-
-
-def _kind_words(chain: ChainPlan) -> str:
-    return {
-        "dependent": "jobs that submit their successors",
-        "presubmitted": f"{chain.links} jobs submitted at once",
-        "array": f"{chain.links} places of one job array",
-    }[chain.kind]
 
 
 def _kind(costs: Costs) -> str:

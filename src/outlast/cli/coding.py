@@ -218,12 +218,18 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
         if math.isnan(found.condition)
         else f"{found.condition:.3g} {over}"
     )
+    exact = f"with any {_stragglers(code.tolerance)}" if code.tolerance else "with all workers"
+    if code.tolerance < 0:
+        exact = "never for sure: a chunk may be held by nobody"
+    coefficients = "complex" if code.matrix.dtype.kind == "c" else "real"
+    if code.binary:
+        coefficients = "0 and 1"
     return [
         ("construction", code.source),
         ("chunks per worker", f"{smallest}" + (f" to {largest}" if largest > smallest else "")),
         ("load", f"{code.load:.4g} times that without a code"),
-        ("exact", _exact(code.tolerance)),
-        ("coefficients", _coefficients(code)),
+        ("exact", exact),
+        ("coefficients", coefficients),
         ("condition number", condition),
         ("sum of |weights|", f"{found.amplification:.3g} {over}"),
         (
@@ -231,18 +237,6 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
             f"{found.rounding:.2g} of the gradient at most, with messages in {code.dtype}",
         ),
     ]
-
-
-def _exact(tolerance: int) -> str:
-    if tolerance < 0:
-        return "never for sure: a chunk may be held by nobody"
-    return f"with any {_stragglers(tolerance)}" if tolerance else "with all workers"
-
-
-def _coefficients(code: GradientCode) -> str:
-    if code.binary:
-        return "0 and 1"
-    return "complex" if code.matrix.dtype.kind == "c" else "real"
 
 
 def _stragglers(count: int) -> str:

@@ -117,6 +117,7 @@ def collect(path: Path, machine: Machine) -> list[Check]:
         The checks in the order of the report.
     """
     from outlast.hardware.checks import (
+        Check,
         end_ranks,
         gloo_check,
         machine_checks,
@@ -132,13 +133,26 @@ def collect(path: Path, machine: Machine) -> list[Check]:
             gloo = gloo_check(ranks, GLOO_SECONDS)
         finally:
             end_ranks(ranks)
+    optional = []
+    for names, serves, remedy in OPTIONAL:
+        version = next((v for name in names if (v := _version(name))), None)
+        optional.append(
+            Check(
+                group="Optional",
+                name=names[0],
+                state="ok" if version else "missing",
+                found=version or "not installed",
+                means=serves,
+                remedy="" if version else remedy,
+            )
+        )
     return [
         *_python_checks(),
         *torch_checks,
         gloo,
         *machine_checks(machine),
         *storage_checks(path),
-        *_optional_checks(),
+        *optional,
     ]
 
 
@@ -211,21 +225,6 @@ def _python_checks() -> Iterator[Check]:
         remedy=f"pip install {' '.join(lacking)}" if lacking else "",
         essential=True,
     )
-
-
-def _optional_checks() -> Iterator[Check]:
-    from outlast.hardware.checks import Check
-
-    for names, serves, remedy in OPTIONAL:
-        version = next((v for name in names if (v := _version(name))), None)
-        yield Check(
-            group="Optional",
-            name=names[0],
-            state="ok" if version else "missing",
-            found=version or "not installed",
-            means=serves,
-            remedy="" if version else remedy,
-        )
 
 
 def _torch_checks(machine: Machine) -> Iterator[Check]:

@@ -571,7 +571,13 @@ def print_drill(result: dict[str, Any]) -> None:
         table.add_column(name, justify="right")
     for row in result["rows"]:
         latency = row["longest_latency_steps"]
-        cells = [_cell(row[name]) for name in _COLUMNS]
+        rates = [row[name] for name in _COLUMNS]
+        cells = [
+            f"{rate['count']} ({100 * rate['low']:.3g}-{100 * rate['high']:.3g})"
+            if rate["total"]
+            else "-"
+            for rate in rates
+        ]
         table.add_row(
             row["site"],
             str(row["injected"]),
@@ -603,12 +609,6 @@ def print_drill(result: dict[str, Any]) -> None:
             "what the guard did not find, or found below its thresholds, has stayed in the run: "
             f"exit code {EXIT_WRONG_NUMBERS}"
         )
-
-
-def _cell(rate: dict[str, Any]) -> str:
-    if not rate["total"]:
-        return "-"
-    return f"{rate['count']} ({100 * rate['low']:.3g}-{100 * rate['high']:.3g})"
 
 
 def _drill_processes(

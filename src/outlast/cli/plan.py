@@ -6,6 +6,7 @@ Here are the group, and its commands ``explain``, ``compare``, ``simulate``, ``c
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import textwrap
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outlast.cli.plan_pareto import Chosen
-    from outlast.plan.estimate import Source, Term, Total
+    from outlast.plan.estimate import Source, Total
     from outlast.plan.goodput import Finish, Goodput
     from outlast.plan.prediction import Estimate
     from outlast.plan.reliability import Scenario
@@ -124,17 +125,28 @@ def _print_total(console: Console, title: str, total: Total) -> None:
     words = range_words(total.figure, _shown_unit(total.unit), _factor(total.unit))
     console.print(f"\n[bold]{title}[/bold]: {words}", soft_wrap=True)
     # Values that all terms share, to be said once.
-    common = (
-        {}
-        if len(terms) < 2
-        else {
+    common: dict[str, float] = {}
+    if len(terms) > 1:
+        common = {
             name: value
             for name, value in terms[0].inputs.items()
             if all(term.inputs.get(name) == value for term in terms)
         }
-    )
+    unit, whole = total.unit, total.figure.middle
     for term in sorted(terms, key=lambda term: -abs(term.value)):
-        _print_term(console, term, total, set(common))
+        value = f"{term.value / _factor(unit):.6g} {_shown_unit(unit)}".strip()
+        share = f"{100 * term.value / whole:.1f} %" if whole and unit not in ("1", "nats") else ""
+        values = ", ".join(
+            f"{name} = {given:.6g}" for name, given in term.inputs.items() if name not in common
+        )
+        parts = [f"= {term.formula}", f"with {values}" if values else "", f"[{term.source}]"]
+        if console.is_terminal:
+            console.print(f"  {term.name:<28} {value:>18} {share:>8}", markup=False)
+            for part in filter(None, parts):
+                _print_wrapped(console, part, "      ")
+        else:
+            line = "  ".join(filter(None, [f"  {term.name}", value, share, *parts]))
+            console.print(line, soft_wrap=True, markup=False)
     if common:
         values = ", ".join(f"{name} = {value:.6g}" for name, value in common.items())
         _print_wrapped(console, f"with {values} in all terms", "  ")
@@ -149,23 +161,6 @@ def _print_total(console: Console, title: str, total: Total) -> None:
         {name: source for term in total.terms for name, source in term.constants.items()}.items()
     ):
         _print_wrapped(console, f"{name} = {source_words(source)}", "  ")
-
-
-def _print_term(console: Console, term: Term, total: Total, said: set[str]) -> None:
-    unit, whole = total.unit, total.figure.middle
-    value = f"{term.value / _factor(unit):.6g} {_shown_unit(unit)}".strip()
-    share = f"{100 * term.value / whole:.1f} %" if whole and unit not in ("1", "nats") else ""
-    values = ", ".join(
-        f"{name} = {given:.6g}" for name, given in term.inputs.items() if name not in said
-    )
-    parts = [f"= {term.formula}", f"with {values}" if values else "", f"[{term.source}]"]
-    if console.is_terminal:
-        console.print(f"  {term.name:<28} {value:>18} {share:>8}", markup=False)
-        for part in filter(None, parts):
-            _print_wrapped(console, part, "      ")
-        return
-    line = "  ".join(filter(None, [f"  {term.name}", value, share, *parts]))
-    console.print(line, soft_wrap=True, markup=False)
 
 
 def _print_wrapped(console: Console, text: str, indent: str) -> None:
@@ -637,8 +632,14 @@ def simulate(
 def _scenario(asked: PlanOptions, layout: Layout) -> Scenario:
     from outlast.plan.reliability import load_scenario
 
-    if asked.source.endswith(".toml") and not _is_job(Path(asked.source)):
-        return load_scenario(Path(asked.source))
+    if asked.source.endswith(".toml"):
+        path = Path(asked.source)
+        # What is wrong with a file, its reader reports.
+        tables: set[str] = set()
+        with contextlib.suppress(OSError, ValueError):
+            tables = set(tomllib.loads(path.read_text(encoding="utf-8")))
+        if not _OF_JOBS & tables:
+            return load_scenario(path)
     from outlast.cli.plan_pareto import chosen
     from outlast.cli.plan_source import planned
 
@@ -664,14 +665,6 @@ def scenario_of(context: Any, run: Any, settings: Any) -> Scenario:
     return Scenario(
         reliability=judged.survival.run, productive_days=float(context.steps * plain[0]) / DAY
     )
-
-
-def _is_job(path: Path) -> bool:
-    """Return True if a file says that it is a job; its reader reports what is wrong with it."""
-    try:
-        return bool(_OF_JOBS & set(tomllib.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError):
-        return False
 
 
 def _print_simulated(scenario: Scenario, found: Simulated, closed: Goodput, ends: Finish) -> None:

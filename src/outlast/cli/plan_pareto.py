@@ -330,6 +330,7 @@ def emit(
     from dataclasses import replace as with_fields
 
     from outlast.cli.plan_source import planned
+    from outlast.plan.configuration import Settings
     from outlast.plan.constraints import FRAMEWORKS
     from outlast.plan.emit import EmitSettings, target_named
     from outlast.plan.emit import emit as write
@@ -338,7 +339,11 @@ def emit(
     trains = (launches or "outlast") if target == "sbatch" else target
     if asked.framework is None and trains in FRAMEWORKS:
         asked = with_fields(asked, framework=trains)
-    read = planned(asked) if trains == "outlast" else _without_mechanisms(planned(asked))
+    read = planned(asked)
+    if trains != "outlast":
+        # Without what only Outlast can do: the other framework runs a job without it.
+        kept = Settings(checkpoint_seconds=read.training.settings.checkpoint_seconds)
+        read = with_fields(read, training=with_fields(read.training, settings=kept))
     if not own and all(getattr(layout, field.name) is None for field in fields(layout)):
         layout = with_fields(layout, choose=1)
         read = with_fields(read, target=trains)
@@ -400,16 +405,6 @@ def targets(json: AsJson = False) -> None:
         Column("expresses", number=False, optional=1, least=24),
     ]
     print_table(output(), columns, rows)
-
-
-def _without_mechanisms(planned: Planned) -> Planned:
-    """Of a job, without what only Outlast can do: the other framework runs without it."""
-    from dataclasses import replace as with_fields
-
-    from outlast.plan.configuration import Settings
-
-    kept = Settings(checkpoint_seconds=planned.training.settings.checkpoint_seconds)
-    return with_fields(planned, training=with_fields(planned.training, settings=kept))
 
 
 def _name(planned: Planned) -> str:

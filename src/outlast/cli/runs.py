@@ -99,9 +99,11 @@ def resize(
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         found = read_run(run)
-        if (step := _resized_at(found, before.number, processes)) is not None:
-            print(f"{run} goes on from step {step} with {processes} processes")
-            return
+        for attempt in found.attempts:
+            ready = attempt.first_step is not None and attempt.world_size == processes
+            if attempt.number > before.number and ready:
+                print(f"{run} goes on from step {attempt.first_step} with {processes} processes")
+                return
         _refuse_ended(run, found)
         time.sleep(_LOOK_SECONDS)
     if not wait:
@@ -177,15 +179,6 @@ def _refuse_ended(run: Path, found: Run) -> None:
             )
 
 
-def _resized_at(found: Run, before: int, processes: int) -> int | None:
-    """The step from which `processes` go on in an attempt after `before`."""
-    for attempt in found.attempts:
-        ready = attempt.first_step is not None and attempt.world_size == processes
-        if attempt.number > before and ready:
-            return attempt.first_step
-    return None
-
-
 WRITTEN_AS = ("factored", "merged", "dense")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -258,7 +251,6 @@ def convert(
 
     Example: outlast convert llama/ small/ --rank 0.5 --calibrate text.txt
     """
-    from outlast.tensorize.export import check_target
     from outlast.tensorize.hf import conversion
 
     for option, value, known in (("as", written_as, WRITTEN_AS), ("dtype", dtype, DTYPES)):
@@ -275,13 +267,7 @@ def convert(
         distill_steps=distill_steps,
     )
     conversion.check(settings, calibrates=calibrate is not None)
-    if written_as == "dense" and form in conversion.NO_MATRICES:
-        raise TensorizeError(
-            f"--as dense needs a form that is a matrix, and {form} is none: use --as factored"
-        )
-    if target.resolve() == source.resolve():
-        raise TensorizeError(f"IN and OUT are both {source}: give another folder to write to")
-    check_target(target, overwrite=force)
+    _check_output(source, target, form, written_as, force)
     with _progress() as progress:
         progress("loading the model", 0, 1)
         model = _on(conversion.load_dense(source), device)
@@ -294,6 +280,19 @@ def convert(
         progress("writing the model", 0, 1)
         _write(done.model, target, written_as, dtype=dtype, tokenizer=source, overwrite=force)
     _tell(done, text, source, target, written_as)
+
+
+def _check_output(source: Path, target: Path, form: str, written_as: str, force: bool) -> None:
+    from outlast.tensorize.export import check_target
+    from outlast.tensorize.hf.conversion import NO_MATRICES
+
+    if written_as == "dense" and form in NO_MATRICES:
+        raise TensorizeError(
+            f"--as dense needs a form that is a matrix, and {form} is none: use --as factored"
+        )
+    if target.resolve() == source.resolve():
+        raise TensorizeError(f"IN and OUT are both {source}: give another folder to write to")
+    check_target(target, overwrite=force)
 
 
 def _on(model, device: str):  # type: ignore[no-untyped-def]

@@ -390,6 +390,13 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
 
         return _each(overviews, with_plot)
 
+    def job_text(overview: Overview) -> str:
+        return (
+            "<details><summary>job.toml</summary>"
+            '<div class="copied"><button type="button" class="copy">copy</button>'
+            f"<pre>{text.escape(overview.run.job_text)}</pre></div></details>"
+        )
+
     parts = [
         _section("loss", "Loss", _LOSS_NOTE, _plot(by_name["loss"])),
         _section("comparison", "Loss for equal effort", _COMPARISON_NOTE, comparison(overviews))
@@ -427,7 +434,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         else "",
         _section("sample", "What the model writes", "", _each(overviews, _sample)),
         _section("machine", "Machine and versions", "", _each(overviews, descriptions)),
-        _section("job", "Job", "", job_table(overviews), _each(overviews, _job_text)),
+        _section("job", "Job", "", job_table(overviews), _each(overviews, job_text)),
     ]  # fmt: skip
     return "\n".join(parts)
 
@@ -512,14 +519,6 @@ def _plot(figure: Figure) -> str:
     alt = text.escape(figure.alt)
     if not figure.data:
         return f'<p class="missing">unavailable: {alt}</p>'
-    return (
-        f'<figure>{_switches(figure)}<div class="plot" data-figure="{name}" '
-        f'role="img" aria-label="{alt}" style="min-height: {figure.layout["height"]}px"></div>'
-        f"<figcaption>{alt}</figcaption></figure>"
-    )
-
-
-def _switches(figure: Figure) -> str:
     groups = []
     if len(figure.views) > 1:
         buttons = "".join(
@@ -535,7 +534,12 @@ def _switches(figure: Figure) -> str:
             for index, scale in enumerate(("linear", "log"))
         )
         groups.append(f'<span class="switch" role="group" aria-label="y-axis">{buttons}</span>')
-    return f'<div class="switches">{"".join(groups)}</div>' if groups else ""
+    switches = f'<div class="switches">{"".join(groups)}</div>' if groups else ""
+    return (
+        f'<figure>{switches}<div class="plot" data-figure="{name}" '
+        f'role="img" aria-label="{alt}" style="min-height: {figure.layout["height"]}px"></div>'
+        f"<figcaption>{alt}</figcaption></figure>"
+    )
 
 
 def _truth(value: bool) -> str:
@@ -563,14 +567,6 @@ def _sample(overview: Overview) -> str:
         f'<p class="about">At step {event.step:,}; the prompt is marked.</p>'
         f'<pre class="sample"><mark>{text.escape(event.prompt)}</mark>'
         f"{text.escape(continuation)}</pre>"
-    )
-
-
-def _job_text(overview: Overview) -> str:
-    return (
-        "<details><summary>job.toml</summary>"
-        '<div class="copied"><button type="button" class="copy">copy</button>'
-        f"<pre>{text.escape(overview.run.job_text)}</pre></div></details>"
     )
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outlast.job import Job, LoopJob
-    from outlast.records import CodedStep, CodingTotals, Compared, Forecast, GuardTotals
+    from outlast.records import CodingTotals, Compared, Forecast, GuardTotals
     from outlast.report.overview import Overview
 
 
@@ -138,7 +138,10 @@ def attempts_table(overview: Overview) -> str:
     rows = []
     for attempt in overview.run.attempts:
         start, end = starts.get(attempt.number), ends.get(attempt.number)
-        layout = _layout(start.parallel) if start else "unavailable: no start is recorded"
+        layout = "unavailable: no start is recorded"
+        if start:
+            used = [f"{name} {degree}" for name, degree in start.parallel.items() if degree != 1]
+            layout = " x ".join(used) or "none"
         first = "never ready" if attempt.first_step is None else f"{attempt.first_step:,}"
         ended = OUTCOME_WORDS.get(attempt.outcome, attempt.outcome)
         if attempt.outcome == "died":
@@ -163,11 +166,6 @@ def attempts_table(overview: Overview) -> str:
     heads = [digits(name) if name in numeric else words(name) for name in names]
     heads += [digits("from step"), digits("to step"), words("outcome")]
     return table(heads, rows, f"Attempts of {overview.label}")
-
-
-def _layout(parallel: dict[str, int]) -> str:
-    used = [f"{name} {degree}" for name, degree in parallel.items() if degree != 1]
-    return " x ".join(used) or "none"
 
 
 def warnings_list(overview: Overview) -> str:
@@ -323,7 +321,11 @@ def coding_figure(overview: Overview) -> Figure | None:
                 "name": "straggler",
                 "x": [step.step for step in marked],
                 "y": [float(f"{scale * step.seconds:.6g}") for step in marked],
-                "text": [_who(step) for step in marked],
+                "text": [
+                    f"replica{'' if len(step.stragglers) == 1 else 's'} "
+                    f"{', '.join(map(str, step.stragglers))}"
+                    for step in marked
+                ],
                 "marker": {
                     "color": "var(--bad)",
                     "symbol": "triangle-up",
@@ -357,11 +359,6 @@ def _line(name: str, x: Any, y: Any, series: int, dash: str) -> dict[str, Any]:
         "marker": {"color": colour},
         "hovertemplate": "%{y:.4~g}",
     }
-
-
-def _who(step: CodedStep) -> str:
-    numbers = ", ".join(map(str, step.stragglers))
-    return f"replica{'' if len(step.stragglers) == 1 else 's'} {numbers}"
 
 
 def coding_part(overview: Overview, plot: str) -> str:
