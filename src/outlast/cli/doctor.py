@@ -228,6 +228,7 @@ def _python_checks() -> Iterator[Check]:
 
 
 def _torch_checks(machine: Machine) -> Iterator[Check]:
+    from outlast.hardware import Unavailable
     from outlast.hardware.checks import Check
 
     group = "PyTorch"
@@ -256,7 +257,23 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
         means="" if good else "outside the supported range 2.11 to 2.13",
         remedy="" if good else "pip install 'torch>=2.11,<2.14'",
     )
-    yield _build_check(machine)
+    built = "CPU only"
+    if torch.version.cuda:
+        built = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        built = f"ROCm {torch.version.hip}"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    listed = ", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names))
+    has_gpu = not isinstance(machine.gpus, Unavailable) and bool(machine.gpus.visible)
+    unused = has_gpu and not names
+    yield Check(
+        group="PyTorch",
+        name="build",
+        state="degraded" if unused else "ok",
+        found=f"{built}; devices: {listed or 'CPU'}",
+        means="NVML shows a GPU that PyTorch cannot use" if unused else "",
+        remedy="install PyTorch for CUDA: see pytorch.org/get-started" if unused else "",
+    )
     yield _backends_check()
     threads, cores = torch.get_num_threads(), machine.usable_cores
     crowded = threads > max(1.0, cores)
@@ -284,31 +301,6 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
     )
     for device in ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]:
         yield from (matmul_check(device, dtype) for dtype in ("float32", "bfloat16"))
-
-
-def _build_check(machine: Machine) -> Check:
-    import torch
-
-    from outlast.hardware import Unavailable
-    from outlast.hardware.checks import Check
-
-    built = "CPU only"
-    if torch.version.cuda:
-        built = f"CUDA {torch.version.cuda}"
-    elif torch.version.hip:
-        built = f"ROCm {torch.version.hip}"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    listed = ", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names))
-    has_gpu = not isinstance(machine.gpus, Unavailable) and bool(machine.gpus.visible)
-    unused = has_gpu and not names
-    return Check(
-        group="PyTorch",
-        name="build",
-        state="degraded" if unused else "ok",
-        found=f"{built}; devices: {listed or 'CPU'}",
-        means="NVML shows a GPU that PyTorch cannot use" if unused else "",
-        remedy="install PyTorch for CUDA: see pytorch.org/get-started" if unused else "",
-    )
 
 
 def _backends_check() -> Check:

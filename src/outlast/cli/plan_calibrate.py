@@ -113,7 +113,10 @@ def calibrate(
             raise PlanError(
                 f"--{given} is of runs that are there: leave it out, or leave out --run"
             )
-        _measure(paths or [], 60.0 * minutes, out, keep)
+        if paths and len(paths) > 1:
+            raise PlanError(f"--run varies one job, and {len(paths)} are named: keep one or none")
+        job = paths[0] if paths else None
+        calibrate_here(job, out or calibration_home(), 60.0 * minutes, keep)
         return
     if keep is not None:
         raise PlanError(f"--keep = {keep} is of probes: leave it out, or give --run")
@@ -158,14 +161,6 @@ def _fitted(rows: list[Row], *, alone: bool, force: bool) -> Fitted:
     most = Counter(belonging(row) for row in usable).most_common(1)[0][0]
     whose = Belonging(most.chip, most.cluster, most.framework)
     return Fitted(rows, step_model(usable, held=held, prior=prior), before, held, whose)
-
-
-def _measure(paths: list[Path], seconds: float, out: Path | None, keep: Path | None) -> None:
-
-    if len(paths) > 1:
-        raise PlanError(f"--run varies one job, and {len(paths)} are named: keep one or none")
-    job = paths[0] if paths else None
-    calibrate_here(job, out or calibration_home(), seconds, keep)
 
 
 def _rows(

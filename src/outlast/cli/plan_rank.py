@@ -317,6 +317,8 @@ def own_estimate(planned: Planned) -> Estimate | None:
 
 def advice(found: Ranking, own: Estimate | None, what_ifs: tuple[WhatIf, ...]) -> str:
     """One line."""
+    from outlast.hardware.figure import Unavailable
+
     planned, best = found.planned, found.choices[0]
     if planned.own is None or own is None:
         if planned.own_problem:
@@ -337,10 +339,14 @@ def advice(found: Ranking, own: Estimate | None, what_ifs: tuple[WhatIf, ...]) -
             _most(best, what_ifs)
         )
     sure = probability_faster(best.estimate.step_seconds.figure, own.step_seconds.figure)
+    energy, joules, before = "", best.estimate.run_joules, own.run_joules
+    if not isinstance(joules, Unavailable) and not isinstance(before, Unavailable):
+        less = 100.0 * (1.0 - joules.middle / before.middle)
+        energy = f", {rounded(abs(less), 2)} % {'less' if less >= 0 else 'more'} energy"
     return (
         f"{changes}: {seconds_words(best.estimate.finish_seconds.middle)} in place of "
         f"{seconds_words(own.finish_seconds.middle)} ({100 * gain:.3g} % less, faster with "
-        f"probability {sure:.2f}){_energy(best.estimate, own)}"
+        f"probability {sure:.2f}){energy}"
     )
 
 
@@ -537,15 +543,6 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:,g}" if isinstance(value, float) else str(value)
-
-
-def _energy(best: Estimate, own: Estimate) -> str:
-    from outlast.hardware.figure import Unavailable
-
-    if isinstance(best.run_joules, Unavailable) or isinstance(own.run_joules, Unavailable):
-        return ""
-    gain = 100.0 * (1.0 - best.run_joules.middle / own.run_joules.middle)
-    return f", {rounded(abs(gain), 2)} % {'less' if gain >= 0 else 'more'} energy"
 
 
 def queued(wall_time: str | None, queue_wait: str | None, found: Estimate) -> Chain | None:

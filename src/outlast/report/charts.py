@@ -447,9 +447,7 @@ def gaps(overview: Overview) -> list[Span]:
 def marks(overview: Overview) -> list[Mark]:
     """Every event that is worth a mark, in the order of the log."""
     found = [mark for record in overview.run.records for mark in _of_record(record)]
-    return sorted(
-        [*found, *_not_finite_spans(overview), *_ends(overview)], key=lambda mark: mark.time
-    )
+    return sorted([*found, *_failures(overview)], key=lambda mark: mark.time)
 
 
 def _of_record(record: Record) -> Iterator[Mark]:
@@ -494,8 +492,11 @@ def _of_record(record: Record) -> Iterator[Mark]:
             return
 
 
-def _not_finite_spans(overview: Overview) -> Iterator[Mark]:
-    """The first step record of every stretch whose loss is NaN or infinite, where any is finite."""
+def _failures(overview: Overview) -> Iterator[Mark]:
+    """Attempts that failed or died, and where the loss begins to be NaN or infinite.
+
+    Of every such stretch it is the first step record, in a run where any loss is finite.
+    """
     was_finite = any(math.isfinite(item) for item in overview.training.loss)
     for record, event in overview.run.of(StepsDone):
         finite = math.isfinite(float(event.loss))
@@ -504,9 +505,6 @@ def _not_finite_spans(overview: Overview) -> Iterator[Mark]:
                 "failure", record.time, f"training loss is {event.loss} at step {event.step:,}"
             )
         was_finite = finite
-
-
-def _ends(overview: Overview) -> Iterator[Mark]:
     last = overview.run.attempts[-1].number if overview.run.attempts else 0
     ends = overview.ends
     for attempt in overview.run.attempts:

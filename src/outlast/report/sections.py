@@ -115,8 +115,7 @@ def key_figures(overview: Overview) -> list[KeyFigure]:
     return [
         *_quality(overview),
         *_speed(overview),
-        *_size(overview),
-        *_time(overview),
+        *_size_and_time(overview),
         *_mechanisms(overview),
     ]
 
@@ -200,7 +199,7 @@ def utilization(overview: Overview) -> float | None:
     return done / possible if possible > 0 and done > 0 else None
 
 
-def _size(overview: Overview) -> Iterator[KeyFigure]:
+def _size_and_time(overview: Overview) -> Iterator[KeyFigure]:
     training, starts = overview.training, overview.starts
     start = starts[max(starts)] if starts else None
     if len(training.step):
@@ -227,9 +226,6 @@ def _size(overview: Overview) -> Iterator[KeyFigure]:
         yield KeyFigure("FLOPs per token", flops, note=note, kind="predicted")
     sizes = " → ".join(str(size) for size in overview.world_sizes)
     yield KeyFigure("Processes", sizes if starts else Unavailable(_NO_START))
-
-
-def _time(overview: Overview) -> Iterator[KeyFigure]:
     run, split = overview.run, overview.split
     if not run.attempts:
         for label in ("Wall time", "Time in compute", "Checkpoints", "Attempts"):

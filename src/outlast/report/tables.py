@@ -686,15 +686,15 @@ def forecast_figure(overview: Overview) -> Figure | None:
         ticksuffix=" ",
         showgrid=False,
     )
-    alt = f"Measured as a share of the prediction: {'; '.join(map(_ratio_words, rows))}."
+    ratios = [
+        f"{row.name} unavailable"
+        if row.ratio is None
+        else f"{row.name} {text.number(100 * row.ratio, 3)} %"
+        + (f" ({row.verdict})" if row.verdict else "")
+        for row in rows
+    ]
+    alt = f"Measured as a share of the prediction: {'; '.join(ratios)}."
     return Figure(f"forecast-{overview.label}", alt, traces, figure_layout)
-
-
-def _ratio_words(row: Compared) -> str:
-    if row.ratio is None:
-        return f"{row.name} unavailable"
-    verdict = f" ({row.verdict})" if row.verdict else ""
-    return f"{row.name} {text.number(100 * row.ratio, 3)} %{verdict}"
 
 
 def _scale(rows: Sequence[Compared]) -> dict[str, Any]:
