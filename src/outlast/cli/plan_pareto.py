@@ -736,12 +736,9 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
             warnings=found.estimate.warnings,
         )
     # The mechanisms that were asked for, of each only one, where no search chooses among several.
-    #
-    # Raises:
-    # PlanError: Several choices of one mechanism.
-    choices = planned.mechanisms
-    for field in fields(choices):
-        if len(choices := getattr(choices, field.name)) > 1:
+    mechanisms = planned.mechanisms
+    for field in fields(mechanisms):
+        if len(choices := getattr(mechanisms, field.name)) > 1:
             said = ", ".join(
                 "+".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in choices
             )
@@ -749,7 +746,7 @@ def chosen(planned: Planned, layout: Layout) -> Chosen:
                 f"{field.name} = {said}: a layout that is given takes one choice of each mechanism;"
                 " keep one, or take a row of the ranking (--choose)"
             )
-    settings = choices.settings()[0]
+    settings = mechanisms.settings()[0]
     estimate = predict(planned.context, run, settings)
     return Chosen(
         run=run, settings=settings, origin=origin, estimate=estimate, warnings=estimate.warnings
