@@ -10,8 +10,8 @@ import pytest
 from forked import run_ranks
 from tiny import tiny_job
 
-from outlast.cli.forecast import HOME, calibration_home, prediction_of
 from outlast.cli.main import main
+from outlast.cli.plan_calibrate import HOME, calibration_home, prediction_of
 from outlast.errors import EXIT_DONE
 from outlast.job import load_job, to_toml
 from outlast.job.sections import ModelSection

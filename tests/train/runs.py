@@ -27,7 +27,7 @@ from outlast.train.run import run_directory
 
 DEADLINE_SECONDS = 240.0
 LOADED = (
-    "outlast.cli.forecast",
+    "outlast.cli.plan_calibrate",
     "outlast.cli.train",
     "outlast.cluster.stopping",
     "outlast.cluster.staging",

@@ -14,14 +14,13 @@ from outlast.cli.autosave import autosave
 from outlast.cli.ckpt import ckpt
 from outlast.cli.cluster import cluster
 from outlast.cli.coding import coding
-from outlast.cli.convert import convert
 from outlast.cli.doctor import doctor
 from outlast.cli.drill import drill
 from outlast.cli.energy import energy
 from outlast.cli.plan import plan
 from outlast.cli.run import SETTINGS as RUN_SETTINGS
 from outlast.cli.run import run
-from outlast.cli.runs import export, report, resize
+from outlast.cli.runs import convert, export, report, resize
 from outlast.cli.submit import submit
 from outlast.cli.train import TrainCommand, init, train
 from outlast.errors import EXIT_INTERRUPTED

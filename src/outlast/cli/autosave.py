@@ -12,8 +12,6 @@ from outlast.cli.console import Column, output, print_table, size_text
 from outlast.errors import EXIT_DONE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
     from outlast.autosave.cost import MeasuredState
@@ -74,10 +72,14 @@ def check(
     that it writes are written in each of these passes. What is measured is kept for `outlast run
     --explain`. Exit codes: 0 all the same, 1 not, 2 wrong input, or no check possible.
     """
+    from outlast.autosave.cost import MeasuredState, measured_file, program_hash
     from outlast.autosave.libraries import read_training
     from outlast.autosave.run import say_options_behind
+    from outlast.autosave.run_folder import folder_of
     from outlast.autosave.script_replay import replay_script
+    from outlast.autosave.state_plan import KINDS
     from outlast.errors import AutosaveError
+    from outlast.records import replace_file
 
     if not script.is_file():
         raise AutosaveError(f"there is no script {script}; give the path of a Python file")
@@ -87,8 +89,22 @@ def check(
     found = replay_script(
         script, arguments or (), at=at, steps=steps, timeout_seconds=timeout, loop=loop
     )
-    measured = _measured(found, texts)
-    _keep(measured, script, arguments or ())
+    measured = MeasuredState(
+        program=program_hash(texts),
+        at=found.at,
+        tensors={kind: len(found.plan.of(kind)) for kind in KINDS},
+        bytes={kind: found.plan.bytes(kind) for kind in KINDS},
+        state=found.plan.cost,
+        saved_bytes=found.saved_bytes,
+        process_bytes=found.process_bytes,
+        lints=found.plan.lints,
+    )
+    # Leave what was measured where ``outlast run --explain`` looks for it.
+    file = measured_file(folder_of(script.resolve(), arguments or (), None).path)
+    # The script may lie where nothing can be written; what was measured is printed all the same.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, measured.to_json().encode())
     console = output()
     if tensors:
         _print_tensors(console, found.plan)
@@ -117,35 +133,6 @@ def check(
 
 
 _OWN = ("--steps", "--at", "--timeout", "--tensors", "--loop")
-
-
-def _measured(found: ScriptReplay, texts: list[str]) -> MeasuredState:
-    from outlast.autosave.cost import MeasuredState, program_hash
-    from outlast.autosave.state_plan import KINDS
-
-    return MeasuredState(
-        program=program_hash(texts),
-        at=found.at,
-        tensors={kind: len(found.plan.of(kind)) for kind in KINDS},
-        bytes={kind: found.plan.bytes(kind) for kind in KINDS},
-        state=found.plan.cost,
-        saved_bytes=found.saved_bytes,
-        process_bytes=found.process_bytes,
-        lints=found.plan.lints,
-    )
-
-
-def _keep(state: MeasuredState, script: Path, arguments: Sequence[str]) -> None:
-    """Leave what was measured where ``outlast run --explain`` looks for it."""
-    from outlast.autosave.cost import measured_file
-    from outlast.autosave.run_folder import folder_of
-    from outlast.records import replace_file
-
-    file = measured_file(folder_of(script.resolve(), arguments, None).path)
-    # The script may lie where nothing can be written; what was measured is printed all the same.
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(exist_ok=True)
-        replace_file(file, state.to_json().encode())
 
 
 def _print_tensors(console: Console, plan: StatePlan) -> None:

@@ -477,19 +477,16 @@ def print_versions(
             name = f"step {version.step}, session {version.session}"
             console.print(f"[{style}]{name}:[/] {escape(version.problem)}", soft_wrap=True)
     if logs is not None:
-        console.print(_logs(logs), markup=False, soft_wrap=True)
-
-
-def _logs(logs: LogsSummary) -> str:
-    """One line."""
-    held = f"{count_text(logs.logs, 'replay log')} of {size_text(logs.stored_bytes)}"
-    if logs.base is None:
-        return f"{held}, and no complete version that they could lead on from"
-    use = f"none leads on from step {logs.base}"
-    if logs.step is not None:
-        verb = "leads" if logs.leading_on == 1 else "lead"
-        use = f"{logs.leading_on:,} {verb} on from step {logs.base} to step {logs.step}"
-    return "; ".join(filter(None, [f"{held}: {use}", logs.problem]))
+        words = f"{count_text(logs.logs, 'replay log')} of {size_text(logs.stored_bytes)}"
+        if logs.base is None:
+            words += ", and no complete version that they could lead on from"
+        else:
+            use = f"none leads on from step {logs.base}"
+            if logs.step is not None:
+                verb = "leads" if logs.leading_on == 1 else "lead"
+                use = f"{logs.leading_on:,} {verb} on from step {logs.base} to step {logs.step}"
+            words = "; ".join(filter(None, [f"{words}: {use}", logs.problem]))
+        console.print(words, markup=False, soft_wrap=True)
 
 
 def print_description(found: Description, *, tensors: bool, values: bool) -> None:
@@ -498,9 +495,46 @@ def print_description(found: Description, *, tensors: bool, values: bool) -> Non
     print_facts(console, found.folder, list(_facts(found)))
     console.print()
     if tensors:
-        _print_tensors(console, found)
+        columns = [
+            Column("tensor", number=False, least=40),
+            Column("type", number=False, optional=7),
+            Column("shape", number=False, optional=3),
+            Column("pieces", optional=8),
+            *_CODING,
+        ]
+        rows = [
+            [
+                tensor.name,
+                tensor.dtype,
+                _shape(tensor.shape),
+                f"{tensor.pieces:,}",
+                *_coding(
+                    tensor.raw_bytes,
+                    tensor.ratio,
+                    tensor.coding,
+                    [tensor.bound] if tensor.bound is not None else [],
+                ),
+            ]
+            for tensor in found.tensors
+        ]
+        print_table(console, columns, rows, count_text(len(found.tensors), "tensor"))
     else:
-        _print_groups(console, found)
+        columns = [
+            Column("group", number=False, least=33),
+            Column("tensors", optional=8),
+            Column("type", number=False, optional=7, least=8),
+            *_CODING,
+        ]
+        rows = [
+            [
+                group.name,
+                f"{group.tensors:,}",
+                " ".join(group.dtypes),
+                *_coding(group.raw_bytes, group.ratio, group.coding, group.bounds),
+            ]
+            for group in found.groups
+        ]
+        print_table(console, columns, rows, f"{count_text(len(found.tensors), 'tensor')} by group")
     if values:
         console.print()
         console.print("[bold]values[/bold]")
@@ -510,7 +544,10 @@ def print_description(found: Description, *, tensors: bool, values: bool) -> Non
 
 
 def _facts(found: Description) -> Any:
-    yield "step", f"{found.step}, saved in session {found.session} by {_ranks(found.ranks)}"
+    yield (
+        "step",
+        f"{found.step}, saved in session {found.session} by {count_text(found.ranks, 'rank')}",
+    )
     yield "kind", found.kind
     if found.requires:
         yield "starts from", ", ".join(f"step {step}" for step in found.requires)
@@ -530,10 +567,6 @@ def _facts(found: Description) -> Any:
         yield "damaged", found.problem
 
 
-def _ranks(count: int) -> str:
-    return count_text(count, "rank")
-
-
 _CODING = (
     Column("raw"),
     Column("stored"),
@@ -550,6 +583,8 @@ _CODING = (
 def _coding(
     raw_bytes: int, ratio: float | None, coding: Coding, bounds: Sequence[dict[str, Any]]
 ) -> list[str]:
+    kinds = ["relative" if bound.get("relative") is not None else "absolute" for bound in bounds]
+    within = [f"{bound[kind]:.0e} {kind[:3]}" for bound, kind in zip(bounds, kinds, strict=True)]
     return [
         size_text(raw_bytes),
         size_text(coding.stored_bytes),
@@ -558,59 +593,9 @@ def _coding(
         f"{coding.deltas:,}",
         str(coding.depth),
         "exact" if coding.max_error is None else f"{coding.max_error:.1e}",
-        ", ".join(_bound(bound) for bound in bounds) or "none",
+        ", ".join(within) or "none",
         " ".join(coding.codecs),
     ]
-
-
-def _bound(bound: dict[str, Any]) -> str:
-    kind = "relative" if bound.get("relative") is not None else "absolute"
-    return f"{bound[kind]:.0e} {kind[:3]}"
-
-
-def _print_groups(console: Console, found: Description) -> None:
-    columns = [
-        Column("group", number=False, least=33),
-        Column("tensors", optional=8),
-        Column("type", number=False, optional=7, least=8),
-        *_CODING,
-    ]
-    rows = [
-        [
-            group.name,
-            f"{group.tensors:,}",
-            " ".join(group.dtypes),
-            *_coding(group.raw_bytes, group.ratio, group.coding, group.bounds),
-        ]
-        for group in found.groups
-    ]
-    print_table(console, columns, rows, f"{count_text(len(found.tensors), 'tensor')} by group")
-
-
-def _print_tensors(console: Console, found: Description) -> None:
-    columns = [
-        Column("tensor", number=False, least=40),
-        Column("type", number=False, optional=7),
-        Column("shape", number=False, optional=3),
-        Column("pieces", optional=8),
-        *_CODING,
-    ]
-    rows = [
-        [
-            tensor.name,
-            tensor.dtype,
-            _shape(tensor.shape),
-            f"{tensor.pieces:,}",
-            *_coding(
-                tensor.raw_bytes,
-                tensor.ratio,
-                tensor.coding,
-                [tensor.bound] if tensor.bound is not None else [],
-            ),
-        ]
-        for tensor in found.tensors
-    ]
-    print_table(console, columns, rows, count_text(len(found.tensors), "tensor"))
 
 
 def _shape(shape: Sequence[int] | None) -> str:
@@ -680,23 +665,23 @@ def _change(tensor: TensorChange) -> list[str]:
         dtype = f"{tensor.was_dtype} -> {dtype}"
     if tensor.was_shape is not None:
         shape = f"{_shape(tensor.was_shape)} -> {shape}"
-    changed = tensor.change == "changed"
+    share = "-"
+    if tensor.change == "changed":
+        share = f"{tensor.fraction:.1%}"
+        # Neither a little nor almost all is rounded to none or all.
+        if 0 < tensor.fraction < 0.0005:
+            share = "<0.1%"
+        elif 0.9995 <= tensor.fraction < 1:
+            share = ">99.9%"
     return [
         tensor.name,
         tensor.change,
         dtype,
         shape,
-        _share(tensor.fraction) if changed else "-",
+        share,
         "-" if tensor.relative_change is None else f"{tensor.relative_change:.2e}",
         "-" if tensor.max_difference is None else _figure(tensor.max_difference),
     ]
-
-
-def _share(fraction: float) -> str:
-    # Neither a little nor almost all is rounded to none or all.
-    if 0 < fraction < 0.0005:
-        return "<0.1%"
-    return ">99.9%" if 0.9995 <= fraction < 1 else f"{fraction:.1%}"
 
 
 def _print_values(console: Console, values: Sequence[ValueChange]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from outlast.cluster.policies import Choice, Limits, MalleableJob, Policy, PolicyResult
     from outlast.cluster.simulate import Backfill
     from outlast.cluster.slurm import SiteLimits
-    from outlast.cluster.tasks import Schedule
     from outlast.cluster.workload import Workload
     from outlast.job import Job
 
@@ -124,28 +123,78 @@ def simulate(
 
     --json: {"log", "jobs", "machine_nodes", "run", "notes", "rows"}, times in seconds.
     """
+    from outlast.cluster.policies import hours, replay
+
     log = _log(asked_log)
     job, limits = _run(log, asked_run)
-    rows = _rows(log, job, limits, comparison, asked_log.seed)
-    if json:
-        _print_json(log, job, rows)
-    else:
-        _print(log, job, rows)
-
-
-def _rows(
-    log: Workload, job: MalleableJob, limits: Limits, asked: AskedComparison, seed: int
-) -> list[PolicyResult]:
-    """One row for each load and policy."""
-    from outlast.cluster.policies import replay
-
-    kind = _backfill(asked.backfill)
-    chosen = _policies(asked.policy, asked.links * HOUR, kind)
+    if comparison.backfill not in ("easy", "conservative"):
+        raise ClusterError(f'--backfill = "{comparison.backfill}" is neither easy nor conservative')
+    backfill = cast("Backfill", comparison.backfill)
+    chosen = _policies(comparison.policy, comparison.links * HOUR, backfill)
     rows: list[PolicyResult] = []
-    for item in asked.load or [log.load]:
-        stretched = log.at_load(item) if asked.load else log
-        rows += replay(stretched, chosen, job, limits, runs=asked.runs, seed=seed, backfill=kind)
-    return rows
+    for item in comparison.load or [log.load]:
+        stretched = log.at_load(item) if comparison.load else log
+        rows += replay(
+            stretched,
+            chosen,
+            job,
+            limits,
+            runs=comparison.runs,
+            seed=asked_log.seed,
+            backfill=backfill,
+        )
+    if json:
+        print_json(
+            {
+                "log": log.name,
+                "jobs": len(log),
+                "machine_nodes": log.machine_nodes,
+                "kind": "simulated",
+                "run": {
+                    "nodes": job.reference_nodes,
+                    "seconds": job.work_seconds,
+                    "sizes": job.sizes,
+                    "restart_seconds": job.restart_seconds,
+                    "save_seconds": job.save_seconds,
+                },
+                "notes": log.notes,
+                "rows": [asdict(row) for row in rows],
+            }
+        )
+    else:
+        console = output()
+        heads = ("load", "policy", "runs", "turnaround h", "vs one long job", "worst", "node hours")
+        columns = [Column(head, number=head != "policy") for head in (*heads, "jobs", "waste")]
+        cells = [
+            [
+                f"{row.load:.2f}",
+                row.policy,
+                str(row.runs),
+                f"{row.turnaround_seconds / HOUR:.1f}",
+                f"{row.ratio:.3f}",
+                f"{row.worst:.2f}",
+                f"{row.node_ratio:.3f}",
+                f"{row.links:.1f}",
+                f"{row.waste:.1%}",
+            ]
+            for row in rows
+        ]
+        title = (
+            f"{len(log):,} jobs on {log.machine_nodes:,} nodes; a run of "
+            f"{hours(job.work_seconds)} on {job.reference_nodes} nodes is added; simulated"
+        )
+        print_table(console, columns, cells, title)
+        for note in log.notes:
+            console.print(note, style="dim", soft_wrap=True, markup=False)
+        best = min(rows, key=lambda row: row.ratio)
+        if best.ratio > 0.98:
+            sentence = "Just submit one long job: no policy gains 2 % on this log."
+        else:
+            sentence = (
+                f"Best: {best.policy}, {1.0 - best.ratio:.0%} sooner than one long job on average "
+                f"at load {best.load:.2f}, with {best.node_ratio:.2f} of its node hours."
+            )
+        console.print(sentence, soft_wrap=True, markup=False)
 
 
 def _log(asked: AskedLog) -> Workload:
@@ -191,12 +240,6 @@ def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
     return job, Limits(max_wall_seconds=longest, max_nodes=log.machine_nodes)
 
 
-def _backfill(name: str) -> Backfill:
-    if name not in ("easy", "conservative"):
-        raise ClusterError(f'--backfill = "{name}" is neither easy nor conservative')
-    return name  # type: ignore[return-value]
-
-
 def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) -> list[Policy]:
     """One long job, which the others are compared with, and those that were asked for."""
     from dataclasses import replace
@@ -223,64 +266,6 @@ def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) 
     return [OneLongJob(), *(known[name] for name in wanted)]
 
 
-def _print(log: Workload, job: MalleableJob, rows: list[PolicyResult]) -> None:
-    from outlast.cluster.policies import hours
-
-    console = output()
-    heads = ("load", "policy", "runs", "turnaround h", "vs one long job", "worst", "node hours")
-    columns = [Column(head, number=head != "policy") for head in (*heads, "jobs", "waste")]
-    cells = [
-        [
-            f"{row.load:.2f}",
-            row.policy,
-            str(row.runs),
-            f"{row.turnaround_seconds / HOUR:.1f}",
-            f"{row.ratio:.3f}",
-            f"{row.worst:.2f}",
-            f"{row.node_ratio:.3f}",
-            f"{row.links:.1f}",
-            f"{row.waste:.1%}",
-        ]
-        for row in rows
-    ]
-    title = (
-        f"{len(log):,} jobs on {log.machine_nodes:,} nodes; a run of {hours(job.work_seconds)} on "
-        f"{job.reference_nodes} nodes is added; simulated"
-    )
-    print_table(console, columns, cells, title)
-    for note in log.notes:
-        console.print(note, style="dim", soft_wrap=True, markup=False)
-    best = min(rows, key=lambda row: row.ratio)
-    if best.ratio > 0.98:
-        sentence = "Just submit one long job: no policy gains 2 % on this log."
-    else:
-        sentence = (
-            f"Best: {best.policy}, {1.0 - best.ratio:.0%} sooner than one long job on average at "
-            f"load {best.load:.2f}, with {best.node_ratio:.2f} of its node hours."
-        )
-    console.print(sentence, soft_wrap=True, markup=False)
-
-
-def _print_json(log: Workload, job: MalleableJob, rows: list[PolicyResult]) -> None:
-    print_json(
-        {
-            "log": log.name,
-            "jobs": len(log),
-            "machine_nodes": log.machine_nodes,
-            "kind": "simulated",
-            "run": {
-                "nodes": job.reference_nodes,
-                "seconds": job.work_seconds,
-                "sizes": job.sizes,
-                "restart_seconds": job.restart_seconds,
-                "save_seconds": job.save_seconds,
-            },
-            "notes": log.notes,
-            "rows": [asdict(row) for row in rows],
-        }
-    )
-
-
 _SHOWN = 12
 
 
@@ -303,6 +288,9 @@ def print_candidates(
         train_seconds: That are left on the reference.
         log: What the queue's users did; None: as recent accounting says.
     """
+    from outlast.cli.console import Column, output, print_table
+    from outlast.durations import duration_text
+
     if not site.known:
         return
     if train_seconds is None:
@@ -316,7 +304,31 @@ def print_candidates(
     except ClusterError as error:
         print(f"no candidates: {error}")
         return
-    _print_candidates(choice)
+    rows = [
+        [
+            str(candidate.nodes),
+            duration_text(candidate.wall_seconds),
+            *(
+                duration_text(seconds)
+                for seconds in (
+                    candidate.start.p10_seconds,
+                    candidate.start.p50_seconds,
+                    candidate.start.p90_seconds,
+                    candidate.finish_quantile(0.5),
+                    candidate.finish_quantile(0.9),
+                )
+            ),
+            f"{candidate.node_seconds / 3600.0:,.1f}",
+            "best" if candidate is choice.best else "",
+        ]
+        for candidate in choice.ranking[:_SHOWN]
+    ]
+    heads = ("nodes", "time limit", "starts P10", "P50", "P90", "done P50", "P90", "node hours", "")
+    title = (
+        "candidates on the queue as it is now, predicted (speed of nodes not measured: power 0.9)"
+    )
+    print_table(output(), [Column(head) for head in heads], rows, title)
+    print(choice.reason)
     if log is None:
         from outlast.cluster.choosing import starts_nearby, starts_words
         from outlast.cluster.planning import files_of
@@ -373,37 +385,6 @@ def sizes_of(job: Job) -> tuple[int, ...]:
     asked = set(job.slurm.nodes)
     halves = {number // 2 for number in asked if number % 2 == 0}
     return tuple(sorted(asked | halves | {2 * number for number in asked}))
-
-
-def _print_candidates(choice: Choice) -> None:
-    from outlast.cli.console import Column, output, print_table
-    from outlast.durations import duration_text
-
-    rows = [
-        [
-            str(candidate.nodes),
-            duration_text(candidate.wall_seconds),
-            *(
-                duration_text(seconds)
-                for seconds in (
-                    candidate.start.p10_seconds,
-                    candidate.start.p50_seconds,
-                    candidate.start.p90_seconds,
-                    candidate.finish_quantile(0.5),
-                    candidate.finish_quantile(0.9),
-                )
-            ),
-            f"{candidate.node_seconds / 3600.0:,.1f}",
-            "best" if candidate is choice.best else "",
-        ]
-        for candidate in choice.ranking[:_SHOWN]
-    ]
-    heads = ("nodes", "time limit", "starts P10", "P50", "P90", "done P50", "P90", "node hours", "")
-    title = (
-        "candidates on the queue as it is now, predicted (speed of nodes not measured: power 0.9)"
-    )
-    print_table(output(), [Column(head) for head in heads], rows, title)
-    print(choice.reason)
 
 
 _CLOCK = (
@@ -515,8 +496,13 @@ def sentences(
     if chain.chooses:
         length = f"at most {length}, chosen for each as it is submitted,"
         nodes = " or ".join(str(size) for size in chain.sizes) or nodes
+    kind = {
+        "dependent": "jobs that submit their successors",
+        "presubmitted": f"{chain.links} jobs submitted at once",
+        "array": f"{chain.links} places of one job array",
+    }[chain.kind]
     found.append(
-        f"a chain of {_kind_words(chain)}: links of {length} on {nodes} node(s) with "
+        f"a chain of {kind}: links of {length} on {nodes} node(s) with "
         f"{chain.tasks_per_node} process(es) each"
     )
     if not site.known:
@@ -561,14 +547,6 @@ def reasons(chain: ChainPlan) -> list[str]:
         f"the chain gives up {given_up}",
         "a job that is cancelled stays cancelled; preemption and failed nodes are gone on from",
     ]
-
-
-def _kind_words(chain: ChainPlan) -> str:
-    return {
-        "dependent": "jobs that submit their successors",
-        "presubmitted": f"{chain.links} jobs submitted at once",
-        "array": f"{chain.links} places of one job array",
-    }[chain.kind]
 
 
 def _kind(costs: Costs) -> str:
@@ -807,7 +785,9 @@ def tasks(
     the table: how far the plan can be at most from the shortest one, and what would happen without
     a plan. Figures are predictions from the file.
     """
-    from outlast.cluster.tasks import graph_from_toml, page, plan, run_greedily
+    from outlast.cli.console import Column, count_text, print_table, size_text
+    from outlast.cli.console import output as console_of
+    from outlast.cluster.tasks import duration, graph_from_toml, page, plan, run_greedily
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -829,7 +809,41 @@ def tasks(
             }
         )
     else:
-        _print_tasks(schedule, unmanaged, None if everything else ROWS_SHOWN)
+        names = list(schedule.graph.machine.nodes)
+        sizes = {activity.name: activity.size_bytes for activity in schedule.graph.activities}
+        rows = [
+            [
+                row.name,
+                row.kind,
+                duration(row.start_seconds),
+                duration(row.end_seconds),
+                duration(row.seconds),
+                size_text(round(sizes[row.name])) if sizes[row.name] else "-",
+                f"{len(row.nodes)} {names[row.group]}" if row.nodes else "-",
+            ]
+            for row in schedule.rows[: (None if everything else ROWS_SHOWN)]
+        ]
+        columns = [
+            Column("task", number=False, least=20),
+            Column("kind", number=False, optional=2),
+            Column("start"),
+            Column("end"),
+            Column("takes"),
+            Column("moves"),
+            Column("nodes", number=False, optional=1),
+        ]
+        print_table(console_of(), columns, rows, "schedule (predicted)")
+        left = len(schedule.rows) - len(rows)
+        if left > 0:
+            print(f"and {count_text(left, 'row')} more; --all prints them")
+        makespan = schedule.makespan_seconds
+        print(f"all is done after    {duration(makespan)}")
+        gap = (
+            "as short as can be" if schedule.gap < 5e-4 else f"at most {schedule.gap:.1%} too long"
+        )
+        print(f"no plan is shorter   {duration(schedule.bound_seconds)}: this one is {gap}")
+        more = unmanaged.makespan_seconds / makespan - 1.0 if makespan else 0.0
+        print(f"without a plan       {duration(unmanaged.makespan_seconds)} ({more:+.1%})")
     if output is not None:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -839,45 +853,6 @@ def tasks(
             raise ClusterError(f"{output} cannot be written ({error.strerror})") from error
         if not as_json:
             print(f"wrote {output}")
-
-
-def _print_tasks(schedule: Schedule, unmanaged: Schedule, most: int | None) -> None:
-    from outlast.cli.console import Column, count_text, output, print_table, size_text
-    from outlast.cluster.tasks import duration
-
-    names = list(schedule.graph.machine.nodes)
-    sizes = {activity.name: activity.size_bytes for activity in schedule.graph.activities}
-    rows = [
-        [
-            row.name,
-            row.kind,
-            duration(row.start_seconds),
-            duration(row.end_seconds),
-            duration(row.seconds),
-            size_text(round(sizes[row.name])) if sizes[row.name] else "-",
-            f"{len(row.nodes)} {names[row.group]}" if row.nodes else "-",
-        ]
-        for row in schedule.rows[:most]
-    ]
-    columns = [
-        Column("task", number=False, least=20),
-        Column("kind", number=False, optional=2),
-        Column("start"),
-        Column("end"),
-        Column("takes"),
-        Column("moves"),
-        Column("nodes", number=False, optional=1),
-    ]
-    print_table(output(), columns, rows, "schedule (predicted)")
-    left = len(schedule.rows) - len(rows)
-    if left > 0:
-        print(f"and {count_text(left, 'row')} more; --all prints them")
-    makespan = schedule.makespan_seconds
-    print(f"all is done after    {duration(makespan)}")
-    gap = "as short as can be" if schedule.gap < 5e-4 else f"at most {schedule.gap:.1%} too long"
-    print(f"no plan is shorter   {duration(schedule.bound_seconds)}: this one is {gap}")
-    more = unmanaged.makespan_seconds / makespan - 1.0 if makespan else 0.0
-    print(f"without a plan       {duration(unmanaged.makespan_seconds)} ({more:+.1%})")
 
 
 cluster = typer.Typer(

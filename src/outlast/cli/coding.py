@@ -17,8 +17,6 @@ from outlast.errors import CodingError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.console import Console
-
     from outlast.coding import Bound, GradientCode
 
 coding = typer.Typer(
@@ -147,7 +145,26 @@ def show(
         console, [Column("what", number=False), Column("figure", number=False)], rows, title
     )
     console.print()
-    _print_guarantee(console, made)
+    first = max(made.tolerance, 0)
+    last = min(first + _BEYOND, made.workers - 1)
+    error_rows = [
+        [
+            str(count),
+            _bound(worst := made.worst_error(count)),
+            _bound(mean := made.expected_error(count)),
+            worst.source if mean is None or mean.source == worst.source
+            else f"worst: {worst.source}; mean: {mean.source}",
+        ]
+        for count in range(first, last + 1)
+    ]  # fmt: skip
+    columns = [
+        Column("stragglers"),
+        Column("worst error"),
+        Column("mean error"),
+        Column("source", number=False, least=30),
+    ]
+    print_table(console, columns, error_rows)
+    console.print("mean: over random stragglers; 0 is exact", style="dim")
 
 
 def _made(name: str, given: dict[str, Any]) -> GradientCode:
@@ -201,12 +218,18 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
         if math.isnan(found.condition)
         else f"{found.condition:.3g} {over}"
     )
+    exact = f"with any {_stragglers(code.tolerance)}" if code.tolerance else "with all workers"
+    if code.tolerance < 0:
+        exact = "never for sure: a chunk may be held by nobody"
+    coefficients = "complex" if code.matrix.dtype.kind == "c" else "real"
+    if code.binary:
+        coefficients = "0 and 1"
     return [
         ("construction", code.source),
         ("chunks per worker", f"{smallest}" + (f" to {largest}" if largest > smallest else "")),
         ("load", f"{code.load:.4g} times that without a code"),
-        ("exact", _exact(code.tolerance)),
-        ("coefficients", _coefficients(code)),
+        ("exact", exact),
+        ("coefficients", coefficients),
         ("condition number", condition),
         ("sum of |weights|", f"{found.amplification:.3g} {over}"),
         (
@@ -216,43 +239,8 @@ def _properties(code: GradientCode) -> list[tuple[str, str]]:
     ]
 
 
-def _exact(tolerance: int) -> str:
-    if tolerance < 0:
-        return "never for sure: a chunk may be held by nobody"
-    return f"with any {_stragglers(tolerance)}" if tolerance else "with all workers"
-
-
-def _coefficients(code: GradientCode) -> str:
-    if code.binary:
-        return "0 and 1"
-    return "complex" if code.matrix.dtype.kind == "c" else "real"
-
-
 def _stragglers(count: int) -> str:
     return "1 straggler" if count == 1 else f"{count} stragglers"
-
-
-def _print_guarantee(console: Console, code: GradientCode) -> None:
-    first = max(code.tolerance, 0)
-    last = min(first + _BEYOND, code.workers - 1)
-    rows = [
-        [
-            str(stragglers),
-            _bound(worst := code.worst_error(stragglers)),
-            _bound(mean := code.expected_error(stragglers)),
-            worst.source if mean is None or mean.source == worst.source
-            else f"worst: {worst.source}; mean: {mean.source}",
-        ]
-        for stragglers in range(first, last + 1)
-    ]  # fmt: skip
-    columns = [
-        Column("stragglers"),
-        Column("worst error"),
-        Column("mean error"),
-        Column("source", number=False, least=30),
-    ]
-    print_table(console, columns, rows)
-    console.print("mean: over random stragglers; 0 is exact", style="dim")
 
 
 def _bound(bound: Bound | None) -> str:

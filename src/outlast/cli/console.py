@@ -195,7 +195,22 @@ def bytes_progress(title: str) -> Iterator[Callable[[int, int], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(console, title)
+        begun = last = time.monotonic()
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= LINE_SECONDS:
+                last = now
+                share = done_bytes / total_bytes if total_bytes else 1.0
+                console.print(
+                    f"{title}: {size_text(done_bytes)} of {size_text(total_bytes)} ({share:.0%}) "
+                    f"after {now - begun:.0f} s",
+                    soft_wrap=True,
+                    markup=False,
+                )
+
+        yield show
         return
     bar = Progress(
         TextColumn("{task.description}"),
@@ -213,25 +228,6 @@ def bytes_progress(title: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=done_bytes, total=total_bytes, figures=figures)
 
         yield show
-
-
-def _lines(console: Console, title: str) -> Callable[[int, int], None]:
-    begun = last = time.monotonic()
-
-    def show(done_bytes: int, total_bytes: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= LINE_SECONDS:
-            last = now
-            share = done_bytes / total_bytes if total_bytes else 1.0
-            console.print(
-                f"{title}: {size_text(done_bytes)} of {size_text(total_bytes)} ({share:.0%}) "
-                f"after {now - begun:.0f} s",
-                soft_wrap=True,
-                markup=False,
-            )
-
-    return show
 
 
 GIB = 2.0**30

@@ -117,6 +117,7 @@ def collect(path: Path, machine: Machine) -> list[Check]:
         The checks in the order of the report.
     """
     from outlast.hardware.checks import (
+        Check,
         end_ranks,
         gloo_check,
         machine_checks,
@@ -132,13 +133,26 @@ def collect(path: Path, machine: Machine) -> list[Check]:
             gloo = gloo_check(ranks, GLOO_SECONDS)
         finally:
             end_ranks(ranks)
+    optional = []
+    for names, serves, remedy in OPTIONAL:
+        version = next((v for name in names if (v := _version(name))), None)
+        optional.append(
+            Check(
+                group="Optional",
+                name=names[0],
+                state="ok" if version else "missing",
+                found=version or "not installed",
+                means=serves,
+                remedy="" if version else remedy,
+            )
+        )
     return [
         *_python_checks(),
         *torch_checks,
         gloo,
         *machine_checks(machine),
         *storage_checks(path),
-        *_optional_checks(),
+        *optional,
     ]
 
 
@@ -169,8 +183,13 @@ def render(checks: Iterable[Check], seconds: float, console: Console) -> None:
             style = STATE_STYLE[check.state]
             if check.state == "missing" and not check.essential:
                 style = "dim"
+            lines = [escape(check.found)]
+            if check.means:
+                lines[0] += f" [dim]- {escape(check.means)}[/dim]"
+            if check.remedy:
+                lines.append(f"[cyan]-> {escape(check.remedy)}[/cyan]")
             table.add_row(
-                f"  {escape(check.name)}", f"[{style}]{check.state}[/{style}]", _text(check)
+                f"  {escape(check.name)}", f"[{style}]{check.state}[/{style}]", "\n".join(lines)
             )
     console.print(table)
     broken = [f"{check.group}: {check.name}" for check in listed if check.broken]
@@ -180,17 +199,6 @@ def render(checks: Iterable[Check], seconds: float, console: Console) -> None:
         else "[bold green]Training works on this machine.[/bold green]"
     )
     console.print(f"\n{verdict} [dim]({seconds:.1f} s)[/dim]")
-
-
-def _text(check: Check) -> str:
-    from rich.markup import escape
-
-    lines = [escape(check.found)]
-    if check.means:
-        lines[0] += f" [dim]- {escape(check.means)}[/dim]"
-    if check.remedy:
-        lines.append(f"[cyan]-> {escape(check.remedy)}[/cyan]")
-    return "\n".join(lines)
 
 
 def _python_checks() -> Iterator[Check]:
@@ -219,22 +227,8 @@ def _python_checks() -> Iterator[Check]:
     )
 
 
-def _optional_checks() -> Iterator[Check]:
-    from outlast.hardware.checks import Check
-
-    for names, serves, remedy in OPTIONAL:
-        version = next((v for name in names if (v := _version(name))), None)
-        yield Check(
-            group="Optional",
-            name=names[0],
-            state="ok" if version else "missing",
-            found=version or "not installed",
-            means=serves,
-            remedy="" if version else remedy,
-        )
-
-
 def _torch_checks(machine: Machine) -> Iterator[Check]:
+    from outlast.hardware import Unavailable
     from outlast.hardware.checks import Check
 
     group = "PyTorch"
@@ -251,8 +245,35 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
             essential=True,
         )
         return
-    yield _torch_version_check(torch.__version__)
-    yield _build_check(machine)
+    release = tuple(
+        int(part) for part in torch.__version__.split("+", maxsplit=1)[0].split(".")[:2]
+    )
+    good = TORCH_RANGE[0] <= release <= TORCH_RANGE[1]
+    yield Check(
+        group="PyTorch",
+        name="version",
+        state="ok" if good else "degraded",
+        found=torch.__version__,
+        means="" if good else "outside the supported range 2.11 to 2.13",
+        remedy="" if good else "pip install 'torch>=2.11,<2.14'",
+    )
+    built = "CPU only"
+    if torch.version.cuda:
+        built = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        built = f"ROCm {torch.version.hip}"
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    listed = ", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names))
+    has_gpu = not isinstance(machine.gpus, Unavailable) and bool(machine.gpus.visible)
+    unused = has_gpu and not names
+    yield Check(
+        group="PyTorch",
+        name="build",
+        state="degraded" if unused else "ok",
+        found=f"{built}; devices: {listed or 'CPU'}",
+        means="NVML shows a GPU that PyTorch cannot use" if unused else "",
+        remedy="install PyTorch for CUDA: see pytorch.org/get-started" if unused else "",
+    )
     yield _backends_check()
     threads, cores = torch.get_num_threads(), machine.usable_cores
     crowded = threads > max(1.0, cores)
@@ -264,49 +285,22 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
         means="more threads than cores slow each other down" if crowded else "",
         remedy=f"export OMP_NUM_THREADS={max(1, int(cores))}" if crowded else "",
     )
-    yield _bf16_check(machine)
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        where = torch.cuda.get_device_name(0)
+    else:
+        native = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
+        where = "this CPU"
+    yield Check(
+        group="PyTorch",
+        name="bf16",
+        state="ok" if native else "degraded",
+        found=f"{'native' if native else 'emulated'} on {where}",
+        means="" if native else "right results, but usually slower than fp32",
+        remedy="" if native else "train in fp32 on this machine",
+    )
     for device in ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]:
         yield from (matmul_check(device, dtype) for dtype in ("float32", "bfloat16"))
-
-
-def _torch_version_check(version: str) -> Check:
-    from outlast.hardware.checks import Check
-
-    release = tuple(int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2])
-    good = TORCH_RANGE[0] <= release <= TORCH_RANGE[1]
-    return Check(
-        group="PyTorch",
-        name="version",
-        state="ok" if good else "degraded",
-        found=version,
-        means="" if good else "outside the supported range 2.11 to 2.13",
-        remedy="" if good else "pip install 'torch>=2.11,<2.14'",
-    )
-
-
-def _build_check(machine: Machine) -> Check:
-    import torch
-
-    from outlast.hardware import Unavailable
-    from outlast.hardware.checks import Check
-
-    built = "CPU only"
-    if torch.version.cuda:
-        built = f"CUDA {torch.version.cuda}"
-    elif torch.version.hip:
-        built = f"ROCm {torch.version.hip}"
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    listed = ", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names))
-    has_gpu = not isinstance(machine.gpus, Unavailable) and bool(machine.gpus.visible)
-    unused = has_gpu and not names
-    return Check(
-        group="PyTorch",
-        name="build",
-        state="degraded" if unused else "ok",
-        found=f"{built}; devices: {listed or 'CPU'}",
-        means="NVML shows a GPU that PyTorch cannot use" if unused else "",
-        remedy="install PyTorch for CUDA: see pytorch.org/get-started" if unused else "",
-    )
 
 
 def _backends_check() -> Check:
@@ -331,27 +325,6 @@ def _backends_check() -> Check:
         means="nccl needs a GPU" if not gpu else "GPUs without nccl train slowly" if lost else "",
         remedy="install a PyTorch build with distributed support" if not built["gloo"] else "",
         essential=True,
-    )
-
-
-def _bf16_check(machine: Machine) -> Check:
-    import torch
-
-    from outlast.hardware.checks import Check
-
-    if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        where = torch.cuda.get_device_name(0)
-    else:
-        native = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
-        where = "this CPU"
-    return Check(
-        group="PyTorch",
-        name="bf16",
-        state="ok" if native else "degraded",
-        found=f"{'native' if native else 'emulated'} on {where}",
-        means="" if native else "right results, but usually slower than fp32",
-        remedy="" if native else "train in fp32 on this machine",
     )
 
 

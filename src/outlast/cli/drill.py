@@ -20,8 +20,6 @@ from outlast.cli.train import JobFile, Overrides, Processes, job_arguments
 from outlast.errors import EXIT_CRASHED, EXIT_DONE, EXIT_WRONG_NUMBERS, GuardError, OutlastError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from outlast.job import Job
     from outlast.records import RunDirectory
     from outlast.recover.cost import WayBack
@@ -48,8 +46,15 @@ def goodput(
     # At a rate, what comes after the last strike is at another rate: none.
     until = max((outcome.struck + outcome.seconds for outcome in struck), default=None)
     wall, steps = _progress(disturbed, until if asked.kill else None)
+    back = _way_back(job, clean)
+    # After so many steps a state is kept from which a loss is made good.
     live = job.recover.mode == "live"
-    every, back = _kept_every(job), _way_back_live(job) if live else _way_back(clean)
+    every = 1
+    if job.recover.mode == "restart" and job.launch.nproc > 1:
+        every = job.recover.every_steps
+    elif not live and job.checkpoint.every_steps != "auto":
+        # Nobody knows here what `auto` comes to.
+        every = job.checkpoint.every_steps or 1
     if asked.stop_seconds:
         predicted = work / (work + len(struck) * asked.stop_seconds)
     elif asked.kill:
@@ -74,11 +79,17 @@ def _progress(directory: RunDirectory, until: float | None) -> tuple[float, int]
     return max(done[-1][0] - done[0][0], 1e-9), done[-1][1] - done[0][1]
 
 
-def _way_back(clean: RunDirectory) -> WayBack:
-    """Seconds of a restart, from the set-up of the run without faults."""
-    from outlast.records import StepsDone, TrainingStarted, read_run
-    from outlast.recover.cost import REFORM_SECONDS, WayBack, detection_seconds
+def _way_back(job: Job, clean: RunDirectory) -> WayBack:
+    """Seconds of a restart, from the set-up of the run without faults.
 
+    In live mode they are those that survivors wait: the silence after which a group counts as dead.
+    """
+    from outlast.records import StepsDone, TrainingStarted, read_run
+    from outlast.recover.cost import REFORM_SECONDS, SILENCE_SHARE, WayBack, detection_seconds
+
+    if job.recover.mode == "live":
+        silence = SILENCE_SHARE * job.recover.heartbeat_seconds
+        return WayBack(detection_seconds(look_seconds=0.0, silence_seconds=silence), 0.0)
     run = read_run(clean.path)
     parts = run.of(TrainingStarted)[0][1].parts
     again = sum(seconds for name, seconds in parts.items() if name not in _BEFORE_PAGES)
@@ -86,25 +97,6 @@ def _way_back(clean: RunDirectory) -> WayBack:
     warming = max(steps[0] - statistics.median(steps), 0.0)
     reform = REFORM_SECONDS + parts.get("process group", 0.0)
     return WayBack(detection_seconds(), reform, again + warming)
-
-
-def _kept_every(job: Job) -> int:
-    """After how many steps a state is kept from which a loss is made good."""
-    if job.recover.mode == "live":
-        return 1
-    if job.recover.mode == "restart" and job.launch.nproc > 1:
-        return job.recover.every_steps
-    every = job.checkpoint.every_steps
-    # Nobody knows here what `auto` has come to.
-    return 1 if every == "auto" else every or 1
-
-
-def _way_back_live(job: Job) -> WayBack:
-    """Seconds that survivors wait: the silence after which a group counts as dead."""
-    from outlast.recover.cost import SILENCE_SHARE, WayBack, detection_seconds
-
-    silence = SILENCE_SHARE * job.recover.heartbeat_seconds
-    return WayBack(detection_seconds(look_seconds=0.0, silence_seconds=silence), 0.0)
 
 
 def _planned(kill: str, step: float, every: int, back: WayBack) -> float:
@@ -212,10 +204,10 @@ def drill_processes(
         # Striking who comes up takes two restarts.
         f"launch.restarts={2 * len(trials) + _SPARE_RESTARTS}",
     ]
-    clean = _run(job_file, settings, _named_processes(job, "drill-clean"), asked, processes)
-    drilled = _run(job_file, settings, _named_processes(job, "drill-struck"), asked, processes)
+    clean = _run(job_file, settings, _named(job, "drill-clean"), asked, processes)
+    drilled = _run(job_file, settings, _named(job, "drill-struck"), asked, processes)
     # The runs are in sessions of their own, and would stay behind.
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         clean.start()
         print("drill: training undisturbed, to compare with", flush=True)
@@ -226,13 +218,31 @@ def drill_processes(
         clean.end()
         drilled.end()
         signal.signal(signal.SIGTERM, before)
-    result = _result(job, asked, outcomes, drilled.starts, processes)
+    struck = [outcome for outcome in outcomes if outcome.took_place]
+    survived = [outcome for outcome in struck if outcome.survived]
+    undisturbed, disturbed = (_directory(job, name) for name in ("drill-clean", "drill-struck"))
+    equal, distance = _compare(job)
+    seconds = [outcome.seconds for outcome in survived]
+    result = {
+        "mode": job.recover.mode,
+        "processes": processes,
+        "seed": asked.seed,
+        "stop_seconds": asked.stop_seconds,
+        "trials": [dataclasses.asdict(outcome) for outcome in outcomes],
+        "struck": len(struck),
+        "survived": len(survived),
+        "starts": drilled.starts,
+        "lost_steps": sum(outcome.lost_steps for outcome in survived),
+        "lost_samples": sum(outcome.lost_steps for outcome in survived) * job.train.batch_size,
+        "median_seconds": statistics.median(seconds) if seconds else None,
+        "longest_seconds": max(seconds, default=None),
+        "goodput": goodput(job, asked, undisturbed, disturbed, struck),
+        "comparison": comparison(job),
+        "bits_equal": equal,
+        "largest_difference": distance,
+    }
     print_processes(result)
     return result
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def _trials(job: Job, asked: DrillOptions, ranks: int) -> list[Trial]:
@@ -266,22 +276,20 @@ def _struck(run: DrilledRun, trials: list[Trial]) -> list[TrialOutcome]:
             raise OutlastError("the drill's run ended before its first step; see its log")
         outcome = run.trial(trial, began)
         outcomes.append(outcome)
-        print(f"drill: {number} of {len(trials)}: {_sentence(outcome)}", flush=True)
+        said = f"rank {outcome.rank} in {outcome.phase or 'any phase'} after step {outcome.step}"
+        if not outcome.took_place:
+            said += f" was not struck: {outcome.note}"
+        elif not outcome.survived:
+            said += f": NOT survived: {outcome.note}"
+        else:
+            said += f": next step after {outcome.seconds:.2f} s, {outcome.lost_steps} done again"
+        print(f"drill: {number} of {len(trials)}: {said}", flush=True)
         if outcome.took_place and not outcome.survived and run.starts < _MOST_STARTS:
             run.end()
             run.start()
             resumed = time.monotonic()
             began = None if (now := run.began()) is None else began + now - resumed
     return outcomes
-
-
-def _sentence(outcome: TrialOutcome) -> str:
-    where = f"rank {outcome.rank} in {outcome.phase or 'any phase'} after step {outcome.step}"
-    if not outcome.took_place:
-        return f"{where} was not struck: {outcome.note}"
-    if not outcome.survived:
-        return f"{where}: NOT survived: {outcome.note}"
-    return f"{where}: next step after {outcome.seconds:.2f} s, {outcome.lost_steps} done again"
 
 
 def _must_end(run: DrilledRun, directory: RunDirectory) -> None:
@@ -296,11 +304,6 @@ def _must_end(run: DrilledRun, directory: RunDirectory) -> None:
             f"the drill's run {directory.path.name} was started {run.starts} times and {how} at "
             f"last; see {_log(directory)}"
         )
-
-
-def _named_processes(job: Job, name: str) -> Job:
-    run = job.run.model_copy(update={"name": f"{job.run.name}-{name}"})
-    return job.model_copy(update={"run": run})
 
 
 def _directory(job: Job, name: str) -> RunDirectory:
@@ -342,34 +345,6 @@ def _run(
     )
 
 
-def _result(
-    job: Job, asked: DrillOptions, outcomes: list[TrialOutcome], starts: int, processes: int
-) -> dict[str, Any]:
-    struck = [outcome for outcome in outcomes if outcome.took_place]
-    survived = [outcome for outcome in struck if outcome.survived]
-    clean, disturbed = (_directory(job, name) for name in ("drill-clean", "drill-struck"))
-    equal, distance = _compare(job)
-    seconds = [outcome.seconds for outcome in survived]
-    return {
-        "mode": job.recover.mode,
-        "processes": processes,
-        "seed": asked.seed,
-        "stop_seconds": asked.stop_seconds,
-        "trials": [dataclasses.asdict(outcome) for outcome in outcomes],
-        "struck": len(struck),
-        "survived": len(survived),
-        "starts": starts,
-        "lost_steps": sum(outcome.lost_steps for outcome in survived),
-        "lost_samples": sum(outcome.lost_steps for outcome in survived) * job.train.batch_size,
-        "median_seconds": statistics.median(seconds) if seconds else None,
-        "longest_seconds": max(seconds, default=None),
-        "goodput": goodput(job, asked, clean, disturbed, struck),
-        "comparison": comparison(job),
-        "bits_equal": equal,
-        "largest_difference": distance,
-    }
-
-
 def comparison(job: Job) -> str:
     """`ROUNDING` where survivors of a death sum in another order, else `BITS`."""
     reordered = job.recover.mode == "live" and not job.recover.fixed_order
@@ -386,7 +361,7 @@ def _compare(job: Job) -> tuple[bool, float]:
     from outlast.train.export import load_trained
 
     first, second = (
-        load_trained(_named_processes(job, name), _directory(job, name))[0].state_dict()
+        load_trained(_named(job, name), _directory(job, name))[0].state_dict()
         for name in ("drill-clean", "drill-struck")
     )
     if first.keys() != second.keys():
@@ -596,8 +571,19 @@ def print_drill(result: dict[str, Any]) -> None:
         table.add_column(name, justify="right")
     for row in result["rows"]:
         latency = row["longest_latency_steps"]
-        cells = [_cell(row[name]) for name in _COLUMNS]
-        table.add_row(row["site"], str(row["injected"]), *cells, _steps(latency))
+        rates = [row[name] for name in _COLUMNS]
+        cells = [
+            f"{rate['count']} ({100 * rate['low']:.3g}-{100 * rate['high']:.3g})"
+            if rate["total"]
+            else "-"
+            for rate in rates
+        ]
+        table.add_row(
+            row["site"],
+            str(row["injected"]),
+            *cells,
+            ("" if latency is None else f"{latency} step{'' if latency == 1 else 's'}"),
+        )
     # A table that is cut off is of no use in a log.
     Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
     alarms = result["false_alarms"]
@@ -623,18 +609,6 @@ def print_drill(result: dict[str, Any]) -> None:
             "what the guard did not find, or found below its thresholds, has stayed in the run: "
             f"exit code {EXIT_WRONG_NUMBERS}"
         )
-
-
-def _steps(count: int | None) -> str:
-    if count is None:
-        return ""
-    return f"{count} step{'' if count == 1 else 's'}"
-
-
-def _cell(rate: dict[str, Any]) -> str:
-    if not rate["total"]:
-        return "-"
-    return f"{rate['count']} ({100 * rate['low']:.3g}-{100 * rate['high']:.3g})"
 
 
 def _drill_processes(

@@ -47,22 +47,18 @@ def main() -> None:
             raise
     except OutlastError as error:
         print(f"outlast: {error}", file=sys.stderr, flush=True)
-        sys.exit(_code_of(error))
+        match error:
+            case WrongNumbersError():
+                sys.exit(EXIT_WRONG_NUMBERS)
+            case LeaseLostError():
+                # Nothing is wrong with the input: another process goes on with the run.
+                sys.exit(EXIT_CRASHED)
+            case _:
+                sys.exit(EXIT_BAD_INPUT)
     finally:
         if signal.getsignal(signal.SIGINT) is _interrupted:
             # What is left is Python's own end, which another Ctrl-C may cut short.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _code_of(error: OutlastError) -> int:
-    match error:
-        case WrongNumbersError():
-            return EXIT_WRONG_NUMBERS
-        case LeaseLostError():
-            # Nothing is wrong with the input: another process goes on with the run.
-            return EXIT_CRASHED
-        case _:
-            return EXIT_BAD_INPUT
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:

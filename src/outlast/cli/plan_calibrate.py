@@ -1,13 +1,17 @@
-"""``outlast plan calibrate``: the model's constants from measured runs."""
+"""``outlast plan calibrate``, and what this machine's calibration predicts before a training.
+
+The model's constants come from measured runs. `prediction_for` is the planner's word on a job here.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,13 +25,17 @@ from outlast.errors import OutlastError, PlanError
 if TYPE_CHECKING:
     import numpy as np
 
-    from outlast.plan.calibration import Constant
+    from outlast.job import Job
+    from outlast.plan.api import Training
+    from outlast.plan.calibration import Calibration, Constant
     from outlast.plan.cluster import Cluster
     from outlast.plan.memory_fit import Learned, MemoryFit, Resident
+    from outlast.plan.prediction import Estimate
     from outlast.plan.probes import Probe
     from outlast.plan.rows import Refused, Row
     from outlast.plan.step_fit import Belonging
     from outlast.plan.step_model import StepModel, Validation
+    from outlast.records import Predicted, Run
 
 
 FEWEST = 5
@@ -105,17 +113,19 @@ def calibrate(
             raise PlanError(
                 f"--{given} is of runs that are there: leave it out, or leave out --run"
             )
-        _measure(paths or [], 60.0 * minutes, out, keep)
+        if paths and len(paths) > 1:
+            raise PlanError(f"--run varies one job, and {len(paths)} are named: keep one or none")
+        job = paths[0] if paths else None
+        calibrate_here(job, out or calibration_home(), 60.0 * minutes, keep)
         return
     if keep is not None:
         raise PlanError(f"--keep = {keep} is of probes: leave it out, or give --run")
 
     rows, refused = _rows(paths or [], settings, table or [], cluster)
-    # A table may hold the rows that the shipped constants come from: these must not count twice.
-    found = _fitted(rows, force, alone=bool(table))
+    found = _fitted(rows, alone=bool(table), force=force)
     memory = fitted_memory(found.rows, alone=bool(table))
     if out is not None:
-        _write(found, memory, out)
+        found.write(out, memory)
     document = {**_document(found, refused, out), "memory": memory_document(memory)}
     if json:
         print_json(document)
@@ -123,19 +133,39 @@ def calibrate(
         _print(found, refused, document, memory_lines(memory), out)
 
 
-def _measure(paths: list[Path], seconds: float, out: Path | None, keep: Path | None) -> None:
-    from outlast.cli.forecast import calibration_home
+def _fitted(rows: list[Row], *, alone: bool, force: bool) -> Fitted:
+    from outlast.plan.api import published_constants
+    from outlast.plan.batch import cases
+    from outlast.plan.rows import clean, forced
+    from outlast.plan.step_fit import Belonging
+    from outlast.plan.step_model import belonging, step_model, validate
 
-    if len(paths) > 1:
-        raise PlanError(f"--run varies one job, and {len(paths)} are named: keep one or none")
-    job = paths[0] if paths else None
-    calibrate_here(job, out or calibration_home(), seconds, keep)
+    before = published_constants()
+    numbers = cases([(row.model, row.run, row.cluster) for row in rows])
+    rows = clean(rows, before.seconds(numbers, [belonging(row) for row in rows]))
+    if force:
+        rows = forced(rows)
+    usable = [row for row in rows if row.fits_time]
+    configurations = len({row.key for row in usable})
+    if configurations < 2:
+        flagged = [sentence for row in rows for sentence in (*row.flags, *row.time_flags)]
+        said = f" ({flagged[0]})" if flagged else ""
+        raise PlanError(
+            f"{len(usable)} of {len(rows)} rows with {configurations} different configurations can "
+            f"be used{said}: give at least 2, better {FEWEST} to 12"
+        )
+    # A table may hold the rows that the shipped constants come from: these must not count twice.
+    prior = None if alone else before
+    known = None if prior is None else prior.constants
+    held = validate(usable, min(_FOLDS, configurations), prior=known)
+    most = Counter(belonging(row) for row in usable).most_common(1)[0][0]
+    whose = Belonging(most.chip, most.cluster, most.framework)
+    return Fitted(rows, step_model(usable, held=held, prior=prior), before, held, whose)
 
 
 def _rows(
     paths: list[Path], settings: Path | None, tables: list[Path], cluster: str | None
 ) -> tuple[list[Row], list[Refused]]:
-    from outlast.cli.forecast import HERE, place_of, ranks_of
     from outlast.plan.rows import Refused
     from outlast.plan.run_rows import read_log_row, read_run_row
     from outlast.plan.table_rows import read_rows
@@ -168,53 +198,6 @@ def _rows(
         said = f": {refused[0].name}: {refused[0].reason}" if refused else ""
         raise PlanError(f"none of the {len(refused)} sources gives a row{said}")
     return rows, refused
-
-
-def _fitted(rows: list[Row], force: bool, *, alone: bool) -> Fitted:
-    from outlast.plan.api import published_constants
-    from outlast.plan.batch import cases
-    from outlast.plan.rows import clean, forced
-    from outlast.plan.step_fit import Belonging
-    from outlast.plan.step_model import belonging, step_model, validate
-
-    before = published_constants()
-    numbers = cases([(row.model, row.run, row.cluster) for row in rows])
-    rows = clean(rows, before.seconds(numbers, [belonging(row) for row in rows]))
-    if force:
-        rows = forced(rows)
-    usable = [row for row in rows if row.fits_time]
-    configurations = len({row.key for row in usable})
-    if configurations < 2:
-        flagged = [sentence for row in rows for sentence in (*row.flags, *row.time_flags)]
-        said = f" ({flagged[0]})" if flagged else ""
-        raise PlanError(
-            f"{len(usable)} of {len(rows)} rows with {configurations} different configurations can "
-            f"be used{said}: give at least 2, better {FEWEST} to 12"
-        )
-    prior = None if alone else before
-    known = None if prior is None else prior.constants
-    held = validate(usable, min(_FOLDS, configurations), prior=known)
-    most = Counter(belonging(row) for row in usable).most_common(1)[0][0]
-    whose = Belonging(most.chip, most.cluster, most.framework)
-    return Fitted(rows, step_model(usable, held=held, prior=prior), before, held, whose)
-
-
-def _write(found: Fitted, memory: FittedMemory, out: Path) -> None:
-    from outlast.plan.calibration import Provenance, calibration_of, write_calibration
-    from outlast.version import __version__
-
-    used = found.used
-    provenance = Provenance(
-        date=datetime.now(UTC).date().isoformat(),
-        version=__version__,
-        rows=tuple(row.name for row in used),
-        sources=tuple(dict.fromkeys(row.source for row in used)),
-        flagged=tuple(
-            text for row in found.rows for text in (*row.flags, *row.time_flags) if row not in used
-        ),
-        text=f"outlast plan calibrate, {len(used)} of {len(found.rows)} rows",
-    )
-    write_calibration(calibration_of(found.model, provenance, stored_memory(memory)), out)
 
 
 def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[str, Any]:
@@ -309,6 +292,27 @@ class Fitted:
     def used(self) -> list[Row]:
         """Those whose time was fitted."""
         return [row for row in self.rows if row.fits_time]
+
+    def write(self, out: Path, memory: FittedMemory) -> None:
+        """Write a calibration file with the constants, and what they come from."""
+        from outlast.plan.calibration import Provenance, calibration_of, write_calibration
+        from outlast.version import __version__
+
+        used = self.used
+        provenance = Provenance(
+            date=datetime.now(UTC).date().isoformat(),
+            version=__version__,
+            rows=tuple(row.name for row in used),
+            sources=tuple(dict.fromkeys(row.source for row in used)),
+            flagged=tuple(
+                text
+                for row in self.rows
+                for text in (*row.flags, *row.time_flags)
+                if row not in used
+            ),
+            text=f"outlast plan calibrate, {len(used)} of {len(self.rows)} rows",
+        )
+        write_calibration(calibration_of(self.model, provenance, stored_memory(memory)), out)
 
 
 def constants_of(found: Fitted) -> list[dict[str, Any]]:
@@ -652,3 +656,136 @@ def write(found: Here, cluster_text: str, files: tuple[Path, Path]) -> None:
     write_calibration(calibration_of(found.step, provenance, memory), files[0])
     if cluster_text:
         replace_file(files[1], cluster_text.encode())
+
+
+HOME = "OUTLAST_PLAN_HOME"
+"""Folder of this machine's calibration; `~/.cache/outlast/plan` where it is not set."""
+
+
+PUBLISHED = "published runs"
+"""What the constants are from where nothing was calibrated."""
+
+
+def calibration_home() -> Path:
+    """Folder of the measurements of `outlast plan calibrate --run`."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get(HOME) or Path(cache) / "outlast" / "plan")
+
+
+def prediction_of(job: Job, processes: int) -> Predicted | str:
+    """The prediction of a job on this machine, or in a phrase why there is none.
+
+    Args:
+        job: Checked.
+        processes: That will train.
+    """
+    from outlast.plan.api import predict, training_of
+    from outlast.plan.calibration import read_calibration
+    from outlast.plan.memory_fit import known_of
+
+    try:
+        cluster = place_of(HERE, processes)
+        file = calibration_for(HERE, None)
+        calibration = None if file is None else read_calibration(Path(file))
+        known = None if calibration is None else known_of(calibration)
+        training = training_of(job, processes, cluster, calibration=known)
+        estimate = predict(training, cluster, calibration=known)
+        return record_of(estimate, training, cluster, calibration, file)
+    except OutlastError as error:
+        return str(error).splitlines()[0]
+    except Exception as error:
+        # A run must not fail for want of its prediction.
+        return f"{type(error).__name__}: {error}"
+
+
+def record_of(
+    estimate: Estimate,
+    training: Training,
+    cluster: Cluster,
+    calibration: Calibration | None,
+    file: str | Path | None,
+) -> Predicted:
+    """An estimate as a run's records hold it.
+
+    On processors its memory is the resident one of a rank, where the calibration knows it: that is
+    what is measured there.
+
+    Args:
+        estimate: Of `training` on `cluster`.
+        training: What was predicted.
+        cluster: Where.
+        calibration: That was used; None for constants fitted to published runs.
+        file: Its own.
+
+    Raises:
+        PlanError: The calibration knows only a part of what resident memory depends on.
+    """
+    import numpy as np
+
+    from outlast.plan.batch import cases
+    from outlast.plan.memory_fit import resident_of
+    from outlast.plan.prediction import as_record
+
+    record = as_record(estimate, PUBLISHED if file is None else str(file))
+    found = None if calibration is None or not cluster.processor else resident_of(calibration)
+    if found is None:
+        return record
+    numbers = cases([(training.model, training.run, cluster)])
+    middle = float(found.bytes(numbers)[0])
+    factor = float(np.exp(found.half_widths(numbers)[0]))
+    return replace(
+        record,
+        memory_bytes=middle,
+        memory_bytes_low=middle / factor,
+        memory_bytes_high=middle * factor,
+    )
+
+
+def prediction_for(job: Job, processes: int) -> Predicted | None:
+    """As `prediction_of`; prints why there is none."""
+    found = prediction_of(job, processes)
+    if isinstance(found, str):
+        print(f"no prediction: {found}", flush=True)
+        return None
+    return found
+
+
+HERE = "here"
+
+
+def place_of(name: str, ranks: int = 0) -> Cluster:
+    """A cluster by its name or file; `here` is this machine, as `calibrate --run` measured it.
+
+    Args:
+        name: As `--cluster` says it.
+        ranks: Processes among which a machine without accelerators is shared; 0: as it stands.
+
+    Raises:
+        PlanError: It cannot be read, or nothing is known of this machine.
+    """
+    from outlast.plan.cluster import divided
+    from outlast.plan.cluster_file import cluster_of, read_cluster, this_cluster
+
+    measured = calibration_home() / "cluster.toml"
+    if name == HERE and not measured.exists():
+        try:
+            return this_cluster(ranks)
+        except PlanError as error:
+            raise PlanError(f"{error}; or name a cluster, as --cluster h100x64") from None
+    found = read_cluster(measured) if name == HERE else cluster_of(name)
+    shared = ranks and (found.processor or name == HERE) and found.devices != ranks
+    return divided(found, ranks) if shared else found
+
+
+def calibration_for(name: str, given: str | Path | None) -> str | Path | None:
+    """The calibration to use: the one given; on this machine, its own where there is one."""
+    own = calibration_home() / "calibration.toml"
+    return own if given is None and name == HERE and own.exists() else given
+
+
+def ranks_of(run: Run) -> int:
+    """Processes of the last start of a run; 0 where there is none."""
+    from outlast.records import AttemptStarted
+
+    started = [event.world_size for _, event in run.of(AttemptStarted)]
+    return started[-1] if started else 0

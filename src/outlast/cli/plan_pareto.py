@@ -1,10 +1,15 @@
-"""``outlast plan pareto`` and ``check``: the front as files, one question as an exit code."""
+"""``outlast plan pareto``, ``check``, ``emit``, ``targets``, and the search behind them.
+
+A search gives the exact front first, and what comes next behind it; the front goes into files, one
+configuration into a file of a framework, one question into an exit code.
+"""
 
 from __future__ import annotations
 
 import json as json_text
 import shlex
 import sys
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,23 +19,33 @@ import typer
 from outlast.cli.console import (
     Column,
     bytes_words,
+    joules_range,
     joules_words,
     output,
     plain,
     print_json,
     print_table,
+    range_words,
     rounded,
+    seconds_range,
     seconds_words,
+    share_words,
 )
 from outlast.cli.options import AsJson, Layout, PlanOptions, with_options
 from outlast.errors import EXIT_CRASHED, NothingAllowedError, PlanError
 
 if TYPE_CHECKING:
-    from outlast.cli.plan_search import Chosen
+    import numpy as np
+
+    from outlast.cli.options import Layout
     from outlast.cli.plan_source import Planned
     from outlast.hardware.figure import Unavailable
+    from outlast.plan.configuration import Configuration, Settings
     from outlast.plan.estimate import Interval
+    from outlast.plan.objectives import Objectives
+    from outlast.plan.pareto import Evaluate, Front
     from outlast.plan.prediction import Estimate
+    from outlast.plan.space import Block, Space
 
 
 @with_options
@@ -55,7 +70,6 @@ def pareto(
     "allowed", "within", "knee", "points": [{"cluster", "configuration",
     "settings", "figures", "extrapolated"}]}.
     """
-    from outlast.cli.plan_search import refuse_unknown, search_front
     from outlast.cli.plan_source import planned
     from outlast.plan.objectives import FIGURES
     from outlast.plan.pareto_page import page
@@ -116,8 +130,6 @@ def check(
     --json: {"holds", "reasons", "layout", "configuration", "limits", "figures",
     "extrapolated"}.
     """
-    from outlast.cli.plan_rank import beyond
-    from outlast.cli.plan_search import chosen
     from outlast.cli.plan_source import planned
     from outlast.plan.configuration import layout_words
 
@@ -317,8 +329,8 @@ def emit(
     from dataclasses import fields
     from dataclasses import replace as with_fields
 
-    from outlast.cli.plan_search import chosen
     from outlast.cli.plan_source import planned
+    from outlast.plan.configuration import Settings
     from outlast.plan.constraints import FRAMEWORKS
     from outlast.plan.emit import EmitSettings, target_named
     from outlast.plan.emit import emit as write
@@ -327,15 +339,22 @@ def emit(
     trains = (launches or "outlast") if target == "sbatch" else target
     if asked.framework is None and trains in FRAMEWORKS:
         asked = with_fields(asked, framework=trains)
-    read = planned(asked) if trains == "outlast" else _without_mechanisms(planned(asked))
+    read = planned(asked)
+    if trains != "outlast":
+        # Without what only Outlast can do: the other framework runs a job without it.
+        kept = Settings(checkpoint_seconds=read.training.settings.checkpoint_seconds)
+        read = with_fields(read, training=with_fields(read.training, settings=kept))
     if not own and all(getattr(layout, field.name) is None for field in fields(layout)):
         layout = with_fields(layout, choose=1)
         read = with_fields(read, target=trains)
     found = chosen(read, layout)
+    wanted = ("fits", "takes", "energy", "failures", "extrapolated")
     settings = EmitSettings(
         **_of_job(read),
         name=name or _name(read),
-        predicted=_predicted(found),
+        predicted="\n".join(
+            f"{key} {text}" for key, text in answers(found.estimate) if key in wanted
+        ),
         origin=shlex.join(["outlast", *sys.argv[1:]]),
         steps=read.context.steps,
         checkpoint_every_steps=_every_steps(read, found),
@@ -388,16 +407,6 @@ def targets(json: AsJson = False) -> None:
     print_table(output(), columns, rows)
 
 
-def _without_mechanisms(planned: Planned) -> Planned:
-    """Of a job, without what only Outlast can do: the other framework runs without it."""
-    from dataclasses import replace as with_fields
-
-    from outlast.plan.configuration import Settings
-
-    kept = Settings(checkpoint_seconds=planned.training.settings.checkpoint_seconds)
-    return with_fields(planned, training=with_fields(planned.training, settings=kept))
-
-
 def _name(planned: Planned) -> str:
     if planned.job is not None:
         return planned.job.run.name
@@ -405,13 +414,6 @@ def _name(planned: Planned) -> str:
         item if item.isalnum() or item in "._-" else "-" for item in planned.training.model.name
     )
     return "".join(letters).strip("-.") or "run"
-
-
-def _predicted(found: Chosen) -> str:
-    from outlast.cli.plan_rank import answers
-
-    wanted = ("fits", "takes", "energy", "failures", "extrapolated")
-    return "\n".join(f"{key} {text}" for key, text in answers(found.estimate) if key in wanted)
 
 
 def _every_steps(planned: Planned, found: Chosen) -> int:
@@ -474,3 +476,364 @@ def _tables(planned: Planned, found: Chosen) -> dict[str, dict[str, Any]]:
     if planned.asked.checkpoint_seconds:
         tables.setdefault("checkpoint", {})["every_steps"] = _every_steps(planned, found)
     return tables
+
+
+_THINNED = 0.02
+
+
+_SPARE = 8
+"""Candidates behind the front that are kept for each row asked for: some exceed the budget."""
+
+
+_MANY = 10
+"""Points of a front from which on those that are nearly alike are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A row of the ranking.
+
+    Attributes:
+        number: From 1.
+        run: How the work is divided.
+        settings: The mechanisms.
+        estimate: What is predicted.
+        on_front: No other candidate is better in one figure and no worse in the others.
+        knee: Giving up more of one figure begins to buy little of the others here.
+    """
+
+    number: int
+    run: Configuration
+    settings: Settings
+    estimate: Estimate
+    on_front: bool
+    knee: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """A search and its best.
+
+    Attributes:
+        planned: What was searched.
+        front: All of the exact front.
+        choices: The best by the figure asked for.
+    """
+
+    planned: Planned
+    front: Front
+    choices: tuple[Choice, ...]
+
+
+def ranking(planned: Planned, top: int) -> Ranking:
+    """Search, and predict the best in full.
+
+    Args:
+        planned: The run.
+        top: Rows at most.
+
+    Raises:
+        PlanError: Nothing is legal, fits, or keeps to the budget; the sentence says what the least
+            is.
+    """
+    front, space, rows = _ranked(planned, top)
+    return Ranking(
+        planned=planned,
+        front=front,
+        choices=tuple(
+            _choice(planned, space, front, row, number) for number, row in enumerate(rows, 1)
+        ),
+    )
+
+
+def row_of_ranking(planned: Planned, number: int) -> Choice:
+    """One row of the ranking, the others not predicted.
+
+    Raises:
+        PlanError: As `ranking`, or there is no such row.
+    """
+    front, space, rows = _ranked(planned, max(number, 1))
+    if not 1 <= number <= len(rows):
+        raise PlanError(
+            f"--choose = {number}: the ranking has {len(rows):,} rows; give one of them"
+        )
+    return _choice(planned, space, front, rows[number - 1], number)
+
+
+def _ranked(planned: Planned, top: int) -> tuple[Front, Space, list[int]]:
+    """The front, its space, and the rows of the best."""
+    from outlast.plan.configuration import layout_words, settings_words
+
+    front, space, nearest = search_front(planned, top)
+    by = planned.asked.by
+    refuse_unknown(front, by)
+    # Nothing here depends on `top` but the end, so that a row keeps its number.
+    shown = (front.thinned(_THINNED) if len(front) > _MANY else front).ordered(by)
+    rows = [int(row) for row in shown.rows]
+    # The rows with the next best behind them, no layout twice.
+    found: dict[str, int] = {}
+    for row in (*rows, *nearest.rows(front.limits)):
+        if len(found) == top:
+            break
+        candidate = space.candidate(row)
+        words = f"{layout_words(candidate.configuration)} {settings_words(candidate.settings)}"
+        found.setdefault(words, row)
+    return front, space, list(found.values())
+
+
+def refuse_unknown(front: Front, by: str) -> None:
+    """Refuse to order a front by a figure that is not known.
+
+    Raises:
+        PlanError: It is not.
+    """
+    from outlast.hardware.figure import Unavailable
+
+    if isinstance(why := front.objectives.column(by), Unavailable):
+        raise PlanError(f"--by = {by}: it is not known: {why.reason}")
+
+
+def search_front(planned: Planned, top: int = 0) -> tuple[Front, Space, Nearest]:
+    """The exact front, the space it is of, and the best of all candidates by one figure.
+
+    Raises:
+        PlanError: As `ranking`.
+    """
+    from outlast.plan.fault_tolerance import refuse_impossible
+    from outlast.plan.model import evaluator
+    from outlast.plan.pareto import search
+    from outlast.plan.space import space
+
+    training = planned.training
+    candidates = space(
+        training.model,
+        training.run,
+        planned.cluster,
+        planned.axes,
+        planned.mechanisms,
+        framework=training.framework,
+        target=planned.target,
+    )
+    refuse_impossible(planned.cluster, candidates.whole)
+    nearest = Nearest(evaluator(planned.context), planned.asked.by, _SPARE * top)
+    front = search(
+        candidates, nearest, planned.asked.budget or (), start=datetime.now().astimezone()
+    )
+    return front, candidates, nearest
+
+
+class Nearest:
+    """An evaluation that remembers the best rows by one figure, on the front or behind it."""
+
+    def __init__(self, evaluate: Evaluate, by: str, most: int) -> None:
+        self._evaluate, self._by, self._most = evaluate, by, most
+        self._begin = 0
+        self._found: list[tuple[np.ndarray, Objectives]] = []
+
+    def __call__(self, block: Block) -> Objectives:
+        """Judge a block."""
+        import numpy as np
+
+        from outlast.plan.objectives import minimised
+
+        judged = self._evaluate(block)
+        if self._most and self._by in judged.available([self._by]):
+            allowed = np.flatnonzero(judged.allowed)
+            values = minimised(judged, [self._by])[allowed, 0]
+            best = allowed[np.argsort(values, kind="stable")[: self._most]]
+            self._found.append((best + self._begin, judged.taken(best)))
+        self._begin += len(block)
+        return judged
+
+    def rows(self, limits: object) -> list[int]:
+        """Rows of the space within limits, the best first."""
+        import numpy as np
+
+        from outlast.plan.objectives import joined, minimised
+        from outlast.plan.pareto import kept
+
+        if not self._found:
+            return []
+        rows = np.concatenate([item for item, _ in self._found])
+        judged = joined([item for _, item in self._found])
+        bounds = dict(limits)  # type: ignore[call-overload]
+        if len(judged.available(tuple(bounds))) < len(bounds):
+            return []
+        inside = np.flatnonzero(kept(judged, bounds))
+        values = minimised(judged, [self._by])[inside, 0]
+        return [int(rows[inside[at]]) for at in np.argsort(values, kind="stable")]
+
+
+def _choice(planned: Planned, space: Space, front: Front, row: int, number: int) -> Choice:
+    from outlast.plan.prediction import predict
+
+    each = space.candidate(row)
+    return Choice(
+        number=number,
+        run=each.configuration,
+        settings=each.settings,
+        estimate=predict(planned.context, each.configuration, each.settings),
+        on_front=bool((front.rows == row).any()),
+        knee=row == int(front.rows[front.knee]),
+    )
+
+
+_ZERO = {"0": "none", "1": "optimizer", "2": "gradients", "3": "parameters"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """One way to run.
+
+    Attributes:
+        run: How the work is divided.
+        settings: The mechanisms.
+        origin: Where it comes from, for people.
+        estimate: What is predicted.
+        warnings: What is possible and costs something, a sentence each.
+    """
+
+    run: Configuration
+    settings: Settings
+    origin: str
+    estimate: Estimate
+    warnings: tuple[str, ...]
+
+
+def chosen(planned: Planned, layout: Layout) -> Chosen:
+    """Predict the configuration that a command is about.
+
+    Raises:
+        PlanError: The layout is not legal, both a row and sizes are given, or nothing is found.
+    """
+    from outlast.plan.prediction import predict
+
+    sizes = {
+        field.name: getattr(layout, field.name)
+        for field in fields(layout)
+        if field.name != "choose" and getattr(layout, field.name) is not None
+    }
+    if sizes and layout.choose is not None:
+        raise PlanError(
+            f"--choose = {layout.choose} and --{next(iter(sizes)).replace('_', '-')} both say "
+            "which way to run: keep one"
+        )
+    if sizes:
+        run, origin = _stated(planned, sizes), "as given"
+    elif layout.choose is None and planned.own is not None:
+        run, origin = planned.own, "the job's own"
+    elif layout.choose is None and planned.own_problem:
+        raise PlanError(planned.own_problem)
+    else:
+        number = 1 if layout.choose is None else layout.choose
+        found = row_of_ranking(planned, number)
+        run, settings, origin = found.run, found.settings, f"row {number} of the ranking"
+        return Chosen(
+            run=run,
+            settings=settings,
+            origin=origin,
+            estimate=found.estimate,
+            warnings=found.estimate.warnings,
+        )
+    # The mechanisms that were asked for, of each only one, where no search chooses among several.
+    mechanisms = planned.mechanisms
+    for field in fields(mechanisms):
+        if len(choices := getattr(mechanisms, field.name)) > 1:
+            said = ", ".join(
+                "+".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in choices
+            )
+            raise PlanError(
+                f"{field.name} = {said}: a layout that is given takes one choice of each mechanism;"
+                " keep one, or take a row of the ranking (--choose)"
+            )
+    settings = mechanisms.settings()[0]
+    estimate = predict(planned.context, run, settings)
+    return Chosen(
+        run=run, settings=settings, origin=origin, estimate=estimate, warnings=estimate.warnings
+    )
+
+
+def _stated(planned: Planned, sizes: dict[str, Any]) -> Configuration:
+    from outlast.plan.constraints import problems
+
+    names = {"shard": "sharding", "shard_ranks": "sharding_ranks"}
+    wanted = {names.get(name, name): value for name, value in sizes.items()}
+    if "sharding" in wanted:
+        wanted["sharding"] = _ZERO.get(wanted["sharding"], wanted["sharding"])
+    base = planned.own or planned.training.run
+    if "stages_per_rank" in wanted and "schedule" not in wanted and wanted["stages_per_rank"] > 1:
+        wanted["schedule"] = "interleaved"
+    if "data" not in wanted:
+        others = 1
+        for name in ("tensor", "pipeline", "context"):
+            others *= max(int(wanted.get(name, getattr(base, name))), 1)
+        wanted["data"] = max(planned.cluster.devices // others, 1)
+        wanted.setdefault("sharding_ranks", 0)
+    if planned.asked.micro_batch is None and planned.own is None:
+        wanted["micro_batch"] = max(min(base.micro_batch, base.batch // wanted["data"]), 1)
+    run = replace(base, **wanted)
+    training = planned.training
+    wrong = problems(training.model, run, planned.cluster, training.framework)
+    if wrong:
+        raise PlanError("; ".join(wrong))
+    return run
+
+
+def answers(found: Estimate, currency: str = "") -> list[tuple[str, str]]:
+    """Will it fit, how long, how much energy, what do failures cost, what does it cost."""
+    used = found.capacity_bytes - found.headroom_bytes
+    fits = "yes" if found.fits and not found.cliff else "no"
+    if found.fits and found.cliff:
+        fits = "only in the memory cliff, where the allocator slows it down"
+    lost = sorted(found.ettr.terms[1:], key=lambda term: term.value)
+    wall = found.finish_seconds.middle
+    largest = [
+        f"{term.name.removeprefix('lost to ')} {seconds_words(-term.value * wall)}"
+        for term in lost[:3]
+        if -term.value >= 5e-5
+    ]
+    worst = f": {', '.join(largest)}" if largest else ""
+    share = 1.0 - found.ettr.figure.middle
+    answered = [
+        (
+            "fits",
+            (
+                f"{fits}: {bytes_words(used)} of {bytes_words(found.capacity_bytes)} on the "
+                "fullest device"
+            ),
+        ),
+        *([("because", found.unfit)] if found.unfit else []),
+        ("takes", f"{seconds_range(found.finish_seconds)}, failures included"),
+        ("energy", joules_range(found.run_joules)),
+        ("failures", f"{share_words(share)} of the time, {seconds_words(share * wall)}{worst}"),
+        ("money", range_words(found.money, currency)),
+        ("CO2", range_words(found.carbon_grams, "kg", 1e3)),
+    ]
+    loss = found.loss_difference.figure
+    if loss.high != loss.low:
+        words = f"{range_words(loss, 'nats')} above the bf16 baseline at equal data"
+        answered.append(("loss", words))
+    if found.on_time is not None:
+        answered.append(("in time", f"with probability {found.on_time:.2f}"))
+    answered += [("extrapolated", name) for name in beyond(found)]
+    return answered
+
+
+def beyond(found: Estimate) -> tuple[str, ...]:
+    """Why figures are beyond what was measured: of all of them first, then of one by its name."""
+    from outlast.hardware.figure import Unavailable
+
+    shared = found.finish_seconds.extrapolated
+    single = {
+        "memory": found.memory.figure,
+        "energy": found.run_joules,
+        "loss": found.loss_difference.figure,
+    }
+    alone = [
+        f"{name}: {phrase}"
+        for name, figure in single.items()
+        if not isinstance(figure, Unavailable)
+        for phrase in figure.extrapolated
+        if phrase not in shared
+    ]
+    return (*shared, *alone)

@@ -14,25 +14,23 @@ from outlast.cli.console import (
     bar,
     bytes_words,
     count_words,
-    joules_range,
     output,
     print_facts,
     print_json,
     print_table,
-    range_words,
     rounded,
-    seconds_range,
     seconds_words,
     share_words,
     unit_of_joules,
     unit_of_seconds,
 )
 from outlast.cli.options import AsJson, PlanOptions, with_options
+from outlast.cli.plan_pareto import answers, beyond, ranking
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outlast.cli.plan_search import Choice, Ranking
+    from outlast.cli.plan_pareto import Choice, Ranking
     from outlast.cli.plan_source import Planned
     from outlast.cluster.cost import Chain
     from outlast.plan.configuration import Configuration, Settings
@@ -72,8 +70,8 @@ def rank(
     "middle", "high", "coverage", "extrapolated"}, totals with their terms, in s,
     B, J, nats.
     """
-    from outlast.cli.plan_search import ranking
-    from outlast.cli.plan_source import planned
+    from outlast.cli.plan_source import planned, sharing_of, sharing_words
+    from outlast.plan.objectives import FIGURES
 
     found = ranking(planned(asked), top)
     own = own_estimate(found.planned)
@@ -85,9 +83,40 @@ def rank(
         return
     console = output()
     print_planned(console, found.planned)
-    _print_answers(console, found, own, said, chain)
+    best, currency = found.choices[0], found.planned.cluster.prices.currency
+    flags = [("flag", text) for text in best.estimate.warnings]
+    facts = [*answers(best.estimate, currency), *flags, ("change", said)]
+    if chain is not None:
+        facts.insert(2, ("on a queue", queue_words(chain)))
+    sharing = sharing_of(found.planned.load_of_others, best.estimate, best.settings)
+    if sharing is not None:
+        facts.append(("file system", sharing_words(sharing)))
+    if settings := job_settings(found.planned, best):
+        facts.append(("settings", " ".join(settings)))
+    print_facts(console, "The best found (row 1)", facts)
+    if own is not None and changes_words(found.planned, best):
+        print_facts(console, "Your own configuration", answers(own, currency))
     _print_choices(console, found)
-    _print_searched(console, found)
+    front = found.front
+    axes = ", ".join(FIGURES[name].words for name in front.axes)
+    within = f"; {front.within:,} of them within the budget" if front.limits else ""
+    lines = [
+        (
+            f"{front.searched:,} configurations searched; {front.allowed:,} fit with headroom"
+            f"{within}; {len(front):,} on the exact front (*) of {axes}; k: its knee."
+        ),
+        *(
+            f"Not weighed: {FIGURES[name].words} ({why.reason})."
+            for name, why in front.left_out.items()
+        ),
+        (
+            "takes: mean wall time with failures, interval: 80 %; more of a row: outlast plan "
+            "explain SOURCE --choose N."
+        ),
+    ]
+    console.print()
+    for line in lines:
+        console.print(line, style="dim", markup=False)
 
 
 def print_planned(console: Console, planned: Planned) -> None:
@@ -113,88 +142,9 @@ def print_planned(console: Console, planned: Planned) -> None:
     print_facts(console, "Plan (every figure below is predicted)", facts)
 
 
-def _print_answers(
-    console: Console, found: Ranking, own: Estimate | None, said: str, chain: Chain | None
-) -> None:
-    from outlast.cli.plan_source import sharing_of, sharing_words
-
-    best, currency = found.choices[0], found.planned.cluster.prices.currency
-    flags = [("flag", text) for text in best.estimate.warnings]
-    facts = [*answers(best.estimate, currency), *flags, ("change", said)]
-    if chain is not None:
-        facts.insert(2, ("on a queue", queue_words(chain)))
-    sharing = sharing_of(found.planned.load_of_others, best.estimate, best.settings)
-    if sharing is not None:
-        facts.append(("file system", sharing_words(sharing)))
-    if settings := job_settings(found.planned, best):
-        facts.append(("settings", " ".join(settings)))
-    print_facts(console, "The best found (row 1)", facts)
-    if own is not None and changes_words(found.planned, best):
-        print_facts(console, "Your own configuration", answers(own, currency))
-
-
-def answers(found: Estimate, currency: str = "") -> list[tuple[str, str]]:
-    """Will it fit, how long, how much energy, what do failures cost, what does it cost."""
-    used = found.capacity_bytes - found.headroom_bytes
-    fits = "yes" if found.fits and not found.cliff else "no"
-    if found.fits and found.cliff:
-        fits = "only in the memory cliff, where the allocator slows it down"
-    lost = sorted(found.ettr.terms[1:], key=lambda term: term.value)
-    wall = found.finish_seconds.middle
-    largest = [
-        f"{term.name.removeprefix('lost to ')} {seconds_words(-term.value * wall)}"
-        for term in lost[:3]
-        if -term.value >= 5e-5
-    ]
-    worst = f": {', '.join(largest)}" if largest else ""
-    share = 1.0 - found.ettr.figure.middle
-    answered = [
-        (
-            "fits",
-            (
-                f"{fits}: {bytes_words(used)} of {bytes_words(found.capacity_bytes)} on the "
-                "fullest device"
-            ),
-        ),
-        *([("because", found.unfit)] if found.unfit else []),
-        ("takes", f"{seconds_range(found.finish_seconds)}, failures included"),
-        ("energy", joules_range(found.run_joules)),
-        ("failures", f"{share_words(share)} of the time, {seconds_words(share * wall)}{worst}"),
-        ("money", range_words(found.money, currency)),
-        ("CO2", range_words(found.carbon_grams, "kg", 1e3)),
-    ]
-    loss = found.loss_difference.figure
-    if loss.high != loss.low:
-        words = f"{range_words(loss, 'nats')} above the bf16 baseline at equal data"
-        answered.append(("loss", words))
-    if found.on_time is not None:
-        answered.append(("in time", f"with probability {found.on_time:.2f}"))
-    answered += [("extrapolated", name) for name in beyond(found)]
-    return answered
-
-
-def beyond(found: Estimate) -> tuple[str, ...]:
-    """Why figures are beyond what was measured: of all of them first, then of one by its name."""
-    from outlast.hardware.figure import Unavailable
-
-    shared = found.finish_seconds.extrapolated
-    single = {
-        "memory": found.memory.figure,
-        "energy": found.run_joules,
-        "loss": found.loss_difference.figure,
-    }
-    alone = [
-        f"{name}: {phrase}"
-        for name, figure in single.items()
-        if not isinstance(figure, Unavailable)
-        for phrase in figure.extrapolated
-        if phrase not in shared
-    ]
-    return (*shared, *alone)
-
-
 def _print_choices(console: Console, found: Ranking) -> None:
     from outlast.hardware.figure import Unavailable
+    from outlast.plan.configuration import layout_words, settings_words
     from outlast.plan.objectives import FIGURES
 
     # One unit for all rows, so that they can be compared.
@@ -202,7 +152,17 @@ def _print_choices(console: Console, found: Ranking) -> None:
     joules = 0.0 if isinstance(first.run_joules, Unavailable) else first.run_joules.middle
     scales = unit_of_seconds(first.finish_seconds.middle), unit_of_joules(joules)
     rows = [_row(console, choice, *scales) for choice in found.choices]
-    shared, layouts = _layouts(found)
+    # Settings common to the rows, and those particular to each.
+    split = [
+        [*layout_words(choice.run).split(" \N{MIDDLE DOT} "),
+         *settings_words(choice.settings).split(" \N{MIDDLE DOT} ")]
+        for choice in found.choices
+    ]  # fmt: skip
+    common = [part for part in split[0] if all(part in parts for parts in split)]
+    if len(split) == 1:
+        common = [split[0][-1]]
+    layouts = [" \N{MIDDLE DOT} ".join(p for p in parts if p not in common) for parts in split]
+    shared = " \N{MIDDLE DOT} ".join(common)
     for row, layout in zip(rows, layouts, strict=True):
         row[1] = layout
     columns = [
@@ -231,22 +191,18 @@ def _print_choices(console: Console, found: Ranking) -> None:
     print_table(console, [columns[number] for number in kept], shown, title)
     if shared:
         console.print(f"in all rows: {shared}", style="dim", markup=False)
-    for phrase, numbers in _beyond_of_rows(found).items():
+    # Rows by what is beyond what was measured in them, where it is not so in row 1.
+    said = set(beyond(found.choices[0].estimate))
+    beyond_rows: dict[str, list[int]] = {}
+    for choice in found.choices:
+        for reason in beyond(choice.estimate):
+            if reason not in said:
+                beyond_rows.setdefault(reason, []).append(choice.number)
+    for phrase, numbers in beyond_rows.items():
         which = ", ".join(map(str, numbers))
         console.print(
             f"extrapolated, row{'s'[: len(numbers) != 1]} {which}: {phrase}", markup=False
         )
-
-
-def _beyond_of_rows(found: Ranking) -> dict[str, list[int]]:
-    """Rows by what is beyond what was measured in them, where it is not so in row 1."""
-    said = set(beyond(found.choices[0].estimate))
-    rows: dict[str, list[int]] = {}
-    for choice in found.choices:
-        for phrase in beyond(choice.estimate):
-            if phrase not in said:
-                rows.setdefault(phrase, []).append(choice.number)
-    return rows
 
 
 def _row(
@@ -277,47 +233,6 @@ def _row(
         "-" if isinstance(money, Unavailable) else rounded(money.middle),
         "-" if isinstance(grams, Unavailable) else f"{rounded(grams.middle / 1e3)} kg",
     ]
-
-
-def _layouts(found: Ranking) -> tuple[str, list[str]]:
-    """Settings common to the rows, and those particular to each."""
-    from outlast.plan.configuration import layout_words, settings_words
-
-    split = [
-        [*layout_words(choice.run).split(" \N{MIDDLE DOT} "),
-         *settings_words(choice.settings).split(" \N{MIDDLE DOT} ")]
-        for choice in found.choices
-    ]  # fmt: skip
-    shared = [part for part in split[0] if all(part in parts for parts in split)]
-    if len(split) == 1:
-        shared = [split[0][-1]]
-    rest = [" \N{MIDDLE DOT} ".join(p for p in parts if p not in shared) for parts in split]
-    return " \N{MIDDLE DOT} ".join(shared), rest
-
-
-def _print_searched(console: Console, found: Ranking) -> None:
-    from outlast.plan.objectives import FIGURES
-
-    front = found.front
-    axes = ", ".join(FIGURES[name].words for name in front.axes)
-    within = f"; {front.within:,} of them within the budget" if front.limits else ""
-    lines = [
-        (
-            f"{front.searched:,} configurations searched; {front.allowed:,} fit with headroom"
-            f"{within}; {len(front):,} on the exact front (*) of {axes}; k: its knee."
-        ),
-        *(
-            f"Not weighed: {FIGURES[name].words} ({why.reason})."
-            for name, why in front.left_out.items()
-        ),
-        (
-            "takes: mean wall time with failures, interval: 80 %; more of a row: outlast plan "
-            "explain SOURCE --choose N."
-        ),
-    ]
-    console.print()
-    for line in lines:
-        console.print(line, style="dim", markup=False)
 
 
 def _document(
@@ -402,6 +317,8 @@ def own_estimate(planned: Planned) -> Estimate | None:
 
 def advice(found: Ranking, own: Estimate | None, what_ifs: tuple[WhatIf, ...]) -> str:
     """One line."""
+    from outlast.hardware.figure import Unavailable
+
     planned, best = found.planned, found.choices[0]
     if planned.own is None or own is None:
         if planned.own_problem:
@@ -422,10 +339,14 @@ def advice(found: Ranking, own: Estimate | None, what_ifs: tuple[WhatIf, ...]) -
             _most(best, what_ifs)
         )
     sure = probability_faster(best.estimate.step_seconds.figure, own.step_seconds.figure)
+    energy, joules, before = "", best.estimate.run_joules, own.run_joules
+    if not isinstance(joules, Unavailable) and not isinstance(before, Unavailable):
+        less = 100.0 * (1.0 - joules.middle / before.middle)
+        energy = f", {rounded(abs(less), 2)} % {'less' if less >= 0 else 'more'} energy"
     return (
         f"{changes}: {seconds_words(best.estimate.finish_seconds.middle)} in place of "
         f"{seconds_words(own.finish_seconds.middle)} ({100 * gain:.3g} % less, faster with "
-        f"probability {sure:.2f}){_energy(best.estimate, own)}"
+        f"probability {sure:.2f}){energy}"
     )
 
 
@@ -622,15 +543,6 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:,g}" if isinstance(value, float) else str(value)
-
-
-def _energy(best: Estimate, own: Estimate) -> str:
-    from outlast.hardware.figure import Unavailable
-
-    if isinstance(best.run_joules, Unavailable) or isinstance(own.run_joules, Unavailable):
-        return ""
-    gain = 100.0 * (1.0 - best.run_joules.middle / own.run_joules.middle)
-    return f", {rounded(abs(gain), 2)} % {'less' if gain >= 0 else 'more'} energy"
 
 
 def queued(wall_time: str | None, queue_wait: str | None, found: Estimate) -> Chain | None:

@@ -112,21 +112,42 @@ def planned(asked: PlanOptions) -> Planned:
         PlanError: One of them cannot be read or says something that is not possible.
         JobError: The job is wrong.
     """
-    from outlast.cli.forecast import calibration_for
+    from outlast.cli.plan_calibrate import calibration_for, place_of
     from outlast.plan.api import context_of
+    from outlast.plan.constraints import framework_named
+    from outlast.plan.energy import with_region
 
     _check(asked)
     job = _job(asked)
     load = load_of_others(asked, job)
-    cluster = shared_with(_cluster(asked, job), load)
+    ranks = job.launch.nproc if job is not None and job.launch.nproc > 1 else 0
+    found = place_of(asked.cluster, ranks)
+    prices = found.prices
+    if asked.price is not None:
+        if not 0.0 <= asked.price < float("inf"):
+            raise PlanError(f"--price = {asked.price:g}: give a number of at least 0")
+        prices = replace(prices, per_device_hour=asked.price)
+    if asked.region is not None:
+        prices = with_region(prices, asked.region)
+    cluster = shared_with(replace(found, prices=prices), load)
     assumed: list[str] = []
     if job is not None:
         training, own, problem = _of_job(job, asked, cluster)
     else:
         training = training_of_model(asked, cluster, assumed)
         own, problem = None, ""
-    training = _restated(training, asked)
-    assumed += _assumed_of_cluster(cluster)
+    framework_named(training.framework)
+    training = (
+        training
+        if asked.unique_tokens is None
+        else replace(training, unique_tokens=count_of(asked.unique_tokens, "--unique-tokens"))
+    )
+    guesses: dict[str, str] = {}
+    for key, source in cluster.sources.items():
+        if source.text.startswith("assumed: "):
+            subject = "failures" if key.startswith("failures.") else f"{key} = {source.value:g}"
+            guesses.setdefault(subject, source.text.removeprefix("assumed: "))
+    assumed += [f"{subject}: {text}" for subject, text in guesses.items()]
     context = context_of(
         training,
         cluster,
@@ -190,22 +211,6 @@ def _job(asked: PlanOptions) -> Job | None:
     return load_job(Path(asked.source), asked.overrides)
 
 
-def _cluster(asked: PlanOptions, job: Job | None) -> Cluster:
-    from outlast.cli.forecast import place_of
-    from outlast.plan.energy import with_region
-
-    ranks = job.launch.nproc if job is not None and job.launch.nproc > 1 else 0
-    found = place_of(asked.cluster, ranks)
-    prices = found.prices
-    if asked.price is not None:
-        if not 0.0 <= asked.price < float("inf"):
-            raise PlanError(f"--price = {asked.price:g}: give a number of at least 0")
-        prices = replace(prices, per_device_hour=asked.price)
-    if asked.region is not None:
-        prices = with_region(prices, asked.region)
-    return replace(found, prices=prices)
-
-
 def _of_job(
     job: Job, asked: PlanOptions, cluster: Cluster
 ) -> tuple[Training, Configuration | None, str]:
@@ -228,24 +233,6 @@ def _of_job(
         run = replace(run, micro_batch=asked.micro_batch)
     wrong = problems(training.model, run, cluster, framework)
     return training, (None if wrong else run), "; ".join(wrong)
-
-
-def _restated(training: Training, asked: PlanOptions) -> Training:
-    from outlast.plan.constraints import framework_named
-
-    framework_named(training.framework)
-    if asked.unique_tokens is None:
-        return training
-    return replace(training, unique_tokens=count_of(asked.unique_tokens, "--unique-tokens"))
-
-
-def _assumed_of_cluster(cluster: Cluster) -> list[str]:
-    assumed: dict[str, str] = {}
-    for name, source in cluster.sources.items():
-        if source.text.startswith("assumed: "):
-            subject = "failures" if name.startswith("failures.") else f"{name} = {source.value:g}"
-            assumed.setdefault(subject, source.text.removeprefix("assumed: "))
-    return [f"{subject}: {text}" for subject, text in assumed.items()]
 
 
 def _deadline_seconds(text: str | None) -> float | None:
@@ -297,9 +284,20 @@ def training_of_model(asked: PlanOptions, cluster: Cluster, assumed: list[str]) 
     """
     from outlast.plan.api import Training
     from outlast.plan.configuration import Configuration
+    from outlast.plan.huggingface import MODELS
 
     model = model_of_source(asked.source)
-    sequence, longest = asked.sequence, _longest(asked.source)
+    # The model's longest sequence; 0 where its config says none.
+    source = asked.source
+    table: Any = MODELS[source.casefold()].config if source.casefold() in MODELS else {}
+    path = Path(source)
+    if path.exists():
+        path = path / "config.json" if path.is_dir() else path
+        table = json.loads(path.read_text(encoding="utf-8"))
+        table = table.get("text_config") or table
+    found = [table.get(name) for name in ("max_position_embeddings", "n_positions")]
+    longest = max((length for length in found if isinstance(length, int)), default=0)
+    sequence = asked.sequence
     if sequence is None:
         sequence = min(longest or _LONGEST_ASSUMED, _LONGEST_ASSUMED)
         assumed.append(f"sequences of {sequence:,} tokens (--sequence)")
@@ -311,7 +309,14 @@ def training_of_model(asked: PlanOptions, cluster: Cluster, assumed: list[str]) 
     batch = asked.batch
     if batch is None:
         tokens = next(item for most, item in _BATCH_TOKENS if model.parameters < most)
-        batch = _whole_number(max(tokens // sequence, 1), cluster.devices)
+        # A batch that the devices divide, or at least the part of their number that no TP takes.
+        batch = max(tokens // sequence, 1)
+        devices = cluster.devices
+        odd = devices
+        while odd % 2 == 0:
+            odd //= 2
+        unit = devices if devices <= batch else odd
+        batch = -(-batch // unit) * unit
         assumed.append(
             f"a batch of {batch:,} samples, {count_words(batch * sequence)} tokens, about as "
             f"{'GPT-3' if model.parameters < _BATCH_TOKENS[0][0] else 'Llama 3'}'s (--batch)"
@@ -367,29 +372,6 @@ def count_of(text: str, option: str) -> float:
     if not 0.0 < value < float("inf"):
         raise PlanError(f"{option} = {text}: give a number above 0, as 15T, 300B or 1e9")
     return value
-
-
-def _longest(source: str) -> int:
-    """The model's longest sequence; 0 where its config says none."""
-    from outlast.plan.huggingface import MODELS
-
-    table: Any = MODELS[source.casefold()].config if source.casefold() in MODELS else {}
-    path = Path(source)
-    if path.exists():
-        path = path / "config.json" if path.is_dir() else path
-        table = json.loads(path.read_text(encoding="utf-8"))
-        table = table.get("text_config") or table
-    found = [table.get(name) for name in ("max_position_embeddings", "n_positions")]
-    return max([tensor for tensor in found if isinstance(tensor, int)], default=0)
-
-
-def _whole_number(batch: int, devices: int) -> int:
-    """A batch that the devices divide, or at least the part of their number that no TP takes."""
-    odd = devices
-    while odd % 2 == 0:
-        odd //= 2
-    unit = devices if devices <= batch else odd
-    return -(-batch // unit) * unit
 
 
 _PATHS = {

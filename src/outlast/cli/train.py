@@ -83,7 +83,7 @@ def job_arguments(
 
 def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
     """Run `job` as the environment says: one process of several, a launcher, or alone."""
-    from outlast.cli.forecast import prediction_for
+    from outlast.cli.plan_calibrate import prediction_for
     from outlast.cluster.staging import stager_for
     from outlast.cluster.stopping import stop_when_of
     from outlast.cluster.storage import turns_for

@@ -160,7 +160,19 @@ def loss_figure(overviews: Sequence[Overview]) -> Figure:
     )
     hidden = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
     figure_layout = layout(430, titles[0], "loss in nats per token", yaxis2=hidden)
-    return Figure("loss", _loss_alt(overviews), traces, figure_layout, views, log_scale=True)
+    sentences = []
+    for item in overviews:
+        finite = item.training.loss[np.isfinite(item.training.loss)]
+        if len(finite):
+            first, last = text.number(float(finite[0])), text.number(float(finite[-1]))
+            steps = text.plural(int(item.training.step[-1]), "step")
+            words = f"training loss from {first} to {last} nats per token over {steps}"
+        else:
+            words = "no training loss is recorded"
+        sentences.append(said(item, len(overviews) == 1, words))
+    return Figure(
+        "loss", ("; ".join(sentences) + "."), traces, figure_layout, views, log_scale=True
+    )
 
 
 def _loss_traces(
@@ -213,20 +225,6 @@ def _loss_traces(
     return found
 
 
-def _loss_alt(overviews: Sequence[Overview]) -> str:
-    sentences = []
-    for overview in overviews:
-        finite = overview.training.loss[np.isfinite(overview.training.loss)]
-        if len(finite):
-            first, last = text.number(float(finite[0])), text.number(float(finite[-1]))
-            steps = text.plural(int(overview.training.step[-1]), "step")
-            words = f"training loss from {first} to {last} nats per token over {steps}"
-        else:
-            words = "no training loss is recorded"
-        sentences.append(said(overview, len(overviews) == 1, words))
-    return "; ".join(sentences) + "."
-
-
 def said(overview: Overview, single: bool, words: str) -> str:
     """`words` for a caption, with the run's name where there are several."""
     return words[:1].upper() + words[1:] if single else f"{overview.label}: {words}"
@@ -239,40 +237,39 @@ def throughput_figure(overviews: Sequence[Overview]) -> Figure:
         "throughput", "tokens per second", overviews, values, {"rangemode": "tozero"}
     )
     if len(overviews) == 1:
-        shapes, notes = _restarts(overviews[0])
-        figure.layout.update(shapes=shapes, annotations=notes)
+        later = [
+            attempt for attempt in overviews[0].run.attempts[1:] if attempt.first_step is not None
+        ]
+        line = {"color": "var(--muted)", "width": 1, "dash": "dot"}
+        shapes = [
+            {
+                "type": "line",
+                "x0": attempt.first_step,
+                "x1": attempt.first_step,
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "line": line,
+            }
+            for attempt in later
+        ]
+        notes = [
+            {
+                "x": item.first_step,
+                "yref": "paper",
+                "y": 0.02 + 0.08 * (index % 3),
+                "yanchor": "bottom",
+                "xanchor": "left",
+                "text": f" attempt {item.number}: world size {item.world_size}",
+                "showarrow": False,
+                "font": {"size": 11, "color": "var(--muted)"},
+            }
+            for index, item in enumerate(later)
+        ]
+        figure.layout.update(
+            shapes=shapes, annotations=notes if len(notes) <= _LABELLED_RESTARTS else []
+        )
     return figure
-
-
-def _restarts(overview: Overview) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    later = [attempt for attempt in overview.run.attempts[1:] if attempt.first_step is not None]
-    line = {"color": "var(--muted)", "width": 1, "dash": "dot"}
-    shapes = [
-        {
-            "type": "line",
-            "x0": attempt.first_step,
-            "x1": attempt.first_step,
-            "yref": "paper",
-            "y0": 0,
-            "y1": 1,
-            "line": line,
-        }
-        for attempt in later
-    ]
-    notes = [
-        {
-            "x": item.first_step,
-            "yref": "paper",
-            "y": 0.02 + 0.08 * (index % 3),
-            "yanchor": "bottom",
-            "xanchor": "left",
-            "text": f" attempt {item.number}: world size {item.world_size}",
-            "showarrow": False,
-            "font": {"size": 11, "color": "var(--muted)"},
-        }
-        for index, item in enumerate(later)
-    ]
-    return shapes, notes if len(notes) <= _LABELLED_RESTARTS else []
 
 
 def gradient_figure(overviews: Sequence[Overview]) -> Figure:
@@ -450,9 +447,7 @@ def gaps(overview: Overview) -> list[Span]:
 def marks(overview: Overview) -> list[Mark]:
     """Every event that is worth a mark, in the order of the log."""
     found = [mark for record in overview.run.records for mark in _of_record(record)]
-    return sorted(
-        [*found, *_not_finite_spans(overview), *_ends(overview)], key=lambda mark: mark.time
-    )
+    return sorted([*found, *_failures(overview)], key=lambda mark: mark.time)
 
 
 def _of_record(record: Record) -> Iterator[Mark]:
@@ -497,8 +492,11 @@ def _of_record(record: Record) -> Iterator[Mark]:
             return
 
 
-def _not_finite_spans(overview: Overview) -> Iterator[Mark]:
-    """The first step record of every stretch whose loss is NaN or infinite, where any is finite."""
+def _failures(overview: Overview) -> Iterator[Mark]:
+    """Attempts that failed or died, and where the loss begins to be NaN or infinite.
+
+    Of every such stretch it is the first step record, in a run where any loss is finite.
+    """
     was_finite = any(math.isfinite(item) for item in overview.training.loss)
     for record, event in overview.run.of(StepsDone):
         finite = math.isfinite(float(event.loss))
@@ -507,9 +505,6 @@ def _not_finite_spans(overview: Overview) -> Iterator[Mark]:
                 "failure", record.time, f"training loss is {event.loss} at step {event.step:,}"
             )
         was_finite = finite
-
-
-def _ends(overview: Overview) -> Iterator[Mark]:
     last = overview.run.attempts[-1].number if overview.run.attempts else 0
     ends = overview.ends
     for attempt in overview.run.attempts:
@@ -635,24 +630,22 @@ def _percentile_lines(
             at = {"x0": seconds * scale, "x1": seconds * scale, "y0": 0, "y1": 1}
             shapes.append({"type": "line", "yref": "paper", **at, "line": line})
             if single:
-                notes.append(_percentile_note(f"{name} {text.duration(seconds)}", at["x0"], row))
+                # One below the other, since the three are often close together.
+                notes.append(
+                    {
+                        "x": at["x0"],
+                        "yref": "paper",
+                        "y": 1 - 0.09 * row,
+                        "yanchor": "top",
+                        "xanchor": "left",
+                        "text": f" {name} {text.duration(seconds)}",
+                        "showarrow": False,
+                        "font": {"size": 11.5},
+                        "bgcolor": "var(--panel)",
+                        "opacity": 0.9,
+                    }
+                )
     return shapes, notes
-
-
-def _percentile_note(words: str, x: float, row: int) -> dict[str, Any]:
-    # One below the other, since the three are often close together.
-    return {
-        "x": x,
-        "yref": "paper",
-        "y": 1 - 0.09 * row,
-        "yanchor": "top",
-        "xanchor": "left",
-        "text": f" {words}",
-        "showarrow": False,
-        "font": {"size": 11.5},
-        "bgcolor": "var(--panel)",
-        "opacity": 0.9,
-    }
 
 
 def time_split_figure(overviews: Sequence[Overview]) -> Figure:
@@ -663,7 +656,23 @@ def time_split_figure(overviews: Sequence[Overview]) -> Figure:
     traces, absolute, shares = [], [], []
     for purpose in purposes(overviews):
         seconds = [overview.split.seconds.get(purpose, 0.0) for overview in overviews]
-        traces.append(_purpose_trace(purpose, labels, seconds))
+        words = PURPOSE_WORDS.get(purpose, purpose)
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": words,
+                "y": labels,
+                "text": [text.duration(value) for value in seconds],
+                "textposition": "none",
+                "marker": {
+                    "color": palette.purpose_colour(purpose),
+                    "line": {"color": "var(--panel)", "width": 1},
+                    "pattern": {"shape": HATCHES.get(purpose, ""), **HATCH, "size": 6},
+                },
+                "hovertemplate": f"%{{y}}<br>{text.escape(words)}: %{{text}}<extra></extra>",
+            }
+        )
         absolute.append([value / unit_seconds for value in seconds])
         shares.append(
             [
@@ -696,24 +705,6 @@ def time_split_figure(overviews: Sequence[Overview]) -> Figure:
     return Figure("time-split", alt, traces, figure_layout, views, keyed_below=True)
 
 
-def _purpose_trace(purpose: str, labels: list[str], seconds: list[float]) -> dict[str, Any]:
-    words = PURPOSE_WORDS.get(purpose, purpose)
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": words,
-        "y": labels,
-        "text": [text.duration(value) for value in seconds],
-        "textposition": "none",
-        "marker": {
-            "color": palette.purpose_colour(purpose),
-            "line": {"color": "var(--panel)", "width": 1},
-            "pattern": {"shape": HATCHES.get(purpose, ""), **HATCH, "size": 6},
-        },
-        "hovertemplate": f"%{{y}}<br>{text.escape(words)}: %{{text}}<extra></extra>",
-    }
-
-
 def purposes(overviews: Sequence[Overview]) -> list[str]:
     """The purposes on which at least one run spent time, in a fixed order."""
     order = dict.fromkeys(
@@ -730,30 +721,6 @@ def timeline_figure(overview: Overview, name: str) -> Figure:
     """Attempts, gaps and events of one run on the wall clock."""
     spans, found = attempt_spans(overview), marks(overview)
     lanes = [lane for lane in LANES if any(mark.lane == lane for mark in found)]
-    traces = [*_attempt_traces(spans), *_gap_traces(gaps(overview))]
-    traces += [_lane_trace(lane, [mark for mark in found if mark.lane == lane]) for lane in lanes]
-    figure_layout = layout(
-        140 + 34 * (len(lanes) + 1), "wall clock (UTC)", "", barmode="overlay", hovermode="closest"
-    )
-    figure_layout["xaxis"]["type"] = "date"
-    order = ["attempts", *lanes]
-    figure_layout["yaxis"].update(
-        type="category",
-        categoryorder="array",
-        categoryarray=order,
-        range=[len(order) - 0.5, -0.5],
-        fixedrange=True,
-        title=None,
-        ticksuffix=" ",
-    )
-    counts = ", ".join(
-        text.plural(sum(mark.lane == lane for mark in found), lane) for lane in lanes
-    )
-    alt = text.plural(len(spans), "attempt")
-    return Figure(name, f"{alt}{', ' if counts else ''}{counts}.", traces, figure_layout)
-
-
-def _attempt_traces(spans: list[Span]) -> list[dict[str, Any]]:
     sizes = sorted({span.world_size for span in spans})
     traces = []
     for index, size in enumerate(sizes):
@@ -782,7 +749,27 @@ def _attempt_traces(spans: list[Span]) -> list[dict[str, Any]]:
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
-    return traces
+    traces += _gap_traces(gaps(overview))
+    traces += [_lane_trace(lane, [mark for mark in found if mark.lane == lane]) for lane in lanes]
+    figure_layout = layout(
+        140 + 34 * (len(lanes) + 1), "wall clock (UTC)", "", barmode="overlay", hovermode="closest"
+    )
+    figure_layout["xaxis"]["type"] = "date"
+    order = ["attempts", *lanes]
+    figure_layout["yaxis"].update(
+        type="category",
+        categoryorder="array",
+        categoryarray=order,
+        range=[len(order) - 0.5, -0.5],
+        fixedrange=True,
+        title=None,
+        ticksuffix=" ",
+    )
+    counts = ", ".join(
+        text.plural(sum(mark.lane == lane for mark in found), lane) for lane in lanes
+    )
+    alt = text.plural(len(spans), "attempt")
+    return Figure(name, f"{alt}{', ' if counts else ''}{counts}.", traces, figure_layout)
 
 
 def _gap_traces(gaps: list[Span]) -> list[dict[str, Any]]:

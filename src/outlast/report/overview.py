@@ -157,11 +157,28 @@ def overview(run: Run, label: str) -> Overview:
     attempts = run.attempts
     elapsed_seconds = attempts[-1].end_time - attempts[0].start_time if attempts else 0.0
     every_step = [float(value) for _, event in run.of(StepsDone) for value in event.step_seconds]
+    found = [
+        (record, event)
+        for record, event in run.of(Evaluated)
+        if not any(
+            later.number > record.attempt
+            and later.first_step is not None
+            and later.first_step < event.step
+            for later in run.attempts
+        )
+    ]
+    events = [event for _, event in found]
     return Overview(
         run,
         label,
         _training(run, clock),
-        _validation(run, clock),
+        Validation(
+            _integers(event.step for event in events),
+            _integers(event.tokens for event in events),
+            _floats(clock(record) for record, _ in found),
+            _floats(event.loss for event in events),
+            _floats(event.bits_per_byte for event in events),
+        ),
         np.array(every_step, dtype=np.float64),
         time_split(run),
         elapsed_seconds,
@@ -247,29 +264,6 @@ def _training(run: Run, clock: Callable[[Record], float]) -> Training:
         _floats(event.learning_rate for event in events),
         _floats(rate(record, event) for record, event in found),
         {name: _floats(event.metrics.get(name) for event in events) for name in names},
-    )
-
-
-def _validation(run: Run, clock: Callable[[Record], float]) -> Validation:
-    found = [
-        (record, event)
-        for record, event in run.of(Evaluated)
-        if not _done_again(run, record.attempt, event.step)
-    ]
-    events = [event for _, event in found]
-    return Validation(
-        _integers(event.step for event in events),
-        _integers(event.tokens for event in events),
-        _floats(clock(record) for record, _ in found),
-        _floats(event.loss for event in events),
-        _floats(event.bits_per_byte for event in events),
-    )
-
-
-def _done_again(run: Run, attempt: int, step: int) -> bool:
-    return any(
-        later.number > attempt and later.first_step is not None and later.first_step < step
-        for later in run.attempts
     )
 
 

@@ -32,22 +32,21 @@ from outlast.report.energy import (
     metered,
     missing_energy,
 )
-from outlast.report.forecast import forecast_figure, forecast_part
-from outlast.report.mechanisms import (
-    coding_figure,
-    coding_part,
-    guard_part,
-    recovery_part,
-    tensorized_part,
-)
 from outlast.report.overview import OUTCOME_WORDS, flops_of, percentiles, smooth, smoothing_window
 from outlast.report.tables import (
     Cell,
     attempts_table,
+    coding_figure,
+    coding_part,
     descriptions,
     digits,
+    forecast_figure,
+    forecast_part,
+    guard_part,
     job_table,
+    recovery_part,
     table,
+    tensorized_part,
     time_table,
     warnings_list,
     words,
@@ -116,11 +115,8 @@ def key_figures(overview: Overview) -> list[KeyFigure]:
     return [
         *_quality(overview),
         *_speed(overview),
-        *_size(overview),
-        *_time(overview),
-        *_guarded(overview),
-        *_coded(overview),
-        *_energy(overview),
+        *_size_and_time(overview),
+        *_mechanisms(overview),
     ]
 
 
@@ -207,7 +203,7 @@ def utilization(overview: Overview) -> float | None:
     return done / possible if possible > 0 and done > 0 else None
 
 
-def _size(overview: Overview) -> Iterator[KeyFigure]:
+def _size_and_time(overview: Overview) -> Iterator[KeyFigure]:
     training, starts = overview.training, overview.starts
     start = starts[max(starts)] if starts else None
     if len(training.step):
@@ -234,9 +230,6 @@ def _size(overview: Overview) -> Iterator[KeyFigure]:
         yield KeyFigure("FLOPs per token", flops, note=note, kind="predicted")
     sizes = " → ".join(str(size) for size in overview.world_sizes)
     yield KeyFigure("Processes", sizes if starts else Unavailable(_NO_START))
-
-
-def _time(overview: Overview) -> Iterator[KeyFigure]:
     run, split = overview.run, overview.split
     if not run.attempts:
         for label in ("Wall time", "Time in compute", "Checkpoints", "Attempts"):
@@ -267,29 +260,18 @@ def _time(overview: Overview) -> Iterator[KeyFigure]:
     yield KeyFigure("Attempts", f"{len(run.attempts):,}", note=note and f"before the last: {note}")
 
 
-def _guarded(overview: Overview) -> Iterator[KeyFigure]:
-    totals = guard_totals(overview.run)
-    if totals is None:
-        return
-    note = f"in {text.count(totals.checks)} checks; policy {totals.policy}"
-    compute_seconds = overview.split.seconds["compute"]
-    if totals.seconds is not None and compute_seconds > 0:
-        note += f"; {100 * totals.seconds / compute_seconds:.2f} % of the compute time"
-    yield KeyFigure("Wrong numbers", text.count(len(totals.findings)), "found", note)
-
-
-def _coded(overview: Overview) -> Iterator[KeyFigure]:
-    totals = coding_totals(overview.run)
-    if totals is None:
-        return
-    inexact = len(totals.inexact)
-    exact = "all exact" if not inexact else f"{inexact:,} inexact"
-    note = f"{totals.scheme}; {exact}; saved at least {text.duration(totals.saved_seconds)}"
-    slow = f"{len(totals.slow_steps):,} of {len(totals.steps):,}"
-    yield KeyFigure("Steps with a straggler", slow, "steps", note)
-
-
-def _energy(overview: Overview) -> Iterator[KeyFigure]:
+def _mechanisms(overview: Overview) -> Iterator[KeyFigure]:
+    if (guard := guard_totals(overview.run)) is not None:
+        note = f"in {text.count(guard.checks)} checks; policy {guard.policy}"
+        compute_seconds = overview.split.seconds["compute"]
+        if guard.seconds is not None and compute_seconds > 0:
+            note += f"; {100 * guard.seconds / compute_seconds:.2f} % of the compute time"
+        yield KeyFigure("Wrong numbers", text.count(len(guard.findings)), "found", note)
+    if (coding := coding_totals(overview.run)) is not None:
+        exact = f"{len(coding.inexact):,} inexact" if coding.inexact else "all exact"
+        note = f"{coding.scheme}; {exact}; saved at least {text.duration(coding.saved_seconds)}"
+        slow = f"{len(coding.slow_steps):,} of {len(coding.steps):,}"
+        yield KeyFigure("Steps with a straggler", slow, "steps", note)
     totals = energy_totals(overview.run)
     missing = missing_energy(overview.run)
     if missing is not None or totals is None or totals.joules is None:
@@ -317,60 +299,42 @@ def _energy(overview: Overview) -> Iterator[KeyFigure]:
 def head(overviews: Sequence[Overview]) -> str:
     """Names, outcomes and key figures: cards for one run, a comparison table for several."""
     single = len(overviews) == 1
-    lines = "".join(_name_line(overview, index, single) for index, overview in enumerate(overviews))
-    figures = _cards(overviews[0]) if single else _comparison(overviews)
+    lines = ""
+    for index, overview in enumerate(overviews):
+        grade, ended = outcome(overview)
+        attempts = overview.run.attempts
+        when = f"started {text.utc(attempts[0].start_time)} UTC" if attempts else ""
+        swatch, tag = ("", "h1") if single else (_swatch(index), "h2")
+        lines += (
+            f'<div class="name">{swatch}<{tag}>{text.escape(overview.label)}</{tag}>'
+            f'<span class="outcome {grade}">{text.escape(ended)}</span>'
+            f'<span class="when">{when}</span></div>'
+        )
+    if single:
+        cards = "".join(
+            f'<div class="card"><dt>{text.escape(figure.label)}</dt>'
+            f"<dd>{_figure(figure)}{_kind(figure)}</dd></div>"
+            for figure in key_figures(overviews[0])
+        )
+        figures = f'<dl class="cards">{cards}</dl>'
+    else:
+        columns = [{figure.label: figure for figure in key_figures(item)} for item in overviews]
+        rows = []
+        for label in dict.fromkeys(label for column in columns for label in column):
+            unknown = KeyFigure(label, Unavailable("not known for this run"))
+            found = [column.get(label, unknown) for column in columns]
+            rows.append([words(label), *(Cell(_figure(figure, _kind(figure))) for figure in found)])
+        names = [
+            Cell(_swatch(index) + text.escape(overview.label))
+            for index, overview in enumerate(overviews)
+        ]
+        caption = "Key figures of the runs side by side"
+        figures = table([words("figure"), *names], rows, caption, css_class="comparison")
     return f'<section class="head" id="figures" aria-label="Key figures">{lines}{figures}</section>'
-
-
-def _name_line(overview: Overview, index: int, single: bool) -> str:
-    grade, ended = outcome(overview)
-    attempts = overview.run.attempts
-    when = f"started {text.utc(attempts[0].start_time)} UTC" if attempts else ""
-    swatch = "" if single else _swatch(index)
-    tag = "h1" if single else "h2"
-    return (
-        f'<div class="name">{swatch}<{tag}>{text.escape(overview.label)}</{tag}>'
-        f'<span class="outcome {grade}">{text.escape(ended)}</span>'
-        f'<span class="when">{when}</span></div>'
-    )
 
 
 def _swatch(index: int) -> str:
     return f'<i class="swatch" style="background: {palette.series_colour(index)}"></i>'
-
-
-def _cards(overview: Overview) -> str:
-    cards = "".join(
-        f'<div class="card"><dt>{text.escape(figure.label)}</dt>'
-        f"<dd>{_figure(figure)}{_kind(figure)}</dd></div>"
-        for figure in key_figures(overview)
-    )
-    return f'<dl class="cards">{cards}</dl>'
-
-
-def _comparison(overviews: Sequence[Overview]) -> str:
-    columns = [{figure.label: figure for figure in key_figures(overview)} for overview in overviews]
-    labels = dict.fromkeys(label for column in columns for label in column)
-    unknown = Unavailable("not known for this run")
-    rows = [
-        [
-            words(label),
-            *(_compared(column.get(label, KeyFigure(label, unknown))) for column in columns),
-        ]
-        for label in labels
-    ]
-    heads = [
-        words("figure"),
-        *(
-            Cell(_swatch(index) + text.escape(overview.label))
-            for index, overview in enumerate(overviews)
-        ),
-    ]
-    return table(heads, rows, "Key figures of the runs side by side", css_class="comparison")
-
-
-def _compared(figure: KeyFigure) -> Cell:
-    return Cell(_figure(figure, _kind(figure)))
 
 
 def _figure(figure: KeyFigure, kind: str = "") -> str:
@@ -419,21 +383,25 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
             return '<p class="missing">unavailable: no attempt is recorded</p>'
         return _plot(figure)
 
-    def coding(overview: Overview) -> str:
-        figure = by_name.get(f"coding-{overview.label}")
-        return coding_part(overview, "" if figure is None else _plot(figure))
+    def drawn(part: Callable[[Overview, str], str], kind: str) -> str:
+        def with_plot(overview: Overview) -> str:
+            figure = by_name.get(f"{kind}-{overview.label}")
+            return part(overview, "" if figure is None else _plot(figure))
 
-    def forecast(overview: Overview) -> str:
-        figure = by_name.get(f"forecast-{overview.label}")
-        return forecast_part(overview, "" if figure is None else _plot(figure))
+        return _each(overviews, with_plot)
 
-    def energy(overview: Overview) -> str:
-        figure = by_name.get(f"energy-{overview.label}")
-        return energy_part(overview, "" if figure is None else _plot(figure))
+    def job_text(overview: Overview) -> str:
+        return (
+            "<details><summary>job.toml</summary>"
+            '<div class="copied"><button type="button" class="copy">copy</button>'
+            f"<pre>{text.escape(overview.run.job_text)}</pre></div></details>"
+        )
 
     parts = [
-        _section("loss", "Loss", _loss_note(), _plot(by_name["loss"])),
-        _compared_runs(overviews),
+        _section("loss", "Loss", _LOSS_NOTE, _plot(by_name["loss"])),
+        _section("comparison", "Loss for equal effort", _COMPARISON_NOTE, comparison(overviews))
+        if len(overviews) > 1
+        else "",
         '<div class="pair">',
         _section("throughput", "Throughput", _THROUGHPUT_NOTE, _plot(by_name["throughput"])),
         _section("step-time", "Step time", _STEP_TIME_NOTE, _plot(by_name["step-time"])),
@@ -442,10 +410,12 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
             "time", "Where the time went", _TIME_NOTE, _plot(by_name["time-split"]),
             time_table(overviews),
         ),
-        _section("forecast", "Predicted and measured", _FORECAST_NOTE, _each(overviews, forecast))
+        _section(
+            "forecast", "Predicted and measured", _FORECAST_NOTE, drawn(forecast_part, "forecast")
+        )
         if any(name.startswith("forecast-") for name in by_name)
         else "",
-        _section("energy", "Energy", _ENERGY_NOTE, _each(overviews, energy)),
+        _section("energy", "Energy", _ENERGY_NOTE, drawn(energy_part, "energy")),
         _section("events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
         _section("attempts", "Attempts", "", _each(overviews, attempts_table)),
         _section(
@@ -453,7 +423,7 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         ),
         _section("guard", "Guard", _GUARD_NOTE, _each(overviews, guard_part)),
         _section("recovery", "Recovery", "", _each(overviews, recovery_part)),
-        _section("coding", "Gradient coding", _CODING_NOTE, _each(overviews, coding)),
+        _section("coding", "Gradient coding", _CODING_NOTE, drawn(coding_part, "coding")),
         _section("warnings", "Warnings", "", _each(overviews, warnings_list)),
         '<div class="pair">',
         _section("gradient", "Gradient norm", "Before clipping.", _plot(by_name["gradient"])),
@@ -464,16 +434,9 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
         else "",
         _section("sample", "What the model writes", "", _each(overviews, _sample)),
         _section("machine", "Machine and versions", "", _each(overviews, descriptions)),
-        _section("job", "Job", "", job_table(overviews), _each(overviews, _job_text)),
+        _section("job", "Job", "", job_table(overviews), _each(overviews, job_text)),
     ]  # fmt: skip
     return "\n".join(parts)
-
-
-def _compared_runs(overviews: Sequence[Overview]) -> str:
-    if len(overviews) == 1:
-        return ""
-    title = "Loss for equal effort"
-    return _section("comparison", title, _COMPARISON_NOTE, comparison(overviews))
 
 
 _THROUGHPUT_NOTE = "Measured; light: every record, strong: moving mean."
@@ -534,15 +497,13 @@ _CODING_NOTE = (
 _METRICS_NOTE = "As the loop gave them to Run.log; light: every record, strong: moving mean."
 
 
+_LOSS_NOTE = (
+    "Measured; light: every record, strong: centred moving mean over 2 % of the records (five in a "
+    "short run). Steps that were done again are shown once."
+)
+
+
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
-
-
-def _loss_note() -> str:
-    return (
-        "Measured; light: every record, strong: centred moving mean over 2 % of the records "
-        "(five in a short run). "
-        "Steps that were done again are shown once."
-    )
 
 
 def _section(name: str, title: str, note: str, *content: str) -> str:
@@ -558,14 +519,6 @@ def _plot(figure: Figure) -> str:
     alt = text.escape(figure.alt)
     if not figure.data:
         return f'<p class="missing">unavailable: {alt}</p>'
-    return (
-        f'<figure>{_switches(figure)}<div class="plot" data-figure="{name}" '
-        f'role="img" aria-label="{alt}" style="min-height: {figure.layout["height"]}px"></div>'
-        f"<figcaption>{alt}</figcaption></figure>"
-    )
-
-
-def _switches(figure: Figure) -> str:
     groups = []
     if len(figure.views) > 1:
         buttons = "".join(
@@ -581,7 +534,12 @@ def _switches(figure: Figure) -> str:
             for index, scale in enumerate(("linear", "log"))
         )
         groups.append(f'<span class="switch" role="group" aria-label="y-axis">{buttons}</span>')
-    return f'<div class="switches">{"".join(groups)}</div>' if groups else ""
+    switches = f'<div class="switches">{"".join(groups)}</div>' if groups else ""
+    return (
+        f'<figure>{switches}<div class="plot" data-figure="{name}" '
+        f'role="img" aria-label="{alt}" style="min-height: {figure.layout["height"]}px"></div>'
+        f"<figcaption>{alt}</figcaption></figure>"
+    )
 
 
 def _truth(value: bool) -> str:
@@ -609,14 +567,6 @@ def _sample(overview: Overview) -> str:
         f'<p class="about">At step {event.step:,}; the prompt is marked.</p>'
         f'<pre class="sample"><mark>{text.escape(event.prompt)}</mark>'
         f"{text.escape(continuation)}</pre>"
-    )
-
-
-def _job_text(overview: Overview) -> str:
-    return (
-        "<details><summary>job.toml</summary>"
-        '<div class="copied"><button type="button" class="copy">copy</button>'
-        f"<pre>{text.escape(overview.run.job_text)}</pre></div></details>"
     )
 
 
@@ -650,7 +600,7 @@ def _asset(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """What runs can have spent equally much of.
+    """Effort that runs can have spent equally much of.
 
     Attributes:
         name: In words.
@@ -671,21 +621,16 @@ class Measure:
 
 def measures(overviews: Sequence[Overview]) -> list[Measure]:
     """Steps, tokens, time in steps and FLOPs."""
+    tokens = [overview.training.tokens for overview in overviews]
+    flops = [flops_of(overview, overview.training.tokens) for overview in overviews]
     return [
         Measure("steps", [overview.training.step.astype(float) for overview in overviews], "steps"),
-        Measure("tokens", [_tokens_of(overview) for overview in overviews], "tokens"),
-        Measure("time in steps", [step_seconds_of(overview) for overview in overviews], "seconds"),
         Measure(
-            "FLOPs",
-            [flops_of(overview, overview.training.tokens) for overview in overviews],
-            "flops",
+            "tokens", [some.astype(float) if some.any() else None for some in tokens], "tokens"
         ),
+        Measure("time in steps", [step_seconds_of(overview) for overview in overviews], "seconds"),
+        Measure("FLOPs", flops, "flops"),
     ]
-
-
-def _tokens_of(overview: Overview) -> Floats | None:
-    tokens = overview.training.tokens
-    return tokens.astype(float) if tokens.any() else None
 
 
 def step_seconds_of(overview: Overview) -> Floats:
@@ -697,10 +642,6 @@ def comparison(overviews: Sequence[Overview]) -> str:
     """Tables of the losses where all runs have spent as much, and of what a loss has cost."""
     if len(overviews) < 2 or not all(len(overview.training.loss) for overview in overviews):
         return '<p class="missing">unavailable: not every run has recorded a loss</p>'
-    return _equal(overviews) + _spent(overviews)
-
-
-def _equal(overviews: Sequence[Overview]) -> str:
     rows = []
     for measure in measures(overviews):
         known = [floats for floats in measure.spent if floats is not None and len(floats)]
@@ -719,7 +660,9 @@ def _equal(overviews: Sequence[Overview]) -> str:
         Cell(f"{text.escape(overview.label)} - {text.escape(overviews[0].label)}", numeric=True)
         for overview in overviews[1:]
     ]
-    return table(heads, rows, "Training loss (smoothed, nats per token) where all have spent alike")
+    return table(
+        heads, rows, "Training loss (smoothed, nats per token) where all have spent alike"
+    ) + _spent(overviews)
 
 
 def _spent(overviews: Sequence[Overview]) -> str:
@@ -767,7 +710,7 @@ def smoothed(overview: Overview) -> Floats:
 
 
 def _reached(spent: Floats, losses: Floats, target: float) -> float | None:
-    """What was spent when a loss first was at or below `target`, between records linearly."""
+    """The effort spent when a loss first was at or below `target`, between records linearly."""
     below = np.flatnonzero(losses <= target)
     if not len(below):
         return None

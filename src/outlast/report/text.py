@@ -13,13 +13,14 @@ _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 def escape(text: object) -> str:
     """`text` for HTML content or a quoted attribute; control characters become visible."""
     plain = str(text).replace("\r\n", "\n")
-    return html.escape("".join(_visible(character) for character in plain))
-
-
-def _visible(character: str) -> str:
-    if character in "\n\t" or ord(character) >= 32:
-        return character
-    return chr(0x2400 + ord(character))
+    return html.escape(
+        "".join(
+            character
+            if character in "\n\t" or ord(character) >= 32
+            else chr(0x2400 + ord(character))
+            for character in plain
+        )
+    )
 
 
 def count(value: int) -> str:
