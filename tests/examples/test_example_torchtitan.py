@@ -11,9 +11,7 @@ pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
 
 from torchtitan.config.manager import ConfigManager
 
-from outlast.integrations.torchtitan import OutlastCheckpointManager
-from outlast.integrations.torchtitan.converter import TwoFactorLinear
-from outlast.integrations.torchtitan.trainer import job_of
+from outlast.integrations.torchtitan import OutlastCheckpointManager, TwoFactorLinear, job_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 

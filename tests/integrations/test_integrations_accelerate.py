@@ -135,7 +135,7 @@ def looped(plan: Plan) -> tuple[int, list[float], str, int]:
                     accelerator.wait_for_everyone()
                 elif memory is not None:
                     # As the next step's update would do.
-                    memory._settle()
+                    memory._runtime.before_update()
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == plan.signals_at and accelerator.process_index == 0:
                 os.kill(os.getpid(), signal.SIGTERM)

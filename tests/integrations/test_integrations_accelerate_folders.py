@@ -145,7 +145,8 @@ def test_each_folder_keeps_the_state_that_it_was_given(tmp_path: Path) -> None:
         run.accelerator.save_state(str(tmp_path / "anew"))
         run.accelerator.load_state(str(tmp_path / "anew"))
         assert run.weight == 6.0
-        assert not run.saving.events[-1:] or not isinstance(run.saving.events[-1], Warned)
+        told = run.saving._runtime.early
+        assert not told[-1:] or not isinstance(told[-1], Warned)
         with pytest.warns(UserWarning, match="the run went back and saved that step again"):
             run.accelerator.load_state(str(tmp_path / "value-2"))
         run.end()
@@ -159,12 +160,18 @@ def test_a_save_that_failed_is_tried_again(tmp_path: Path) -> None:
         run.step()
         (tmp_path / "store").mkdir()
         (tmp_path / "store" / "step-00000001-a1").write_text("in the way")
-        run.accelerator.save_state(str(tmp_path / "state"))
-        assert run.saving is not None
+        saving = run.saving
+        assert saving is not None
+
+        def save() -> None:
+            """Save, and hear of it at the latest when it is waited for."""
+            run.accelerator.save_state(str(tmp_path / "state"))
+            saving.collect(wait=True)
+
         with pytest.warns(UserWarning, match="step 1 in .* failed"):
-            run.saving.collect(wait=True)
+            save()
         run.accelerator.save_state(str(tmp_path / "state"))
-        run.saving.finish()
+        saving.finish()
         run.end()
         again = Script(tmp_path / "store")
         again.accelerator.load_state(str(tmp_path / "state"))

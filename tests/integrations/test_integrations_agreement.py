@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from outlast.errors import IntegrationError
 from outlast.runtime import agreement as agreement_module
 from outlast.runtime.agreement import BoundaryAgreement, host_group
+from outlast.runtime.engine import NowAndThen, Runtime, StepResult
 from outlast.runtime.place import ranks_here
-from outlast.runtime.stop import Stopping
 
 pytestmark = pytest.mark.distributed
 
@@ -195,16 +195,17 @@ def test_one_group_serves_all_and_ends_with_the_default_one(ranks, tmp_path):
 def _ends(steps):
     """Ranks with different numbers of steps, of which one meets the others at its end."""
     dist.init_process_group("gloo")
-    stopping = Stopping(None, ranks_here())
+    runtime = Runtime(ranks_here(), NowAndThen())
+    runtime.take_signals()
+    runtime.begin(0)
     said = ""
-    with stopping.signals():
-        stopping.begin(0)
-        try:
-            for step in range(1, steps[dist.get_rank()] + 1):
-                stopping.why(step)
-            stopping.end(steps[dist.get_rank()])
-        except IntegrationError as error:
-            said = str(error)
+    try:
+        for step in range(1, steps[dist.get_rank()] + 1):
+            runtime.after_update(StepResult(step))
+        runtime.end_steps(steps[dist.get_rank()])
+    except IntegrationError as error:
+        said = str(error)
+    runtime.close()
     dist.destroy_process_group()
     return said
 

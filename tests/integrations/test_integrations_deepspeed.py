@@ -17,8 +17,7 @@ from torch import nn
 from outlast.checkpoint import CheckpointStore, list_versions, storage_of
 from outlast.checkpoint.convert import import_checkpoint
 from outlast.errors import CheckpointError, IntegrationError
-from outlast.integrations.deepspeed import OutlastCheckpointEngine
-from outlast.integrations.deepspeed.checkpoints import STORE
+from outlast.integrations.deepspeed import STORE, OutlastCheckpointEngine
 from outlast.tensorize import tensorize
 
 pytestmark = pytest.mark.distributed

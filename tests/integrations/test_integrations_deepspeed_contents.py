@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from outlast.errors import CheckpointError
-from outlast.integrations.deepspeed.checkpoints import adapt_ranks, plain, rebuilt, repartitioned
+from outlast.integrations.deepspeed import adapt_ranks, plain, rebuilt, repartitioned
 
 
 def test_deepspeeds_own_objects_come_back_as_they_were():

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="deepspeed (the extra integrations) is not installed")
 
 from outlast.errors import IntegrationError
-from outlast.integrations.deepspeed import run
+from outlast.integrations import deepspeed as run
 
 HOLD = """
 import sys, time

@@ -16,8 +16,7 @@ import torch
 from outlast.checkpoint import storage_of
 from outlast.checkpoint.version import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
-from outlast.integrations.fabric import CheckpointFiles
-from outlast.integrations.pointer import read_pointer
+from outlast.integrations.files import CheckpointFiles, read_pointer
 from outlast.job import CheckpointSection
 
 QUICK = CheckpointSection(writer="thread")
@@ -246,7 +245,7 @@ from pathlib import Path
 
 import torch
 
-from outlast.integrations.fabric import CheckpointFiles
+from outlast.integrations.files import CheckpointFiles
 from outlast.job import CheckpointSection
 
 place = Path(sys.argv[1])

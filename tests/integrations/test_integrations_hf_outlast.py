@@ -13,6 +13,7 @@ from forked import run_ranks
 from hf_training import LENGTH, Plan, alone, together, trainer_of
 from transformers import Trainer
 
+from outlast.autosave.libraries import HandedOver
 from outlast.errors import IntegrationError, JobError
 from outlast.integrations.hf_trainer import (
     add_checkpoints,
@@ -21,8 +22,8 @@ from outlast.integrations.hf_trainer import (
     add_records,
     add_stop,
     predicted,
+    take_over,
 )
-from outlast.integrations.hf_trainer.unmodified import take_over
 from outlast.job import load_loop_job
 from outlast.records import (
     CheckpointRestored,
@@ -35,7 +36,6 @@ from outlast.records import (
     read_run,
 )
 from outlast.runtime.cadence import Every
-from outlast.runtime.handover import HandedOver
 
 pytestmark = pytest.mark.distributed
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from outlast import integrations as installed
 from outlast.errors import IntegrationError
-from outlast.integrations import installed
 
 
 def test_a_missing_framework_says_which_versions_work_and_how_to_get_one() -> None:

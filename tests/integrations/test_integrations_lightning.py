@@ -14,10 +14,10 @@ from forked import RanksFailedError
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import EVERY_5, assert_same, finish, losses, records, start
 
+from outlast.autosave.libraries import HandedOver
 from outlast.errors import IntegrationError
 from outlast.guard.findings import HARMFUL
-from outlast.integrations.lightning import with_outlast
-from outlast.integrations.lightning.unmodified import take_over
+from outlast.integrations.lightning import take_over, with_outlast
 from outlast.records import (
     AttemptEnded,
     CheckpointRestored,
@@ -29,7 +29,6 @@ from outlast.records import (
     forecast_of,
 )
 from outlast.runtime.cadence import Every
-from outlast.runtime.handover import HandedOver
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,8 +22,8 @@ from outlast.checkpoint.version import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.content import read_content
 from outlast.integrations.fabric import StoreCheckpointIO
+from outlast.integrations.files import read_pointer
 from outlast.integrations.lightning import with_outlast
-from outlast.integrations.pointer import read_pointer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 

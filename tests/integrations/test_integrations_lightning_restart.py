@@ -17,8 +17,7 @@ pytest.importorskip("lightning.pytorch")
 from lightning_runs import EVERY_5, QUIET, assert_same, finish, losses, records, start
 
 from outlast.errors import RecoverError
-from outlast.integrations.lightning import with_outlast
-from outlast.integrations.lightning.callback import KeepLast
+from outlast.integrations.lightning import KeepLast, with_outlast
 from outlast.records import CheckpointRestored, StateRecovered, Warned
 from outlast.runtime.memory import MemoryCheckpoint
 
@@ -193,10 +192,10 @@ def test_what_is_kept_is_copied_before_any_step_of_a_manual_optimization(
     def telling(name: str) -> None:
         own = getattr(MemoryCheckpoint, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             with told.open("a") as file:
                 file.write(f"{name}\n")
-            return own(*arguments)
+            return own(*arguments, **options)
 
         monkeypatch.setattr(MemoryCheckpoint, name, call)
 

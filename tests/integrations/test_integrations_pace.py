@@ -4,8 +4,7 @@ import pytest
 
 from outlast.checkpoint import SaveResult
 from outlast.errors import AutosaveError
-from outlast.runtime.cadence import Every, SaveCadence, cadence_of
-from outlast.runtime.handover import every_of, seconds_of
+from outlast.runtime.cadence import Every, SaveCadence, cadence_of, every_of, seconds_of
 from outlast.runtime.stop import Stop
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import outlast
 from outlast.errors import CheckpointError, IntegrationError, JobError, OutlastError
 from outlast.guard.findings import HARMFUL
-from outlast.integrations.progress import entries_of
+from outlast.integrations.run import entries_of
 from outlast.job import LoopJob, load_job, to_toml
 from outlast.records import (
     AttemptEnded,

@@ -139,7 +139,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     ):
         pass
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outlast.integrations.installed.version", lambda _: "0.1.1")
+        patch.setattr("outlast.integrations.version", lambda _: "0.1.1")
         with (
             pytest.raises(IntegrationError, match=r"torchft 0\.1\.1 is installed; .* from 0\.2"),
             guarded_commit(None, guard(model)),

@@ -18,7 +18,7 @@ from titan_runs import Titan, settings, steps_in
 
 from outlast.checkpoint.tiers import Place
 from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, IntegrationError
-from outlast.integrations.torchtitan import manager
+from outlast.integrations import torchtitan_checkpoints as manager
 
 pytestmark = [
     pytest.mark.distributed,

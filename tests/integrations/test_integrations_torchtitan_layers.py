@@ -21,9 +21,9 @@ from outlast.errors import IntegrationError, TensorizeError
 from outlast.integrations.torchtitan import (
     OutlastCheckpointManager,
     TensorizeConverter,
+    TwoFactorLinear,
     use_outlast,
 )
-from outlast.integrations.torchtitan.converter import TwoFactorLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

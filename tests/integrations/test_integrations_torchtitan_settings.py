@@ -17,7 +17,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from outlast.checkpoint import list_versions, load, storage_of
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.torchtitan import OutlastCheckpointManager
-from outlast.integrations.torchtitan.manager import joined
+from outlast.integrations.torchtitan_checkpoints import joined
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -19,8 +19,7 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.trainer import Trainer
 
 from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, JobError
-from outlast.integrations.torchtitan import OutlastTrainer, use_outlast
-from outlast.integrations.torchtitan.trainer import job_of
+from outlast.integrations.torchtitan import OutlastTrainer, job_of, use_outlast
 from outlast.records import (
     AttemptStarted,
     CheckpointRestored,

@@ -274,8 +274,8 @@ def _watch(trainer: Any, plan: Plan, found: Outcome) -> None:
         if plan.by_name:
             name_figures()
         goes_on = own_question()
-        if plan.fault and trainer._beside._guarding.run.guard.watch.fault_hook is None:
-            guard = trainer._beside._guarding.run.guard
+        if plan.fault and trainer._runtime.guard.guard.watch.fault_hook is None:
+            guard = trainer._runtime.guard.guard
             inject(guard, parse_faults([plan.fault]), rank=dist.get_rank())
         return goes_on
 

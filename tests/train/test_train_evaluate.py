@@ -9,8 +9,7 @@ from torch import nn
 
 from outlast.data import SampleWindow, TokenFile
 from outlast.errors import DataError
-from outlast.train.engine import IGNORED_TARGET, loss_sum
-from outlast.train.evaluate import Evaluation
+from outlast.train.engine import IGNORED_TARGET, Evaluation, loss_sum
 
 LENGTH = 5
 TOKENS = np.random.default_rng(0).integers(0, 97, 40 * LENGTH + 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outlast.records import RecordWriter, RunDirectory, StepsDone, Warned, read_run
-from outlast.train.live_records import GroupRecords, Post
+from outlast.train.live import GroupRecords, Post
 
 
 class Groups:

@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -30,7 +29,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from outlast.autosave.execute import SavedState
 from outlast.autosave.heap.capture import Captured
-from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
+from outlast.checkpoint import CheckpointStore
+from outlast.distributed.ranks import ALONE, Ranks
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,
@@ -38,14 +38,16 @@ from outlast.errors import (
     AutosaveError,
     OutlastError,
 )
-from outlast.runtime.agreement import BoundaryAgreement
+from outlast.runtime.engine import NowAndThen, Runtime, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
     from pathlib import Path
 
     from outlast.autosave.run_folder import RunFolder
+    from outlast.checkpoint import SaveResult
     from outlast.runtime.cadence import SaveCadence
+    from outlast.runtime.saves import RunSaves
     from outlast.runtime.stop import JobChain, Stop
 
 
@@ -317,10 +319,7 @@ class RankState:
 
 _SAVES_KEPT = 8
 
-
 _SYNCED = 2
-
-
 """Steps after a save whose digests also outlive a machine."""
 
 
@@ -339,7 +338,12 @@ class Digests:
         self._ending = f".rank{rank}.jsonl"
         self._file = folder / f"{base}{self._ending}"
         # A run that has come here before has done the same steps.
-        self._known = _read(self._file)
+        self._known: dict[int, str] = {}
+        # The last line may have been cut short.
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._file.read_text(encoding="utf-8").splitlines():
+                step, text = json.loads(line)
+                self._known[int(step)] = str(text)
 
     def keep(self, step: int, text: str) -> str | None:
         """The digest of `step` that is kept already; else None, and `text` is kept."""
@@ -354,42 +358,23 @@ class Digests:
             if step - self._base <= _SYNCED:
                 os.fsync(file.fileno())
         if first:
-            self._prune()
+            files = {
+                int(base): path
+                for path in self._folder.glob(f"*{self._ending}")
+                if (base := path.name.partition(".")[0]).isdigit()
+            }
+            for old in sorted(files)[:-_SAVES_KEPT]:
+                with contextlib.suppress(OSError):
+                    files[old].unlink()
         return None
-
-    def _prune(self) -> None:
-        files = sorted(self._folder.glob(f"*{self._ending}"), key=lambda path: _base(path.name))
-        for file in files[:-_SAVES_KEPT]:
-            with contextlib.suppress(OSError):
-                file.unlink()
-
-
-def _read(file: Path) -> dict[int, str]:
-    known = {}
-    # The last line may have been cut short.
-    with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            step, text = json.loads(line)
-            known[int(step)] = str(text)
-    return known
-
-
-def _base(name: str) -> int:
-    first = name.partition(".")[0]
-    return int(first) if first.isdigit() else -1
 
 
 _QUIET_SECONDS = 30.0
-
-
 """Lines about saves come at most this often."""
 
 
-_STEP_WEIGHT = 0.1
-
-
 class ScriptKeeper:
-    """Decides at each step boundary whether to save, saves, and ends the program when asked to.
+    """Drives the runtime of a script: saves at its step boundaries, ends it when asked to.
 
     Whether ranks save together is seen when the first training loop is reached: with a default
     process group they do, and without one each process keeps its own state.
@@ -398,8 +383,7 @@ class ScriptKeeper:
         folder: Of the run.
         cadence: When to save.
         stop: Why to stop.
-        rank: Of this process, as its launcher says.
-        world_size: Number of processes, as their launcher says.
+        ranks: This process among the others, as their launcher says.
         keep: Newest versions kept.
         chain: Of jobs that the run is in, which is told what is saved; None: it is in none.
 
@@ -414,9 +398,8 @@ class ScriptKeeper:
         folder: RunFolder,
         cadence: SaveCadence,
         stop: Stop,
+        ranks: Ranks = ALONE,
         *,
-        rank: int = 0,
-        world_size: int = 1,
         keep: int = 2,
         chain: JobChain | None = None,
     ) -> None:
@@ -425,22 +408,16 @@ class ScriptKeeper:
         self.code = EXIT_TO_BE_CONTINUED
         self._folder = folder
         self._cadence = cadence
-        self._stop = stop
-        self._rank = rank
-        self._world_size = world_size
+        self._ranks = ranks
         self._keep = keep
-        self._chain = chain
-        self._store: CheckpointStore | None = None
-        self._agreement: BoundaryAgreement | None = None
+        self._consensus = NowAndThen(stop=stop)
+        if "OUTLAST_CHAIN" not in os.environ:
+            chain = None
+        self._runtime = Runtime(ranks, self._consensus, chain, save_told=self._tell_of_save)
         self._windows = CopyWindows()
-        self._handle: SaveHandle | None = None
         self._digests: Digests | None = None
-        self._boundary: float | None = None
-        self._blocked_seconds = 0.0
-        self._looking_seconds = 0.0
-        self._step_seconds = 0.0
+        self._begun = self._resumed = False
         self._reason = ""
-        self._resumed = False
         self._told = -_QUIET_SECONDS
         self._untold = 0
         self._notes: list[str] = []
@@ -453,15 +430,18 @@ class ScriptKeeper:
             CheckpointError: When there are versions, but none that can be used.
         """
         held = RankState()
-        restored = self._opened().restore({self._key: held})
+        restored = self._saves.store.restore({self._key: held})
         if restored is None:
+            # What is not seeded is not drawn as in the life before.
+            for old in self._folder.digests.glob(f"*.rank{self._own_rank()}.jsonl"):
+                with contextlib.suppress(OSError):
+                    old.unlink()
             return None
         for sentence in restored.skipped:
             self.warn(f"passed over: {sentence}")
         self.say(f"resumed at step {restored.step} from {restored.place}")
         self.step = restored.step
         self._resumed = True
-        self._cadence.begun(restored.step, time.monotonic())
         self._digests = Digests(self._folder.digests, self._own_rank(), restored.step)
         return held.saved
 
@@ -470,40 +450,28 @@ class ScriptKeeper:
         # This is done at every step: where nothing is to be done, it must cost next to nothing.
         if self.stopped or self._problem is not None:
             self._refuse_to_go_on()
-        now = time.monotonic()
-        if self._boundary is None:
+        self.step = step
+        if not self._begun:
             # The first boundary of this process.
-            self._stop.training_begins()
-            self._opened()
-            if _in_group() and dist.get_world_size() > 1:
-                self._agreement = BoundaryAgreement(step)
-        else:
-            seconds = now - self._boundary - self._blocked_seconds
-            seconds = max(0.0, seconds)
-            weight = _STEP_WEIGHT if self._step_seconds else 1.0
-            self._step_seconds += weight * (seconds - self._step_seconds)
-            self._stop.observe_step(seconds)
-            self._cadence.observe_step(seconds, saving=self._handle is not None)
-        self.step, self._boundary, self._blocked_seconds = step, now, 0.0
-        self._windows.close()
-        if self._handle is not None and self._handle.done():
-            self._settle()
-        save = self._cadence.due(step, now)
-        if self._agreement is None:
-            self._reason = self._stop()
-        else:
-            save = self._agreed(step, save)
-        if not save and not self._reason:
+            self._begun = True
+            _ = self._saves
+            self._runtime.begin(step)
             return False
-        self._cadence.begun(step, now)
-        return True
+        self._windows.close()
+        try:
+            decision = self._runtime.after_update(StepResult(step))
+        except OutlastError as error:
+            self._problem = error
+            raise
+        self._reason = decision.stop
+        return decision.save or bool(decision.stop)
 
     def left(self, step: int) -> None:
         """A training loop has come to its end after `step` steps."""
         # What follows may take long, and a save is durable only behind its last copy.
         self._windows.hurry()
-        if self._agreement is not None:
-            self._agreement.left(step)
+        if self._consensus.agreement is not None:
+            self._consensus.agreement.left(step)
 
     def note(self, sentence: str) -> None:
         """Tell people of something that is not saved, and write it down for ``--explain``."""
@@ -524,23 +492,24 @@ class ScriptKeeper:
             CheckpointError: When the state cannot be saved.
             SystemExit: When the run is to stop and is saved.
         """
-        assert self._boundary is not None
+        clock, key = self._runtime.clock, self._key
         self._settle()
-        # To look at the program's memory takes its time, too.
-        self._looking_seconds = time.monotonic() - self._boundary
         try:
             # Where the program ends here, there is no next step to copy in.
             late = () if self._reason else self._windows.late(state.captured.tensors)
-            self._handle = self._opened().save_async(
+            handle = self._saves.begin(
                 step,
-                {self._key: RankState(state)},
-                late={f"{self._key}.{TENSORS}.{name}" for name in late},
+                {key: RankState(state)},
+                late={f"{key}.{TENSORS}.{name}" for name in late},
+                # To look at the program's memory takes its time, too.
+                looking_seconds=clock.so_far(),
             )
         except OutlastError as error:
             self._problem = error
             raise
-        self._windows.opened(self._handle)
-        self._blocked_seconds = time.monotonic() - self._boundary
+        assert handle is not None
+        self._windows.opened(handle)
+        clock.begin()
         self._digests = Digests(self._folder.digests, self._own_rank(), step)
         if self._reason:
             self._end(step)
@@ -565,13 +534,11 @@ class ScriptKeeper:
                 elsewhere than in the save under way: they are not waited for.
         """
         if not failed:
-            if self._agreement is not None:
-                self._agreement.ended(self.step)
+            self._consensus.ended(self.step)
             self._settle()
         self._windows.remove()
-        if self._store is not None:
-            self._store.close(drain=False, failed=failed)
-            self._store = None
+        if self._runtime.saves is not None:
+            self._runtime.saves.close(failed=failed)
 
     def raise_problem(self) -> None:
         """At the end: raise what was to end the script earlier, and what it has caught.
@@ -589,67 +556,42 @@ class ScriptKeeper:
 
     def warn(self, text: str) -> None:
         """Print a line of what went wrong on this rank."""
-        rank = f"rank {self._own_rank()}: " if self._world_size > 1 else ""
+        rank = f"rank {self._own_rank()}: " if self._ranks.world_size > 1 else ""
         print(f"outlast: {rank}{text}", file=sys.stderr, flush=True)
 
     @property
     def has_begun(self) -> bool:
         """Return True if the training loops were reached, now or before the state was saved."""
-        return self._boundary is not None or self._resumed
+        return self._begun or self._resumed
 
     @property
     def _key(self) -> str:
         return f"rank{self._own_rank()}"
 
     def _own_rank(self) -> int:
-        return dist.get_rank() if _in_group() else self._rank
+        return dist.get_rank() if _in_group() else self._ranks.rank
 
-    def _opened(self) -> CheckpointStore:
-        if self._store is None:
-            place = self._folder.checkpoints
-            alone = self._world_size > 1 and not _in_group()
-            self._store = CheckpointStore(
-                place / f"rank{self._rank}" if alone else place,
-                keep=self._keep,
-                collective=not alone,
-            )
-        return self._store
-
-    def _agreed(self, step: int, save: bool) -> bool:
-        """Agree with all ranks on this step; clocks and files are looked at on rank 0 alone."""
-        assert self._agreement is not None
-        why = self._stop() if self._agreement.rank == 0 else self._stop.signalled
-        common = save and self._cadence.is_common
-        self._agreement.back()
-        # A save waits for all ranks, so they see first that all have come to this step.
-        if not common and not self._agreement.is_due(step):
-            return False
-        try:
-            agreed = self._agreement.exchange(step, bool(why), save, self._step_seconds)
-        except OutlastError as error:
-            self._problem = error
-            raise
-        if agreed.stop:
-            self._reason = why or "a signal to another rank"
-        return common or agreed.save
+    @property
+    def _saves(self) -> RunSaves:
+        if self._runtime.saves is not None:
+            return self._runtime.saves
+        place = self._folder.checkpoints
+        alone = self._ranks.world_size > 1 and not _in_group()
+        if alone:
+            place /= f"rank{self._ranks.rank}"
+        store = CheckpointStore(place, keep=self._keep, collective=not alone)
+        return self._runtime.save_to(store, cadence=self._cadence, raises=True)
 
     def _settle(self) -> None:
         """See how the save before went, when it is done."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._windows.close()
-            self._observe_save(handle.result())
+        self._windows.close()
+        if self._runtime.saves is not None:
+            self._runtime.saves.collect(wait=True)
 
-    def _observe_save(self, result: SaveResult) -> None:
+    def _tell_of_save(self, result: SaveResult) -> None:
         if result.error is not None:
             self.warn(f"{result.error}; the run goes on, from the version before if it dies")
             return
-        blocked = result.blocked_seconds + self._looking_seconds
-        result = replace(result, blocked_seconds=blocked)
-        self._cadence.observe_save(result)
-        self._stop.observe_save(result.seconds)
-        if self._own_rank() == 0:
-            self._report(result)
         now = time.monotonic()
         if now - self._told < _QUIET_SECONDS and not self._reason:
             self._untold += 1
@@ -661,26 +603,20 @@ class ScriptKeeper:
             f"{1e3 * result.blocked_seconds:.0f} ms){others}"
         )
 
-    def _report(self, result: SaveResult) -> None:
-        if self._chain is not None and "OUTLAST_CHAIN" in os.environ:
-            self._chain.report_progress(result.step, save_seconds=result.seconds)
-
     def _end(self, step: int) -> None:
         """The state is saved, or cannot be: end the program at once.
 
         Raises:
             SystemExit: Always; the script's `finally` and `with` come to their ends.
         """
-        assert self._handle is not None
-        result = self._handle.result()
-        self._handle = None
-        self._observe_save(result)
+        self._settle()
+        error = self._saves.results[-1].error
         self.stopped = self._reason
-        if result.error is not None:
+        if error is not None:
             self.code = EXIT_CRASHED
         self.say(
             f"stopped at step {step} ({self._reason}); the same command goes on from there"
-            if result.error is None
+            if error is None
             else f"stopped at step {step} ({self._reason}) without a save"
         )
         raise SystemExit(self.code)

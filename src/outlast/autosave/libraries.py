@@ -6,13 +6,19 @@ Its trainers are given Outlast's store, and stop in time, when the library is im
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
+import json
+import os
 import sys
-from contextlib import contextmanager
+import time
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outlast.errors import AutosaveError
+from outlast.records import replace_file
+from outlast.runtime.cadence import UNASKED_SECONDS, Every, SaveCadence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +27,80 @@ if TYPE_CHECKING:
 
     from outlast.autosave.program.source import Rewritten, SourceFile
     from outlast.autosave.program.training import Training
-    from outlast.runtime.handover import HandedOver
+
+
+@dataclass
+class HandedOver:
+    """A run whose saving and resuming is a framework's own, with Outlast's store.
+
+    Attributes:
+        every: How often to save; "auto" leaves it to the script, if that saves at all.
+        stores: File with the stores that this run saves to.
+        root: Folder of the script, which the file's paths are relative to.
+        limit_seconds: How long the program may run, from when this is made; None: for ever.
+        step: Steps done, as far as is known.
+        trained: Whether a training has begun.
+    """
+
+    every: Every
+    stores: Path
+    root: Path
+    limit_seconds: float | None = None
+    step: int = 0
+    trained: bool = False
+    _begun: float = field(default_factory=time.monotonic)
+    _used: set[str] = field(default_factory=set)
+
+    def seconds_left(self) -> float | None:
+        """Seconds that are left of the limit; None without one."""
+        if self.limit_seconds is None:
+            return None
+        return max(0.0, self.limit_seconds - (time.monotonic() - self._begun))
+
+    def pace(self, *, saves_by_itself: bool) -> SaveCadence | None:
+        """The cadence of saves beside those that the script asks for; None: there are none.
+
+        Args:
+            saves_by_itself: Whether the script asks its trainer for checkpoints.
+        """
+        if self.every != Every():
+            return SaveCadence(self.every)
+        return None if saves_by_itself else SaveCadence(Every(seconds=UNASKED_SECONDS))
+
+    def begins(self, store: Path) -> bool:
+        """A training that saves to `store` begins: whether there is a version to resume from.
+
+        Raises:
+            AutosaveError: When there is one of another run, or of an earlier training of this
+                process, whose last state would be taken for this one's.
+        """
+        from outlast.checkpoint.storage import storage_of
+        from outlast.checkpoint.version import is_published, list_versions
+
+        self.trained = True
+        known: list[str] = []
+        with contextlib.suppress(OSError, ValueError):
+            known = [str(load) for load in json.loads(self.stores.read_text(encoding="utf-8"))]
+        own = os.path.relpath(store, self.root)
+        if own in self._used:
+            raise AutosaveError(
+                f"{store} is used by a second training of this script, which would go on from the "
+                "end of the first one: give each training a Trainer and an output directory of its "
+                "own"
+            )
+        self._used.add(own)
+        found = False
+        if store.is_dir():
+            storage = storage_of(store)
+            found = any(is_published(storage, version) for version in list_versions(storage))
+        if found and own not in known:
+            raise AutosaveError(
+                f"{store} has the checkpoints of another run; move them away, or give this run "
+                "another output directory"
+            )
+        if own not in known and os.environ.get("RANK", "0") == "0":
+            replace_file(self.stores, json.dumps([*known, own]).encode())
+        return found
 
 
 class Library(NamedTuple):
@@ -41,18 +120,12 @@ class Library(NamedTuple):
 
 
 _TRANSFORMERS = Library(
-    "Hugging Face's Trainer",
-    "train",
-    ("transformers.trainer",),
-    "outlast.integrations.hf_trainer.unmodified",
+    "Hugging Face's Trainer", "train", ("transformers.trainer",), "outlast.integrations.hf_trainer"
 )
 
 
 _LIGHTNING = Library(
-    "Lightning's Trainer",
-    "fit",
-    ("lightning.pytorch",),
-    "outlast.integrations.lightning.unmodified",
+    "Lightning's Trainer", "fit", ("lightning.pytorch",), "outlast.integrations.lightning"
 )
 
 
@@ -60,7 +133,7 @@ LIBRARIES = {"transformers": _TRANSFORMERS, "trl": _TRANSFORMERS, "lightning": _
 """Package that a script imports to what trains it."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def handing_over(library: Library, handed: HandedOver) -> Iterator[None]:
     """Within, the library's trainers are given what `outlast run` does, once it is imported."""
     undo: list[Callable[[], None]] = []

@@ -34,8 +34,7 @@ from outlast.errors import (
     OutlastError,
 )
 from outlast.records import replace_file
-from outlast.runtime.cadence import cadence_of
-from outlast.runtime.handover import every_of, seconds_of
+from outlast.runtime.cadence import cadence_of, every_of, seconds_of
 from outlast.runtime.stop import say_interrupted
 
 if TYPE_CHECKING:
@@ -45,11 +44,10 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
     from outlast.autosave.keeper import ScriptKeeper
-    from outlast.autosave.libraries import Library
+    from outlast.autosave.libraries import HandedOver, Library
     from outlast.autosave.program.source import Rewritten
     from outlast.autosave.run_folder import Word
     from outlast.distributed.ranks import Ranks
-    from outlast.runtime.handover import HandedOver
     from outlast.runtime.stop import JobChain
 
 
@@ -267,15 +265,7 @@ def work(
     )
     limit_seconds = _limit_seconds(asked)
     with _under_way(folder, ranks) as standing, Stop(limit_seconds, chain=chain) as stop:
-        keeper = ScriptKeeper(
-            folder,
-            cadence,
-            stop,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            keep=asked.keep,
-            chain=chain,
-        )
+        keeper = ScriptKeeper(folder, cadence, stop, ranks, keep=asked.keep, chain=chain)
         try:
             code = execute(
                 asked.script,
@@ -298,8 +288,7 @@ def work_of_library(
 ) -> int:
     """Run a script that is trained by a library's loop; gives the exit code."""
     from outlast.autosave.execute import execute_plainly
-    from outlast.autosave.libraries import handing_over
-    from outlast.runtime.handover import HandedOver
+    from outlast.autosave.libraries import HandedOver, handing_over
 
     handed = HandedOver(
         every=every_of(asked.every),

@@ -69,7 +69,7 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     from outlast.cluster.planning import run_path
     from outlast.cluster.stopping import RECORD_TELLS
     from outlast.job.sections import CHOSEN
-    from outlast.runtime.handover import every_of
+    from outlast.runtime.cadence import every_of
 
     words = _words(text)
     if not words or not Path(words[0]).is_file():

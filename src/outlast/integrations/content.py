@@ -19,8 +19,6 @@ from outlast.state.box import whole
 from outlast.state.tensors import dtype_of, opaque_array
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from outlast.checkpoint.storage import Storage
     from outlast.checkpoint.version import Contents
 
@@ -31,25 +29,6 @@ _PICKLED = "outlast.pickled"
 _WORDS = (type(None), bool, int, float, complex, str, bytes)
 _ARRAYS = (torch.Tensor, nn.Parameter, np.ndarray)
 _COMPARED_BYTES = 1 << 20
-
-
-class Content:
-    """A dictionary as an entry of a state.
-
-    Args:
-        content: As `plain` gives it.
-    """
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self._content = content
-
-    def state_dict(self) -> dict[str, Any]:
-        """The dictionary."""
-        return self._content
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved."""
-        self._content = dict(state)
 
 
 def plain(value: Any, path: str = KEY) -> Any:

@@ -11,32 +11,29 @@ with outlast.Run("job.toml", model=model, optimizer=optimizer, loader=loader, ep
 
 from __future__ import annotations
 
-import contextlib
+import decimal
 import math
-import time
+import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from outlast import cluster
 from outlast.autosave.position import Position
-from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
-from outlast.integrations.given import loop_job_of
-from outlast.integrations.progress import (
-    Progress,
-    entries_of,
-    facts_of,
-    held,
-    refuse_two_savers,
-    set_epoch,
-)
+from outlast.autosave.program.source import RUNTIME
+from outlast.distributed.group import raise_together
+from outlast.errors import IntegrationError
+from outlast.integrations import loop_job_of
 from outlast.records import Warned, read_run
-from outlast.runtime.engine import StepResult, loop_runtime
-from outlast.runtime.guarding import RunGuard
-from outlast.runtime.place import device_of, ranks_here
-from outlast.runtime.recording import Recording
-from outlast.runtime.stop import Stopping
+from outlast.runtime.cadence import job_cadence
+from outlast.runtime.engine import NowAndThen, Runtime, StepResult
+from outlast.runtime.place import device_of, parameters_in, ranks_here, unwrapped
+from outlast.runtime.recording import LoopFacts, Recording
+from outlast.runtime.saves import open_store
 
 if TYPE_CHECKING:
     import os
@@ -44,9 +41,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    import numpy as np
-    from torch import nn
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from outlast.guard import Guard
     from outlast.job import LoopJob
@@ -56,11 +52,129 @@ if TYPE_CHECKING:
 
 _PROGRESS, _POSITION = "outlast.progress", "outlast.position"
 
-_TELL_SECONDS = 1.0
-"""What the guard has checked is recorded at most this often."""
-
 _FEW_UPDATES = 1000
 """So many iterations without an optimizer's step are worth a warning: none of them was saved."""
+
+
+class Progress:
+    """Progress of a run, as an entry of its state: the same on all ranks.
+
+    Attributes:
+        step: Iterations of the loop that are done.
+        epoch: Times that the loader has been gone through.
+        count: Iterations done of this epoch.
+        ranks: Processes that did them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.step = self.epoch = self.count = 0
+        self.ranks = ranks
+
+    def state_dict(self) -> dict[str, int]:
+        """Plain numbers."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take over what was saved."""
+        vars(self).update(state)
+
+
+class OtherModule:
+    """A module that no optimizer trains, such as averaged weights, as an entry of a state.
+
+    The names of an optimizer's tensors are those of one module; this is none, but has its state.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = unwrapped(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the module."""
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved."""
+        self._module.load_state_dict(state)
+
+
+def entries_of(
+    models: Mapping[str, nn.Module],
+    optimizers: Sequence[Optimizer],
+    own: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Entries of a state by name; several models are one entry, of which each is a part.
+
+    Args:
+        models: Those that the optimizers train.
+        optimizers: One or more.
+        own: Entries of the run itself.
+        extra: Those that the script adds.
+
+    Raises:
+        IntegrationError: When an added entry has a name that is taken, or no state.
+    """
+    plain = {name: unwrapped(model) for name, model in models.items()}
+    optimizer: Any = optimizers[0] if len(optimizers) == 1 else [*optimizers]
+    found = {
+        **(plain if len(plain) == 1 else {"model": nn.ModuleDict(plain)}),
+        "optimizer": optimizer,
+        **own,
+    }
+    for name, item in extra.items():
+        if name in found:
+            raise IntegrationError(f"state[{name!r}] is a name of the run's own; rename it")
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            raise IntegrationError(
+                f"state[{name!r}] is a {type(item).__name__}, which has no state_dict and "
+                "load_state_dict; give it both, or put it into an object that has them"
+            )
+        found[name] = OtherModule(item) if isinstance(item, nn.Module) else item
+    return found
+
+
+def number_in(value: Any) -> torch.Tensor | float | None:
+    """A figure as it is now, without waiting for the device that computes it.
+
+    Args:
+        value: A number of Python or NumPy, or a tensor or array of one element.
+
+    Returns:
+        None for everything else.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            return None
+        if value.device.type != "cpu":
+            return value.detach().clone()
+        return float(value.item())
+    if isinstance(value, np.ndarray | np.generic) and value.size == 1:
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real | decimal.Decimal) else None
+
+
+def number_of(name: str, value: Any) -> torch.Tensor | float:
+    """As `number_in`, for what must be a number.
+
+    Args:
+        name: For the error.
+        value: The figure.
+
+    Raises:
+        IntegrationError: When it is not one real number.
+    """
+    found = number_in(value)
+    if found is not None:
+        return found
+    shape = getattr(value, "shape", None)
+    if shape is not None and math.prod(shape) != 1:
+        raise IntegrationError(
+            f"{name} has the shape {tuple(shape)}, but is one number; give its mean"
+        )
+    raise IntegrationError(
+        f"{name} = {value!r:.80} is a {type(value).__name__}, but run.log takes numbers; log what "
+        "can be measured, and print the rest"
+    )
 
 
 class Run:
@@ -118,7 +232,12 @@ class Run:
         fresh: bool = False,
         prediction: Predicted | None = None,
     ) -> None:
-        refuse_two_savers()
+        # It is there as the program's own main module; whoever makes the run may be any other.
+        if hasattr(sys.modules["__main__"], RUNTIME):
+            raise IntegrationError(
+                "outlast.Run and `outlast run` would both save this script; start it with python, "
+                "in a chain by slurm.command, or leave outlast.Run out"
+            )
         if epochs < 1 or (steps is not None and steps < 1):
             raise IntegrationError(
                 f"epochs = {epochs} and steps = {steps} leave nothing to do; give 1 or more"
@@ -132,24 +251,19 @@ class Run:
         self._fresh = fresh
         self._prediction = prediction
         self._ranks = ranks_here()
-        self._facts = facts_of(
-            self._models.values(), loader, self._ranks.world_size, (epochs, steps), tokens_per_step
-        )
+        self._facts = self._facts_of(tokens_per_step)
         self._progress = Progress(self._ranks.world_size)
         self._position = Position(may_be_missing=True)
         # Of each process its own.
         own = {_PROGRESS: self._progress, f"{_POSITION}{self._ranks.rank}": self._position}
         self._state = entries_of(self._models, self._optimizers, own, state or {})
+        self._runtime: Runtime | None = None
         self._iterator: Iterator[Any] | None = None
         self._resumes = self._iterating = self._in_step = False
         self._ranks_before = self._ranks.world_size
         self._without_update = 0
-        self._told_step, self._told_seconds = 0, 0.0
-        self._loss: torch.Tensor | float | None = None
-        self._norm: torch.Tensor | float = math.nan
-        self._metrics: dict[str, torch.Tensor | float] = {}
-        self._stopped = ""
-        self._open = contextlib.ExitStack()
+        self._logged = StepResult(0)
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def step(self) -> int:
@@ -164,12 +278,20 @@ class Run:
     @property
     def directory(self) -> Path:
         """Of the run's files; known within the `with`."""
-        return self._recording.directory.path
+        records = self._engine.records
+        assert isinstance(records, Recording)
+        return records.directory.path
 
     @property
     def guard(self) -> Guard | None:
         """The guard; None with ``guard.policy = "off"``. Known within the `with`."""
-        return None if self._guard is None else self._guard.guard
+        guard = self._engine.guard
+        return None if guard is None else guard.guard
+
+    @property
+    def _engine(self) -> Runtime:
+        assert self._runtime is not None
+        return self._runtime
 
     def log(self, loss: Figure | Mapping[str, Figure] | None = None, **metrics: Figure) -> None:
         """Tell the records the figures of this iteration; on a GPU, nothing waits for them.
@@ -194,58 +316,46 @@ class Run:
         if not figures:
             raise IntegrationError("run.log was given no figure; give it the loss, for example")
         for name, value in figures.items():
-            figure = held(str(name), value)
-            if name == "loss":
-                self._loss = figure
-            elif name == "gradient_norm":
-                self._norm = figure
+            figure = number_of(str(name), value)
+            if name in ("loss", "gradient_norm"):
+                setattr(self._logged, name, figure)
             else:
-                self._metrics[str(name)] = figure
+                self._logged.metrics = {**(self._logged.metrics or {}), str(name): figure}
 
     def __enter__(self) -> Run:
-        with contextlib.ExitStack() as stack:
-            self._stopping = Stopping(None, self._ranks, cluster)
-            stack.enter_context(self._stopping.signals())
-            self._recording = Recording(
-                self.job,
-                self._ranks,
-                device_of(self._models.values()),
-                self._facts,
-                fresh=self._fresh,
-                prediction=self._prediction,
-                chain=cluster,
+        runtime = self._runtime = Runtime(self._ranks, NowAndThen(chain=cluster), cluster)
+        try:
+            runtime.take_signals()
+            device = device_of(self._models.values())
+            recording = runtime.open_records(
+                self.job, device, self._facts, fresh=self._fresh, prediction=self._prediction
             )
-            # Gives up the directory last: the next start finds files at rest.
-            stack.push(self._close_records)
-            runtime = self._runtime = loop_runtime(
-                self.job,
-                self._ranks,
-                self._recording,
-                self._stopping,
-                self._state,
-                note=self._note,
-                chain=cluster,
-            )
-            stack.push(self._close_runtime)
-            self._guard = runtime.guard = self._installed_guard()
-            if self._guard is not None:
-                stack.callback(self._guard.guard.remove)
+            directory, settings = recording.directory, self.job.checkpoint
+            store = raise_together(lambda: open_store(settings, directory))
+            cadence = job_cadence(settings, self._ranks, directory, "pace.json")
+            runtime.save_to(store, self._state, cadence, note=self._note)
+            runtime.keep_in_memory(self.job, directory, store, self._state, note=self._note)
+            self._install_guard(runtime)
             for optimizer in self._optimizers:
-                stack.callback(optimizer.register_step_pre_hook(self._before_update).remove)
-                stack.callback(optimizer.register_step_post_hook(self._after_update).remove)
+                self._hooks += [
+                    optimizer.register_step_pre_hook(self._before_update),
+                    optimizer.register_step_post_hook(self._after_update),
+                ]
             step, events = runtime.restore()
-            runtime.saves.newest = -1 if runtime.memory.unsaved else step
-            self._stopping.agree(step)
             self._resumes = step > 0
             self._ranks_before, self._progress.ranks = self._progress.ranks, self._ranks.world_size
-            self._recording.ready(step, events, self._guard)
-            if step and (self._progress.epoch >= self._epochs or self._has_all_steps()):
+            runtime.begin(step, events)
+            if step and (self.epoch >= self._epochs or self._has_all_steps()):
                 self._say_complete()
-            runtime.cadence.start(step)
-            self._stopping.start()
-            self._told_step = step
-            self._open = stack.pop_all()
+        except BaseException as error:
+            self._close(error)
+            raise
         return self
+
+    def _install_guard(self, runtime: Runtime) -> None:
+        models = [*self._models.values()]
+        guarded = models[0] if len(models) == 1 else nn.ModuleDict(self._models)
+        runtime.install_guard(self.job.guard, self.job.run.seed, guarded, self._optimizers)
 
     def _say_complete(self) -> None:
         if not self._ranks.is_first:
@@ -265,33 +375,35 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         try:
-            if kind is None:
+            if error is None:
                 self._complete()
-            elif issubclass(kind, WrongNumbersError) or self._ranks.world_size == 1:
-                # Wrong numbers are an error on all ranks.
-                self._tell_findings()
         except BaseException as late:
-            self._open.__exit__(type(late), late, late.__traceback__)
+            error = late
             raise
         finally:
-            # Its workers end with it.
-            self._iterator = None
-        self._open.__exit__(kind, error, trace)
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        # Its workers end with it.
+        self._iterator = None
+        for hook in self._hooks:
+            hook.remove()
+        self._engine.close(error)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._iterating or not hasattr(self, "_recording"):
+        if self._iterating or self._runtime is None:
             raise IntegrationError(
                 "a Run is gone through once, within `with outlast.Run(...) as run:`; it goes "
                 "through the loader `epochs` times by itself"
             )
         self._iterating = True
-        progress, watch = self._progress, self._recording.watch
+        runtime, progress = self._runtime, self._progress
         while progress.epoch < self._epochs and not self._has_all_steps():
             set_epoch(self._loader, progress.epoch)
             iterator = self._iterator = self._begun()
             while not self._has_all_steps():
                 try:
-                    with watch("data"):
+                    with runtime.watch("data"):
                         batch = next(iterator)
                 except StopIteration:
                     progress.epoch, progress.count = progress.epoch + 1, 0
@@ -299,10 +411,10 @@ class Run:
                     break
                 self._without_update += 1
                 self._in_step = True
-                with watch("compute"):
+                with runtime.watch("compute"):
                     yield batch
                 self._in_step = False
-                self._after_step()
+                self._after_step(runtime)
 
     def _has_all_steps(self) -> bool:
         return self._steps is not None and self._progress.step >= self._steps
@@ -315,7 +427,7 @@ class Run:
         before, now, count = self._ranks_before, self._ranks.world_size, self._progress.count
         if before == now:
             return self._position.resume(self._loader)
-        self._recording.write(
+        self._engine.write(
             Warned(
                 f"{count} steps of this epoch were done with world size {before}, the others are "
                 f"with {now}: where the batches of all processes together are as large as before, "
@@ -324,67 +436,42 @@ class Run:
         )
         return self._position.skip(self._loader, count)
 
-    def _installed_guard(self) -> RunGuard | None:
-        if self.job.guard.policy == "off":
-            return None
-        models = [*self._models.values()]
-        guarded = models[0] if len(models) == 1 else torch.nn.ModuleDict(self._models)
-        guard = RunGuard(self.job.guard, self.job.run.seed, guarded, self._optimizers)
-        for message in guard.warnings:
-            self._recording.write(Warned(message))
-        return guard
-
     def _before_update(self, *_: Any) -> None:
-        self._runtime.before_update()
+        self._engine.before_update()
 
     def _after_update(self, *_: Any) -> None:
         self._without_update = 0
 
-    def _count_step(self) -> bool:
-        """Count an iteration; whether it was recorded."""
+    def _counted(self) -> StepResult:
+        """Count an iteration, whose figures were logged."""
         self._progress.step += 1
         self._progress.count += 1
-        recorded = self._runtime.record(
-            StepResult(
-                self.step,
-                self._loss,
-                self._norm,
-                self._optimizers[0].param_groups[0]["lr"],
-                self._metrics,
-            )
-        )
-        self._loss, self._norm, self._metrics = None, math.nan, {}
-        return recorded
+        result, self._logged = self._logged, StepResult(0)
+        result.step, result.updated = self.step, not self._without_update
+        result.learning_rate = self._optimizers[0].param_groups[0]["lr"]
+        return result
 
-    def _after_step(self) -> None:
+    def _after_step(self, runtime: Runtime) -> None:
         """Between two iterations: record, keep, save, stop.
 
         Raises:
             SystemExit: When the run is to stop and is saved.
         """
-        runtime = self._runtime
-        if self._count_step() and self._may_tell():
-            self._tell_findings()
-        runtime.observe(self._stopping.observe_step())
-        if self._without_update:
-            if self._without_update == _FEW_UPDATES:
-                self._recording.write(Warned(_no_update(self.step)))
-            return
-        decision = runtime.agree(StepResult(self.step))
-        if decision.stop:
-            runtime.stop(self.step, decision)
-            runtime.finish(self.step)
-            self._stopped = decision.stop
-            if self._ranks.is_first:
-                print(
-                    f"outlast: stopped after step {self.step} ({decision.stop}); the same command "
-                    "goes on from there",
-                    flush=True,
+        decision = runtime.after_update(self._counted())
+        if self._without_update == _FEW_UPDATES:
+            runtime.write(
+                Warned(
+                    f"no optimizer given to outlast.Run has done a step in the last {_FEW_UPDATES} "
+                    f"iterations, up to step {self.step}: nothing is saved before one does; give "
+                    "it the optimizer that the loop steps"
                 )
-            raise SystemExit(EXIT_TO_BE_CONTINUED)
+            )
+        if decision.stop:
+            runtime.stop(decision)
+            runtime.finish(self.step)
+            runtime.leave()
         if decision.save:
-            runtime.save(self.step, decision)
-            self._stopping.clock.begin()
+            runtime.save(self.step)
 
     def _note(self) -> None:
         """Bring the entry of the data's position up to date."""
@@ -400,20 +487,18 @@ class Run:
 
     def _complete(self) -> None:
         """The script has left the loop: save its last state."""
+        runtime = self._engine
         if self._in_step and not self._without_update:
             # It has broken out of its last iteration, which it had done.
             self._in_step = False
-            self._count_step()
-        self._stopping.meet(self.step)
-        if self._guard is not None:
-            self._guard.finish()
+            runtime.record(self._counted())
+        runtime.end_steps(self.step)
         unused = self._without_update - self._in_step
         if unused > 0 and self._progress.epoch < self._epochs and not self._go_back(unused):
             # Nothing newer than the last save can be gone on from.
-            self._runtime.leave()
+            runtime.finish()
         else:
-            self._runtime.finish(self.step)
-        self._tell_findings()
+            runtime.finish(self.step)
 
     def _go_back(self, unused: int) -> bool:
         """Go back to the last update: what was done since then has changed no weight.
@@ -425,7 +510,7 @@ class Run:
             Whether it was in this epoch; otherwise the data's position of then is not known.
         """
         if self._progress.count < unused:
-            self._recording.write(
+            self._engine.write(
                 Warned(
                     f"the loop was left within a gradient accumulation that an epoch's end is in: "
                     f"step {self.step} is not saved, and the next start goes on from the last save"
@@ -438,37 +523,28 @@ class Run:
         self._in_step = True
         return True
 
-    def _close_runtime(self, kind: type[BaseException] | None, *_: Any) -> None:
-        wrong = kind is not None and issubclass(kind, WrongNumbersError)
-        self._runtime.close(failed=kind is not None and not self._stopped, forget=wrong)
+    def _facts_of(self, tokens_per_step: int) -> LoopFacts:
+        """Facts that the records tell of the loop before its first step."""
+        batch = getattr(self._loader, "batch_size", None) or 0
+        try:
+            total = len(self._loader) * self._epochs  # type: ignore[arg-type]
+        except TypeError:
+            # A DataLoader of a stream has a length that it does not know.
+            total = 0
+        steps = self._steps
+        return LoopFacts(
+            framework="pytorch",
+            steps=min(total or steps or 0, steps or total),
+            samples_per_step=batch * self._ranks.world_size,
+            tokens_per_step=tokens_per_step,
+            parameters=parameters_in(self._models.values()),
+        )
 
-    def _close_records(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
-        if kind is None:
-            self._recording.close("completed")
-        elif self._stopped:
-            self._recording.close("to_be_continued", self._stopped)
-        else:
-            self._recording.close("failed", f"{kind.__name__}: {error}")
 
-    def _may_tell(self) -> bool:
-        """Return whether it is time to record what the guard has found, alike on all ranks."""
-        if self._ranks.world_size > 1:
-            return self.step - self._told_step >= self.job.energy.every_steps
-        return time.monotonic() - self._told_seconds >= _TELL_SECONDS
-
-    def _tell_findings(self) -> None:
-        """Write down what the guards of all ranks have found, and checked."""
-        if self._guard is None:
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a sampler or a stream which epoch it is, as `DistributedSampler` asks for."""
+    for name in ("sampler", "batch_sampler", "", "dataset"):
+        owner = getattr(loader, name, None) if name else loader
+        if callable(tell := getattr(owner, "set_epoch", None)):
+            tell(epoch)
             return
-        self._told_step, self._told_seconds = self.step, time.monotonic()
-        self._recording.checked(self._guard, self.step)
-
-
-def _no_update(step: int) -> str:
-    return (
-        f"no optimizer given to outlast.Run has done a step in the last {_FEW_UPDATES} iterations, "
-        f"up to step {step}: nothing is saved before one does; give it the optimizer that the loop "
-        "steps"
-    )

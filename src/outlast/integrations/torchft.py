@@ -23,7 +23,7 @@ from torch.distributed import ReduceOp
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import CheckpointError, IntegrationError, RecoverError, WrongNumbersError
 from outlast.guard.handle import remedy
-from outlast.integrations.installed import require
+from outlast.integrations import require
 from outlast.recover.quorum import must_restore
 
 if TYPE_CHECKING:

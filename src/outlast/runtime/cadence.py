@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from outlast.errors import OutlastError
+from outlast.errors import AutosaveError, ClusterError, OutlastError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 """Between two looks at a folder that a shared file system holds."""
+
+UNASKED_SECONDS = 600.0
+"""From save to save, where neither the script nor the command line asks for any."""
+
+_WITH_UNIT = re.compile(r"\d+(\.\d+)?[a-z]+")
 
 _DECIDE_SECONDS = 1.0
 """The best interval is worked out anew at most this often."""
@@ -54,6 +60,46 @@ class Every:
 
 
 NEVER = Every(seconds=math.inf)
+
+
+def every_of(text: str) -> Every:
+    """Read ``--every TEXT``.
+
+    Raises:
+        AutosaveError: When it means nothing.
+    """
+    from outlast.durations import limit_seconds
+
+    plain = text.strip().lower()
+    if plain == "auto":
+        return Every()
+    if plain.isascii() and plain.isdigit() and int(plain) > 0:
+        return Every(steps=int(plain))
+    if _WITH_UNIT.fullmatch(plain):
+        with contextlib.suppress(ClusterError):
+            seconds = limit_seconds(plain)
+            if seconds > 0.0:
+                return Every(seconds=seconds)
+    raise AutosaveError(
+        f'--every {text} is neither a number of steps, as "100", nor a length of time, as "10m", '
+        '"90s" or "1.5h", nor "auto"'
+    )
+
+
+def seconds_of(option: str, text: str) -> float:
+    """The length of time that an option names.
+
+    Raises:
+        AutosaveError: When it is none, or not above zero.
+    """
+    from outlast.durations import FORMS, limit_seconds
+
+    seconds = 0.0
+    with contextlib.suppress(ClusterError):
+        seconds = limit_seconds(text)
+    if not seconds > 0.0:
+        raise AutosaveError(f"{option} {text} is no length of time above 0 s: write it as {FORMS}")
+    return seconds
 
 
 class SaveCadence:
@@ -262,28 +308,33 @@ class StepClock:
     """Seconds from step boundary to step boundary.
 
     Attributes:
+        seconds: Of the last step; 0 before the first.
         mean_seconds: Of the newest steps; 0 before the first.
     """
 
     def __init__(self) -> None:
-        self.mean_seconds = 0.0
+        self.seconds = self.mean_seconds = 0.0
         self._boundary = time.monotonic()
 
     def begin(self) -> None:
         """Begin a step now; what was done since the last one counts for none."""
         self._boundary = time.monotonic()
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count `seconds` of the step under way."""
+        self._boundary += seconds
+
+    def so_far(self) -> float:
+        """Seconds of the step under way."""
+        return time.monotonic() - self._boundary
+
     def step(self) -> float:
         """End a step now and begin the next; returns its seconds."""
         now = time.monotonic()
-        seconds, self._boundary = now - self._boundary, now
-        self.observe(seconds)
-        return seconds
-
-    def observe(self, seconds: float) -> None:
-        """Take in a step of `seconds`."""
+        self.seconds, self._boundary = now - self._boundary, now
         weight = _WEIGHT if self.mean_seconds else 1.0
-        self.mean_seconds += weight * (seconds - self.mean_seconds)
+        self.mean_seconds += weight * (self.seconds - self.mean_seconds)
+        return self.seconds
 
 
 class Turn(Protocol):

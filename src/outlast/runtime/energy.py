@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from outlast.energy.meter import EnergyMeter
 from outlast.energy.prices import Tariff, intensity
 from outlast.energy.prometheus import Exporter, Labels, Sample
 from outlast.energy.sources import FileSource, available_sources, rapl_sources, shown_state
-from outlast.energy.window import DeviceState, Still
+from outlast.energy.window import Still
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 from outlast.records import EnergyMeasured
@@ -96,10 +97,12 @@ def find_sources(
     found: list[Source] = []
     absent: dict[str, str] = {}
     if everything or "gpu" in wanted:
-        gpus, reason = _own_gpu(device)
+        own = [device.index or 0] if device.type == "cuda" else []
+        gpus, missing = available_sources(gpus=own, cpus=False)
         found += gpus
         if not gpus and (device.type == "cuda" or ranks.local_rank == 0):
-            absent["gpu"] = reason
+            reasons = "; ".join(name.reason for name in missing)
+            absent["gpu"] = reasons or "the run computes on the CPU"
     if ranks.local_rank:
         return found, absent
     parts = [part for part in ("cpu", "memory", "node") if everything or part in wanted]
@@ -115,14 +118,6 @@ def find_sources(
         source.removeprefix("file:") for source in settings.sources if source.startswith("file:")
     ]
     return [*found, *map(FileSource, dict.fromkeys(paths))], absent
-
-
-def _own_gpu(device: torch.device) -> tuple[list[Source], str]:
-    """This rank's GPU, or why it has no meter."""
-    own = [device.index or 0] if device.type == "cuda" else []
-    sources, missing = available_sources(gpus=own, cpus=False)
-    reasons = "; ".join(name.reason for name in missing)
-    return sources, reasons or "the run computes on the CPU"
 
 
 @dataclass
@@ -228,42 +223,45 @@ class RunMeter:
 
     def _window(self, step: int, seconds: dict[str, float]) -> EnergyMeasured:
         now = time.perf_counter()
-        spent = self._without_guard(seconds)
+        if self.guard is not None and (total := self.guard.guard.seconds) is not None:
+            spent, self._guard_seconds = total - self._guard_seconds, total
+            spent = min(max(spent, 0.0), seconds.get("compute", 0.0))
+            if spent:
+                seconds = {**seconds, "compute": seconds["compute"] - spent, "guard": spent}
         mine = _Said(
-            self._read(spent), self.unavailable, spent, socket.gethostname(), self._trouble
+            self._read(seconds), self.unavailable, seconds, socket.gethostname(), self._trouble
         )
         everyone = gather_objects(mine)
         self.warnings, self._trouble = [name for one in everyone for name in one.trouble], []
         if self.in_step:
             _tell_stragglers(everyone)
+        # Each meter once, although several ranks of a host may have read it (a shared GPU).
+        devices: dict[tuple[str, ...], dict[str, Any]] = {}
+        for device in (device for one in everyone for device in one.devices):
+            key = (device["host"], device["boot"], device["part"], device["name"])
+            devices.setdefault(key, device)
         event = EnergyMeasured(
             step=step,
             steps=self._steps,
             tokens=self._steps * self.tokens_per_step,
             seconds=now - self._since,
-            devices=_once([device for one in everyone for device in one.devices]),
+            devices=[*devices.values()],
             unavailable=_unavailable(everyone),
             tariff=self.tariff,
         )
         self._steps, self._seconds, self._since, self.tariff = 0, {}, now, ""
         return event
 
-    def _without_guard(self, seconds: dict[str, float]) -> dict[str, float]:
-        total = None if self.guard is None else self.guard.guard.seconds
-        if total is None:
-            return seconds
-        spent, self._guard_seconds = total - self._guard_seconds, total
-        spent = min(max(spent, 0.0), seconds.get("compute", 0.0))
-        if not spent:
-            return seconds
-        return {**seconds, "compute": seconds["compute"] - spent, "guard": spent}
-
     def _read(self, purposes: dict[str, float]) -> list[dict[str, Any]]:
         lap = self.meter.lap()
         states = [shown_state(source) for source in self.meter.sources]
         if self._exporter is not None:
+            job = os.environ.get("SLURM_JOB_ID", "")
             self._samples = tuple(
-                Sample(self._labels(source.name), state)
+                Sample(
+                    Labels(job=job, rank=str(self.rank), stage=self.stage, device=source.name),
+                    state,
+                )
                 for source, state in zip(self.meter.sources, states, strict=True)
             )
         return [
@@ -275,14 +273,14 @@ class RunMeter:
                 "rank": self.rank,
                 "purposes": {key: round(value, 6) for key, value in purposes.items()},
                 **_figures(lap.joules[source.name]),
-                "state": _state(state),
+                "state": {
+                    name: list(value) if isinstance(value, tuple) else value
+                    for name in _STATE
+                    if not isinstance(value := getattr(state, name), Unavailable)
+                },
             }
             for source, state in zip(self.meter.sources, states, strict=True)
         ]
-
-    def _labels(self, device: str) -> Labels:
-        job = os.environ.get("SLURM_JOB_ID", "")
-        return Labels(job=job, rank=str(self.rank), stage=self.stage, device=device)
 
 
 @dataclass(frozen=True)
@@ -331,14 +329,6 @@ def _unavailable(everyone: list[_Said]) -> dict[str, str]:
     return said
 
 
-def _once(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each meter once, although several ranks of a host may have read it (a shared GPU)."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for device in devices:
-        found.setdefault((device["host"], device["boot"], device["part"], device["name"]), device)
-    return list(found.values())
-
-
 def _figures(reading: Reading) -> dict[str, Any]:
     if isinstance(reading, Unavailable):
         # Energy of a window without an update of its counter is in the next figure, if one comes.
@@ -353,39 +343,39 @@ def _figures(reading: Reading) -> dict[str, Any]:
     }
 
 
-def _state(state: DeviceState) -> dict[str, Any]:
-    known = {name: getattr(state, name) for name in _STATE}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in known.items()
-        if not isinstance(value, Unavailable)
-    }
-
-
-class StepEnergy:
-    """Energy since the start of a training, and what of it the last steps took.
+class TrainingEnergy:
+    """Energy of one training after the other, for the logs of a framework's trainer.
 
     Whatever a meter raises while it is looked for or read becomes a reason: training goes on.
 
     Args:
         sources: What is read; all meters of this machine by default.
-        step: Optimizer steps done before the start.
 
     Attributes:
-        meter: The open meter.
-        joules: Energy until the last `take`, or of the whole training once it is closed.
-
-    Raises:
-        EnergyError: Two sources have one name.
+        joules: Of the last training, or of this one until its last log.
     """
 
-    def __init__(self, sources: Sequence[Source] | None, step: int) -> None:
-        self.meter = EnergyMeter("training", sources)
-        self.meter.__enter__()
-        self.joules: Reading = Unavailable("nothing was read yet")
-        self._step = step
+    def __init__(self, sources: Sequence[Source] | None = None) -> None:
+        self.joules: Reading = Unavailable("the training has not begun")
+        self._sources = sources
+        self._meter: EnergyMeter | None = None
+        self._step = 0
         self._joules = 0.0
-        self._since = time.perf_counter()
+        self._since = 0.0
+
+    def begin(self, step: int) -> None:
+        """Start to measure, after `step` steps; warns where nothing can be read.
+
+        Raises:
+            EnergyError: Two sources have one name.
+        """
+        self.close()
+        meter = self._meter = EnergyMeter("training", self._sources)
+        meter.__enter__()
+        self._step, self._joules, self._since = step, 0.0, time.perf_counter()
+        if not meter.sources:
+            reasons = "; ".join(name.reason for name in meter.missing) or "no source is given"
+            warnings.warn(f"energy is unavailable: {reasons}", stacklevel=3)
 
     def take(self, step: int) -> dict[str, float]:
         """Figures since the last call that gave some; none where nothing is known, and never 0.
@@ -393,6 +383,8 @@ class StepEnergy:
         Args:
             step: Optimizer steps done so far.
         """
+        if self._meter is None:
+            return {}
         self.joules = total = self._total()
         now = time.perf_counter()
         # A counter that did not move yet has its joules in the next figure, with these steps.
@@ -407,24 +399,15 @@ class StepEnergy:
         self._joules, self._step, self._since = total.joules, step, now
         return found
 
-    def warning(self) -> str | None:
-        """Return a warning for the start where nothing can be read; None otherwise."""
-        if self.meter.sources:
-            return None
-        reasons = "; ".join(name.reason for name in self.meter.missing)
-        return f"energy is unavailable: {reasons or 'no source is given'}"
-
-    def close(self) -> Reading:
-        """Stop to measure.
-
-        Returns:
-            Energy of the training.
-        """
-        self.meter.__exit__()
-        self.joules = self._total()
-        return self.joules
+    def close(self) -> None:
+        """Stop to measure; `joules` is that of the training."""
+        if self._meter is not None:
+            self._meter.__exit__()
+            self.joules = self._total()
+            self._meter = None
 
     def _total(self) -> Reading:
+        assert self._meter is not None
         # A node's meter stands for all that is in the node.
-        nodes = any(source.part == "node" for source in self.meter.sources)
-        return self.meter.total("node" if nodes else None)
+        nodes = any(source.part == "node" for source in self._meter.sources)
+        return self._meter.total("node" if nodes else None)

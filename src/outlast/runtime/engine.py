@@ -1,19 +1,27 @@
 """The engine of a run: everything beside its loop.
 
-A driver (the trainer, `outlast.Run`) calls the phases of one `Runtime`, in this order:
+A driver (the trainer, `outlast.Run`, an adapter in `outlast.integrations`, `outlast run`) makes one
+`Runtime`, gives it the parts that were asked for, and calls its phases, in this order:
 
 | phase | what the runtime does |
 |---|---|
 | `restore` | fills the state from memory or the newest intact version, and says which |
-| `begin` | first step: records the set-up, opens the windows of energy |
-| `attempts` | repeats the passes of a step that the guard finds wrong |
+| `begin` | first step: records the set-up, opens the windows of energy, lets ranks agree |
+| `attempts`, `micro_batch` | repeats the passes of a step that the guard finds wrong |
 | `before_update` | waits until what is being copied out of the tensors is copied |
-| `agree` | stop, save, resize: the same decision on all ranks; keeps the state in memory |
-| `record` | writes down the steps that are due, findings of the guard, energy, peak memory |
-| `save` | begins a save where that was decided, and sees how earlier ones went |
+| `after_update` | a step is done: `agree`, `keep` and `record`, where all have one place |
+| `agree` | stop, save, resize: the same decision on all ranks |
+| `keep` | begins to keep the state in memory |
+| `record` | writes down the steps that are due, with findings of the guard, energy, peak memory |
+| `save` | begins a save, and sees how earlier ones went |
 | `evaluated` | takes in a metric, by which the best versions are kept |
+| `end_steps` | the last step is done: meets the other ranks, makes the guard's last checks |
 | `finish` | the last save, awaited: here a failure must not be passed over |
-| `close` | gives back memory and store, also after an error |
+| `leave` | ends the program before its last step, saved and to be continued |
+| `close` | gives everything back in order, also after an error |
+
+A framework that decides itself when and where to save calls `save` then; one that writes files of
+its own tells `save_ended`. What is not asked for is None, and its phases do nothing.
 
 Ranks agree in one of two ways: `EveryStep` in the trainer, whose ranks sum the loss up anyway, and
 `NowAndThen` in a loop that is not ours.
@@ -21,37 +29,54 @@ Ranks agree in one of two ways: `EveryStep` in the trainer, whose ranks sum the 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
-from outlast.distributed.group import raise_together
-from outlast.errors import CheckpointError
-from outlast.records import CheckpointRestored, StateRecovered, StopRequested
+import torch.distributed as dist
+
+from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, WrongNumbersError
+from outlast.records import (
+    CheckpointInterval,
+    CheckpointRestored,
+    StateRecovered,
+    StopRequested,
+    Warned,
+)
 from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.recover.resize import RESIZE
-from outlast.runtime.agreement import StepAgreement, StepMessage
-from outlast.runtime.cadence import job_cadence
+from outlast.runtime.agreement import BoundaryAgreement, StepAgreement, StepMessage
+from outlast.runtime.cadence import StepClock
+from outlast.runtime.guarding import RunGuard
 from outlast.runtime.memory import MemoryCheckpoint
-from outlast.runtime.saves import RunSaves, open_store
+from outlast.runtime.recording import Recording, StepRecords
+from outlast.runtime.saves import RunSaves
+from outlast.runtime.stop import JobChain, Stop, StopFlag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
+    from torch import nn
+    from torch.optim import Optimizer
 
-    from outlast.checkpoint import SaveResult
+    from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
     from outlast.distributed.ranks import Ranks
-    from outlast.job import LoopJob
-    from outlast.records import Event, Stopwatch, TrainingStarted
+    from outlast.job import GuardSection, LoopJob
+    from outlast.records import Event, Predicted, RunDirectory, TrainingStarted
     from outlast.runtime.cadence import SaveCadence
-    from outlast.runtime.communication import CommunicationWait
-    from outlast.runtime.guarding import RunGuard
-    from outlast.runtime.recording import Recording, StepRecords
-    from outlast.runtime.stop import JobChain, StopFlag, Stopping
-    from outlast.runtime.watching import SlownessWatch
+    from outlast.runtime.recording import LoopFacts
+    from outlast.runtime.watching import CommunicationWait, SlownessWatch
     from outlast.state.live import State
+
+_TELL_SECONDS = 1.0
+"""One process records what its guard has checked at most this often."""
+
+GOES_ON = "the same command goes on from there"
 
 
 @dataclass
@@ -63,7 +88,7 @@ class StepResult:
         loss: In nats; of the trainer, this rank's share, until the ranks have agreed.
         gradient_norm: Before clipping.
         learning_rate: As applied.
-        metrics: Other figures by name.
+        metrics: Other figures by name; their means are recorded.
         seconds: That it took; None: measured from record to record.
         updated: Whether an optimizer has done its step: nothing is saved before.
     """
@@ -101,13 +126,25 @@ class Decision:
 
 
 class Consensus(Protocol):
-    """A way for the ranks of a run to agree."""
+    """A way for the ranks of a run to agree.
+
+    Attributes:
+        every_step: Whether they exchange a message at every step.
+    """
+
+    every_step: ClassVar[bool]
+
+    def begin(self, step: int) -> None:
+        """The first step begins, after `step` steps; all ranks together."""
 
     def decide(self, runtime: Runtime, result: StepResult) -> Decision:
         """Decide on a step, alike on all ranks; may make its loss that of all ranks."""
 
-    def keep(self, runtime: Runtime, step: int, decision: Decision) -> None:
-        """Keep the state in memory where that is due."""
+    def observe_save(self, seconds: float) -> None:
+        """Take in a save that took `seconds` until it was published."""
+
+    def end(self, step: int) -> None:
+        """Meet all ranks after their last step, and agree no more."""
 
 
 def _always() -> bool:
@@ -129,6 +166,8 @@ class EveryStep:
         spikes: Warns of a loss that jumps.
     """
 
+    every_step: ClassVar[bool] = True
+
     agreement: StepAgreement
     stop: StopFlag
     waits: CommunicationWait
@@ -138,9 +177,13 @@ class EveryStep:
     slowness: SlownessWatch | None = None
     spikes: Callable[[int, float], Event | None] | None = None
 
+    def begin(self, step: int) -> None:
+        """Nothing: the ranks agree from the first step on."""
+
     def decide(self, runtime: Runtime, result: StepResult) -> Decision:
-        """Exchange a `StepMessage`; the result gets the loss of all ranks."""
-        step, slowness = result.step, self.slowness
+        """Exchange a `StepMessage`; the result gets the loss of all ranks, and its seconds."""
+        assert runtime.records is not None
+        step, slowness, memory = result.step, self.slowness, runtime.memory
         if self.stop_when is not None:
             self.stop.reason = self.stop.reason or self.stop_when() or None
         due = runtime.records.is_due(step)
@@ -148,10 +191,10 @@ class EveryStep:
             message = StepMessage(
                 stop=bool(self.stop.reason),
                 resize=self.resize_wanted is not None and self.resize_wanted(),
-                save=runtime.saves.cadence.wants(step, writes=self.writes()),
+                save=runtime.cadence.wants(step, writes=self.writes()),
                 findings=runtime.guard is not None and runtime.guard.found > 0,
                 memory_grown=due and runtime.records.memory.grown(),
-                plan_memory=runtime.memory.look(step),
+                plan_memory=memory is not None and memory.look(step),
                 step_seconds=slowness.share() if slowness is not None and due else [],
             )
             agreed = self.agreement.exchange(result.loss, message)  # type: ignore[arg-type]
@@ -160,6 +203,7 @@ class EveryStep:
         messages = [self.spikes(step, agreed.loss)] if self.spikes is not None else []
         if slowness is not None and agreed.step_seconds:
             messages.append(slowness.observe(agreed.step_seconds))
+        # A signal may come after all have agreed to resize; the launcher has it, too.
         why = RESIZE if agreed.resizing else self.stop.reason or "another rank"
         return Decision(
             stop=why if agreed.stopping else "",
@@ -171,30 +215,93 @@ class EveryStep:
             messages=tuple(message for message in messages if message is not None),
         )
 
-    def keep(self, runtime: Runtime, step: int, decision: Decision) -> None:
-        """Keep the state, also of the last step: those that continue may take it from memory."""
-        if runtime.memory.is_on:
-            runtime.mark("memory")
-            runtime.records.write(runtime.memory.keep(step, plan=bool(decision.plan_memory)))
+    def observe_save(self, seconds: float) -> None:
+        """Nothing: it is the launcher's or the chain's to stop in time."""
+
+    def end(self, step: int) -> None:
+        """Nothing: every step was agreed on."""
 
 
-@dataclass
 class NowAndThen:
-    """Agreement about once a second, for a loop that is not ours."""
+    """Agreement about once a second, for a loop that is not ours.
 
-    stopping: Stopping
+    Args:
+        limit_seconds: How long a training may take; None: as long as it needs.
+        chain: Knows when the job ends; None: nobody does.
+        stop: Asked instead of one of its own.
+
+    Attributes:
+        agreement: Of the ranks, between `begin` and `end`; None elsewhere, and for one rank.
+    """
+
+    every_step: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        limit_seconds: float | None = None,
+        chain: JobChain | None = None,
+        *,
+        stop: Stop | None = None,
+    ) -> None:
+        self.agreement: BoundaryAgreement | None = None
+        self._limit_seconds = limit_seconds
+        self._chain = chain
+        self._stop = stop or Stop(limit_seconds, chain=chain)
+
+    def signals(self) -> AbstractContextManager[Stop]:
+        """The context of a training, in which the signals ask for a stop."""
+        self._stop = Stop(self._limit_seconds, chain=self._chain)
+        return self._stop
+
+    def begin(self, step: int) -> None:
+        """Let the ranks of the default process group, if there is one, agree from `step` on."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.agreement = BoundaryAgreement(step) if several else None
+        self._stop.training_begins()
 
     def decide(self, runtime: Runtime, result: StepResult) -> Decision:
-        """Exchange a `BoundaryMessage` where that is due."""
-        cadence = runtime.saves.cadence
-        save = cadence.due(result.step)
-        stop, save = self.stopping.decide(result.step, save=save, common=cadence.is_common)
-        return Decision(stop, save)
+        """Exchange a `BoundaryMessage` where that is due.
 
-    def keep(self, runtime: Runtime, step: int, decision: Decision) -> None:
-        """Keep the state, but of the last step, which is saved at once."""
-        if not decision.stop:
-            runtime.records.write(runtime.memory.keep(step, self.stopping.agreement))
+        Clocks and files are looked at on rank 0 alone.
+
+        Raises:
+            IntegrationError: When a rank does not come to this step, because it has fewer or is
+                gone.
+        """
+        step = result.step
+        cadence = None if runtime.saves is None else runtime.saves.cadence
+        self._stop.observe_step(runtime.clock.step())
+        save = cadence is not None and cadence.due(step)
+        if self.agreement is None:
+            return Decision(self._stop(), save)
+        why = self._stop() if self.agreement.rank == 0 else self._stop.signalled
+        common = save and cadence is not None and cadence.is_common
+        self.agreement.back()
+        # A save waits for all ranks, so they see first that all have come to this step.
+        if not common and not self.agreement.is_due(step):
+            return Decision()
+        agreed = self.agreement.exchange(step, bool(why), save, runtime.clock.mean_seconds)
+        stop = (why or "a signal to another rank") if agreed.stop else ""
+        return Decision(stop, common or agreed.save)
+
+    def observe_save(self, seconds: float) -> None:
+        """Take in a save that took `seconds` until it was published."""
+        self._stop.observe_save(seconds)
+
+    def ended(self, step: int) -> None:
+        """Tell that this rank ends after `step` steps; others that wait for it give up."""
+        if self.agreement is not None:
+            self.agreement.ended(step)
+
+    def end(self, step: int) -> None:
+        """Meet all ranks at the end of their loops, and agree no more.
+
+        Raises:
+            IntegrationError: On all ranks, when others did another number of steps.
+        """
+        agreement, self.agreement = self.agreement, None
+        if agreement is not None:
+            agreement.meet(step)
 
 
 @dataclass
@@ -203,36 +310,137 @@ class Runtime:
 
     Attributes:
         ranks: This process among the others.
-        records: Of this attempt.
-        saves: Of this attempt.
-        memory: The in-memory checkpoint.
-        consensus: How the ranks agree.
+        consensus: How the ranks agree; None: on nothing.
+        chain: Told how the run stands; None: nobody is.
+        records: Of this attempt; None: nothing is written down.
+        saves: Of this attempt; None: nothing is saved, or by somebody else.
+        memory: The in-memory checkpoint; None: there is none.
         guard: None where nothing is guarded.
         mark: Told in which phase of a step this process is.
+        save_told: Told of each save that was made or has failed; None: a failure is a warning.
         must_restore: The model has no first weights.
+        keeps_later: The driver calls `keep` itself, when all that belongs to a step is done.
+        clock: Of the steps.
+        step: The last step that was done.
+        early: Events from before the records were open.
+        stopped: Why the run has ended before its last step; empty: it has not.
         resizing: The run stops to continue with a different number of processes.
     """
 
     ranks: Ranks
-    records: StepRecords
-    saves: RunSaves
-    memory: MemoryCheckpoint
-    consensus: Consensus
+    consensus: Consensus | None = None
+    chain: JobChain | None = None
+    records: StepRecords | None = None
+    saves: RunSaves | None = None
+    memory: MemoryCheckpoint | None = None
     guard: RunGuard | None = None
     mark: EnterPhase = ignore_phase
+    save_told: Callable[[SaveResult], None] | None = None
     must_restore: bool = False
+    keeps_later: bool = False
+    clock: StepClock = field(default_factory=StepClock)
+    step: int = 0
+    early: list[Event] = field(default_factory=list)
+    stopped: str = ""
     resizing: bool = False
-    _handed_over: bool = field(default=False, init=False)
+    _told_step: int = field(default=0, init=False)
+    _told_seconds: float = field(default=0.0, init=False)
+    _signals: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
-    @property
-    def watch(self) -> Stopwatch:
-        """Time by purpose."""
-        return self.records.watch
+    # Its parts.
+
+    def take_signals(self) -> None:
+        """Let the stop signals ask for a stop, until `close`."""
+        assert isinstance(self.consensus, NowAndThen)
+        self._signals.enter_context(self.consensus.signals())
+
+    def open_records(
+        self,
+        job: LoopJob,
+        device: torch.device,
+        facts: LoopFacts,
+        *,
+        fresh: bool = False,
+        prediction: Predicted | None = None,
+    ) -> Recording:
+        """Record the run in its directory; see `Recording`."""
+        found = self.records = Recording(
+            job, self.ranks, device, facts, fresh=fresh, prediction=prediction, chain=self.chain
+        )
+        return found
+
+    def save_to(
+        self,
+        store: CheckpointStore,
+        state: State | None = None,
+        cadence: SaveCadence | None = None,
+        *,
+        note: Callable[[], None] | None = None,
+        raises: bool = False,
+    ) -> RunSaves:
+        """Save to `store`; see `RunSaves`."""
+        found = self.saves = RunSaves(
+            store, self.save_ended, state or {}, cadence, self.watch, note=note, raises=raises
+        )
+        return found
+
+    def keep_in_memory(
+        self,
+        job: LoopJob,
+        directory: RunDirectory,
+        store: CheckpointStore,
+        state: State,
+        *,
+        note: Callable[[], None],
+        otherwise: str = "",
+    ) -> MemoryCheckpoint:
+        """Keep the state of each step in memory; see `MemoryCheckpoint`."""
+        found = self.memory = MemoryCheckpoint(
+            job, self.ranks, directory, store, state, note=note, otherwise=otherwise
+        )
+        return found
+
+    def install_guard(
+        self, settings: GuardSection, seed: int, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> RunGuard | None:
+        """Guard the numbers of each step; None with ``policy = "off"``."""
+        if settings.policy == "off":
+            return None
+        found = self.guard = RunGuard(settings, seed, model, [*optimizers])
+        for message in found.warnings:
+            if self.records is not None:
+                self.write(Warned(message))
+            else:
+                warnings.warn(message, stacklevel=3)
+        return found
+
+    def watch(self, purpose: str) -> AbstractContextManager[Any]:
+        """A context whose time counts for `purpose`, where time is recorded."""
+        return contextlib.nullcontext() if self.records is None else self.records.watch(purpose)
 
     @property
     def cadence(self) -> SaveCadence:
         """The cadence of saves."""
+        assert self.saves is not None
+        assert self.saves.cadence is not None
         return self.saves.cadence
+
+    def write(self, event: Event | None) -> None:
+        """Record an event; what comes before the records are open is recorded in `begin`."""
+        if self.records is not None:
+            self.records.write(event)
+        elif event is not None:
+            self.early.append(event)
+
+    def tell(self, *said: Event | str | None) -> None:
+        """Record events and warnings, and warn on rank 0."""
+        for item in said:
+            event = Warned(item) if isinstance(item, str) else item
+            self.write(event)
+            if isinstance(event, Warned) and self.ranks.is_first:
+                warnings.warn(event.message, stacklevel=3)
+
+    # Its phases.
 
     def restore(self) -> tuple[int, list[Event]]:
         """Restore the newest state: the steps that it has done, and the events.
@@ -241,6 +449,7 @@ class Runtime:
             CheckpointError: When nothing intact can be restored, or nothing was restored and the
                 model has no first weights.
         """
+        assert self.memory is not None
         self.mark("heal")
         step, events = self.memory.restore()
         found = any(isinstance(event, (CheckpointRestored, StateRecovered)) for event in events)
@@ -249,14 +458,37 @@ class Runtime:
                 "the checkpoint that was there when this start began has gone, and the model has "
                 "no first weights; run the same command again"
             )
+        if self.saves is not None:
+            self.saves.newest = -1 if self.memory.unsaved else step
         self.mark("idle", step)
-        if self.guard is not None:
-            self.guard.restart(step)
         return step, events
 
-    def begin(self, ready: TrainingStarted) -> None:
-        """Record that the first step begins, after ``ready.step`` steps."""
-        self.records.begin(ready, self.guard)
+    def begin(
+        self, step: int, events: Iterable[Event] = (), started: TrainingStarted | None = None
+    ) -> None:
+        """The first step begins, after `step` steps; all ranks together.
+
+        Args:
+            step: Steps done.
+            events: What restoring had to say.
+            started: The event of this; None: made here.
+        """
+        self.step = self._told_step = step
+        if self.guard is not None:
+            self.guard.restart(step)
+        early, self.early = self.early, []
+        for event in (*early, *events):
+            self.write(event)
+        if self.records is not None:
+            if started is None:
+                assert isinstance(self.records, Recording)
+                started = self.records.started(step)
+            self.records.begin(started, self.guard)
+        if self.saves is not None and self.saves.cadence is not None:
+            self.saves.cadence.start(step)
+        if self.consensus is not None:
+            self.consensus.begin(step)
+        self.clock = StepClock()
 
     def attempts(self) -> Iterator[int]:
         """Yield once, and again where the guard finds numbers that it cannot put right by itself.
@@ -269,25 +501,77 @@ class Runtime:
         else:
             yield from self.guard.attempts()
 
+    def micro_batch(
+        self, passes: Callable[[bool], torch.Tensor], *, last: bool, begin_again: Callable[[], None]
+    ) -> torch.Tensor:
+        """Do the passes of one of a step's micro-batches; see `RunGuard.micro_batch`."""
+        if self.guard is None:
+            return passes(False)
+        return self.guard.micro_batch(passes, last=last, begin_again=begin_again)
+
     def before_update(self) -> None:
         """Wait until what is copied out of the tensors is copied, before an optimizer's step."""
-        self.memory.settle(self.mark)
+        if self.memory is not None:
+            self.memory.settle(self.mark)
+        if self.saves is not None:
+            self.saves.copied()
 
-    def agree(self, result: StepResult) -> Decision:
-        """Decide with all ranks what to do after a step, and keep its state in memory.
+    def after_update(self, result: StepResult) -> Decision:
+        """A step is done: decide on it with all ranks, keep its state in memory, and record it.
 
         Raises:
             IntegrationError: When a rank of a loop that is not ours does not come to this step.
         """
+        decision = self.agree(result)
+        if result.updated and not self.keeps_later:
+            self.keep(result.step, plan=decision.plan_memory)
+        if self._every_step:
+            # Waiting for other ranks is part of a step.
+            result.seconds = self.clock.step()
+        if self.saves is not None:
+            if self.saves.cadence is not None:
+                saving = self.saves.under_way
+                self.saves.cadence.observe_step(self.clock.seconds, saving=saving)
+            self.saves.collect(wait=False)
+        self.record(result, now=bool(decision.stop))
+        return decision
+
+    def agree(self, result: StepResult) -> Decision:
+        """Decide with all ranks what to do after a step.
+
+        Raises:
+            IntegrationError: As `after_update`.
+        """
         self.mark("agree")
+        self.step = result.step
+        if self.consensus is None:
+            return Decision()
+        if not result.updated:
+            # Nothing can be saved here.
+            self.clock.step()
+            return Decision()
         decision = self.consensus.decide(self, result)
         if decision.findings:
-            assert self.guard is not None
-            self.records.found(self.guard)
+            self.gather_findings()
         for message in decision.messages:
-            self.records.write(message)
-        self.consensus.keep(self, result.step, decision)
+            self.write(message)
         return decision
+
+    def keep(self, step: int, *, plan: bool | None = None) -> None:
+        """Begin to keep the state after `step` steps in memory, where that is due.
+
+        Raises:
+            IntegrationError: As `after_update`.
+        """
+        if self.memory is None or not self.memory.is_on:
+            return
+        agreement = self.consensus.agreement if isinstance(self.consensus, NowAndThen) else None
+        self.mark("memory")
+        warned = self.memory.keep(step, agreement, plan=plan)
+        if self.records is not None:
+            self.write(warned)
+        else:
+            self.tell(warned)
 
     def record(self, result: StepResult, *, now: bool = False) -> bool:
         """Take in a step, and record those since the last record where that is due.
@@ -299,41 +583,98 @@ class Runtime:
         Returns:
             Whether they were recorded.
         """
-        due = self.records.step(
-            result.step,
-            loss=result.loss,
-            gradient_norm=result.gradient_norm,
-            learning_rate=result.learning_rate,
-            metrics=result.metrics,
-            seconds=result.seconds,
-        )
-        if due or now:
-            self.records.record_steps()
-        return due or now
+        self.step = result.step
+        if self.records is None:
+            return False
+        due = self.records.step(result) or now
+        if due:
+            self.record_steps()
+        return due
 
-    def record_guard(self, step: int) -> None:
-        """Record what the guard has checked up to `step`."""
-        if self.guard is not None and self.records.writes:
-            self.records.write(self.guard.summary(step))
+    def record_steps(self) -> None:
+        """Record the steps since the last record, and what the guards have found, if it is time.
 
-    def observe(self, seconds: float) -> None:
-        """Take in how long a step took, without what a save blocked, and see how saves went."""
-        self.saves.cadence.observe_step(seconds, saving=self.saves.under_way)
-        self.saves.collect(wait=False)
+        The trainer's ranks tell each other of findings at every step.
+        """
+        assert self.records is not None
+        self.records.record_steps()
+        if self._every_step:
+            return
+        if self.ranks.world_size > 1:
+            # Alike on all ranks.
+            tells = self.step - self._told_step >= self.records.tell_every
+        else:
+            tells = time.monotonic() - self._told_seconds >= _TELL_SECONDS
+        if tells:
+            self.tell_findings()
 
-    def stop(self, step: int, decision: Decision) -> None:
-        """Record that the run stops after `step` steps."""
-        self.resizing = decision.resizing
-        self.records.write(StopRequested(step, decision.stop))
+    def tell_findings(self) -> None:
+        """Write down what the guards of all ranks have found, and checked; all ranks together."""
+        if self.guard is not None:
+            self._told_step, self._told_seconds = self.step, time.monotonic()
+            self.gather_findings()
+            self.record_guard()
 
-    def save(self, step: int, decision: Decision) -> None:
-        """Begin a save of `step` where that was decided, and see how earlier ones went."""
-        if decision.save:
-            self.saves.begin(step)
-        self.saves.collect(wait=False)
+    def gather_findings(self) -> None:
+        """Write down what the guards of all ranks have found; all ranks together."""
+        if self.guard is not None:
+            for event in self.guard.news():
+                self.write(event)
+
+    def record_guard(self) -> None:
+        """Record what the guard has checked so far."""
+        if self.guard is not None and self.records is not None and self.records.writes:
+            self.write(self.guard.summary(self.step))
+
+    def save(
+        self,
+        step: int,
+        state: State | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        late: Collection[str] | Callable[[str], bool] = (),
+    ) -> SaveHandle | None:
+        """Begin a save of `step`; see `RunSaves.begin`."""
+        assert self.saves is not None
+        self.mark("save")
+        handle = self.saves.begin(step, state, metrics=metrics, late=late)
+        self.clock.begin()
+        return handle
+
+    def save_ended(self, result: SaveResult, told: bool = True) -> None:
+        """Take in how a save went; of one that was not made there is nothing to say.
+
+        Args:
+            result: Of the save.
+            told: Whether somebody has told of its failure.
+        """
+        if self.records is not None:
+            self.records.saved(result)
+        if result.error is not None:
+            if self.save_told is not None:
+                self.save_told(result)
+            elif not told and self.ranks.is_first:
+                warnings.warn(f"{result.error}; training goes on", stacklevel=2)
+        elif not result.skipped:
+            if self.save_told is not None:
+                self.save_told(result)
+            if self.consensus is not None:
+                self.consensus.observe_save(result.seconds)
+            if self.ranks.is_first and self.chain is not None:
+                self.chain.report_progress(result.step, save_seconds=result.seconds)
+            cadence = None if self.saves is None else self.saves.cadence
+            if cadence is not None and (news := cadence.news()) is not None:
+                self.write(CheckpointInterval(result.step, *news))
+
+    def record_copies(self) -> None:
+        """Record which checkpoints were copied on to lower tiers meanwhile."""
+        if self.saves is not None:
+            for event in self.saves.copies():
+                self.write(event)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Take in figures of the state that is saved next, by which the best are kept."""
+        assert self.saves is not None
         self.saves.metrics = metrics
 
     def check_state(self, *, last: bool = False) -> None:
@@ -345,98 +686,126 @@ class Runtime:
         if self.guard is None:
             return
         try:
-            if last:
-                self.guard.finish()
-            else:
-                self.guard.before_save()
+            self.guard.check_state(last=last)
         finally:
-            self.records.found(self.guard)
+            self.gather_findings()
 
-    def leave(self) -> None:
-        """End without a save: nothing newer than the last one can be resumed from."""
-        self.saves.collect(wait=True)
-        self.memory.close(forget=True)
+    def stop(self, decision: Decision) -> None:
+        """Record that the run stops after this step."""
+        self.stopped, self.resizing = decision.stop, decision.resizing
+        self.write(StopRequested(self.step, decision.stop))
 
-    def finish(self, step: int, *, made: bool = True) -> None:
+    def end_steps(self, step: int) -> None:
+        """The last step is done: meet the other ranks, and make the guard's last checks.
+
+        Raises:
+            IntegrationError: On all ranks, when others did another number of steps.
+            WrongNumbersError: On all ranks, when the last step's numbers are wrong.
+        """
+        self.step = step
+        if self.consensus is not None:
+            self.consensus.end(step)
+        self.before_update()
+        try:
+            self.check_state(last=True)
+        finally:
+            self.record_guard()
+
+    def remove_guard(self) -> None:
+        """Give the model back as it was."""
+        guard, self.guard = self.guard, None
+        if guard is not None:
+            guard.guard.remove()
+
+    def finish(self, step: int | None = None, *, made: bool = True) -> None:
         """Save where the run ends and wait for it: here a failure must not be passed over.
 
         Args:
-            step: The last one.
+            step: The last one; None: the framework has saved already.
             made: Whether the state of `step` is for this process to save, if it has not.
 
         Raises:
             CheckpointError: When the newest state is not on disk.
         """
-        if self.resizing:
-            self.saves.collect(wait=True)
-            # Those that continue take it from memory.
-            self._handed_over = self.memory.holds(step)
-        if not self._handed_over:
+        if step is None:
+            if self.saves is not None:
+                self.saves.wait()
+        else:
+            assert self.saves is not None
+            if self.resizing and self.memory is not None:
+                self.saves.collect(wait=True)
+                if self.memory.holds(step):
+                    # Those that continue take it from memory.
+                    return
+            if made and self.saves.newest < step:
+                self.mark("save")
             self.saves.end(step, made=made)
-        self.memory.close(forget=not self._handed_over)
+        self.forget()
 
     def forget(self) -> None:
-        """Forget what is kept in memory, which may be wrong: a restart reads a checkpoint."""
-        self.memory.close(forget=True)
-        if self.guard is not None:
-            # Another run may follow in this process.
-            self.guard.guard.remove()
+        """Give the memory back: what it holds is on disk, or may be wrong."""
+        if self.memory is not None:
+            self.memory.close(forget=True)
 
-    def close(self, *, failed: bool = False, forget: bool = False) -> None:
-        """Give up the store and the memory, which is kept for a restart.
+    def leave(self, remedy: str = GOES_ON, *, code: int = EXIT_TO_BE_CONTINUED) -> NoReturn:
+        """End the program after this step, to be continued, when its save is on disk.
 
         Args:
-            failed: Other ranks may wait for this one elsewhere: they are not waited for.
-            forget: What is in memory may be wrong: a restart must read a checkpoint.
+            remedy: How it is continued.
+            code: The exit code.
+
+        Raises:
+            SystemExit: With this code.
+            CheckpointError: When the state is not on disk.
         """
-        self.memory.close(forget=forget)
-        self.saves.store.close(drain=not failed, failed=failed)
+        if self.saves is not None:
+            self.saves.wait()
+        self.forget()
+        self.tell_findings()
+        if isinstance(self.records, Recording):
+            self.records.close("to_be_continued", self.stopped)
+        if self.ranks.is_first:
+            print(f"outlast: stopped after step {self.step} ({self.stopped}); {remedy}", flush=True)
+        raise SystemExit(code)
 
+    def close(self, error: BaseException | None = None) -> None:
+        """Give everything back; a second call does nothing.
 
-def loop_runtime(
-    job: LoopJob,
-    ranks: Ranks,
-    recording: Recording,
-    stopping: Stopping,
-    state: State,
-    *,
-    note: Callable[[], None],
-    chain: JobChain | None = None,
-) -> Runtime:
-    """The runtime of a loop that is not ours; all ranks make it together.
+        In this order: copies settled, saves drained, memory forgotten or kept for a restart, store
+        and guard given up, records closed and with them the lock, signals as before.
 
-    Args:
-        job: The settings.
-        ranks: This process among the others.
-        recording: Of the run.
-        stopping: Asks the ranks.
-        state: What is kept: name -> module, optimizer, or object with a ``state_dict``.
-        note: Called before the state is looked at, to bring entries up to date.
-        chain: Told of published saves; None: nobody is.
-    """
-    directory = recording.directory
-    store = raise_together(lambda: open_store(job.checkpoint, directory))
-    memory = MemoryCheckpoint(job, ranks, directory, store, state, note=note)
+        Args:
+            error: What has ended the run; None: nothing has. After an error nobody is waited for.
 
-    def published(result: SaveResult) -> None:
-        stopping.observe_save(result.seconds)
-        if ranks.is_first and chain is not None:
-            chain.report_progress(result.step, save_seconds=result.seconds)
+        Raises:
+            CheckpointError: When the last save has failed, and there is no other error.
+        """
+        failed = error is not None and not self.stopped
+        wrong = isinstance(error, WrongNumbersError)
+        with self._signals:
+            try:
+                # Wrong numbers are an error on all ranks.
+                if failed and not self._every_step and (wrong or self.ranks.world_size == 1):
+                    self.tell_findings()
+                if self.memory is not None:
+                    # A restart must not continue from what may be wrong.
+                    self.memory.close(forget=wrong)
+                if self.saves is not None:
+                    self.saves.close(failed=failed)
+                    self.record_copies()
+            except BaseException as late:
+                error = error or late
+                failed = True
+                raise
+            finally:
+                self.remove_guard()
+                if isinstance(self.records, Recording):
+                    if failed:
+                        self.records.close("failed", f"{type(error).__name__}: {error}")
+                    else:
+                        word = "to_be_continued" if self.stopped else "completed"
+                        self.records.close(word, self.stopped)
 
-    def failed(problem: str, told: bool) -> None:
-        if ranks.is_first and not told:
-            warnings.warn(f"{problem}; training goes on", stacklevel=2)
-
-    saves = RunSaves(
-        store,
-        state,
-        job_cadence(job.checkpoint, ranks, directory, "pace.json"),
-        recording.write,
-        recording.watch,
-        before=lambda _: note(),
-        published=published,
-        failed=failed,
-        one_at_a_time=False,
-        names_step=True,
-    )
-    return Runtime(ranks, recording, saves, memory, NowAndThen(stopping))
+    @property
+    def _every_step(self) -> bool:
+        return self.consensus is not None and self.consensus.every_step

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import torch
+
 from outlast.distributed.group import gather_on_first
 from outlast.errors import WrongNumbersError
-from outlast.guard import Finding, Guard, Policy, guard
+from outlast.guard import Guard, Policy, guard
 from outlast.guard.findings import HARMFUL
 from outlast.guard.policy import collapsed
 from outlast.records import CorruptionDetected, Guarded, MemberLost
@@ -37,14 +40,18 @@ class RunGuard:
 
     Attributes:
         warnings: What the guard had to say when it was installed.
+        told: Findings of all ranks that `news` has given; on rank 0.
         inside: Whether the engine makes the attempts itself, before it sums over other processes.
     """
 
     def __init__(
         self, settings: GuardSection, seed: int, model: nn.Module, optimizers: list[Optimizer]
     ) -> None:
-        self._reported = 0
+        self._reported = self.told = 0
         self._gave_up = False
+        self._passes: list[Callable[[bool], torch.Tensor]] = []
+        self._losses: list[torch.Tensor] = []
+        self._attempts: Iterator[int] = iter(())
         self.inside = False
         policy = Policy(
             level=settings.policy,
@@ -60,14 +67,46 @@ class RunGuard:
 
     def attempts(self) -> Iterator[int]:
         """See `Guard.attempts`."""
-        try:
+        with self._noting_what_stays_wrong():
             yield from self.guard.attempts()
-        except WrongNumbersError:
-            self._gave_up = True
-            raise
+
+    def micro_batch(
+        self, passes: Callable[[bool], torch.Tensor], *, last: bool, begin_again: Callable[[], None]
+    ) -> torch.Tensor:
+        """Forward and backward passes of one of a step's micro-batches, or of all of them again.
+
+        Args:
+            passes: Does those of this one and returns its loss; told whether to leave gradients
+                unsummed, as a repeated micro-batch does that is not the last.
+            last: Whether gradients are complete with it.
+            begin_again: Puts the gradients back to zero.
+
+        Returns:
+            The micro-batch's loss, with what repeated passes of those before have changed in
+            theirs.
+
+        Raises:
+            WrongNumbersError: On all ranks, when numbers stay wrong.
+        """
+        if not self._passes:
+            self._attempts = self.attempts()
+            next(self._attempts)
+        self._passes.append(passes)
+        self._losses.append(passes(False))
+        loss = self._losses[-1]
+        if not last:
+            return loss
+        for _ in self._attempts:
+            begin_again()
+            *others, final = self._passes
+            losses = [*(repeat(True) for repeat in others), final(False)]
+            loss = torch.stack(losses).sum() - sum(self._losses[:-1])
+        self._passes, self._losses = [], []
+        return loss
 
     def restart(self, step: int) -> None:
-        """See `Guard.restart`."""
+        """Weights were loaded, or are first ones: `step` steps are done; see `Guard.restart`."""
+        self._passes, self._losses = [], []
         self.guard.restart(step)
 
     def follow(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
@@ -84,17 +123,15 @@ class RunGuard:
             # Its last check was one of another watch.
             vars(self.guard.ledger.site(module, operation)).update(vars(site), last=-1)
 
-    def finish(self) -> None:
-        """See `Guard.finish`."""
-        self._giving_up(self.guard.finish)
+    def check_state(self, *, last: bool) -> None:
+        """See `Guard.before_save`, and after the last step `Guard.finish`."""
+        with self._noting_what_stays_wrong():
+            (self.guard.finish if last else self.guard.before_save)()
 
-    def before_save(self) -> None:
-        """See `Guard.before_save`."""
-        self._giving_up(self.guard.before_save)
-
-    def _giving_up(self, check: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _noting_what_stays_wrong(self) -> Iterator[None]:
         try:
-            check()
+            yield
         except WrongNumbersError:
             self._gave_up = True
             raise
@@ -114,11 +151,35 @@ class RunGuard:
         """
         mine = self.guard.ledger.findings[self._reported :]
         self._reported += len(mine)
-        events = [_event(finding) for findings in gather_on_first(mine) for finding in findings]
+        events = [
+            CorruptionDetected(
+                step=finding.step,
+                module=finding.module,
+                operation=finding.operation,
+                device=finding.device,
+                found_on=finding.rank,
+                rows=finding.rows,
+                magnitude=finding.magnitude,
+                outcome=finding.outcome,
+            )
+            for findings in gather_on_first(mine)
+            for finding in findings
+        ]
+        self.told += len(events)
         if not self._gave_up:
             return [*events]
         corrupt = {event.found_on: event for event in events if event.outcome in HARMFUL}
-        return [*events, *(_lost(value) for value in corrupt.values())]
+        lost = [
+            MemberLost(
+                wrong.step,
+                f"rank {wrong.found_on}",
+                "corrupt",
+                0.0,
+                f"{wrong.operation} of {wrong.module} stays wrong on {wrong.device}",
+            )
+            for wrong in corrupt.values()
+        ]
+        return [*events, *lost]
 
     def summary(self, step: int) -> Guarded:
         """Summarise the checks of this attempt so far."""
@@ -143,21 +204,3 @@ class RunGuard:
             flops=uncovered.flops,
             gaps=dict(gaps[:_MOST_GAPS]),
         )
-
-
-def _lost(wrong: CorruptionDetected) -> MemberLost:
-    note = f"{wrong.operation} of {wrong.module} stays wrong on {wrong.device}"
-    return MemberLost(wrong.step, f"rank {wrong.found_on}", "corrupt", 0.0, note)
-
-
-def _event(finding: Finding) -> CorruptionDetected:
-    return CorruptionDetected(
-        step=finding.step,
-        module=finding.module,
-        operation=finding.operation,
-        device=finding.device,
-        found_on=finding.rank,
-        rows=finding.rows,
-        magnitude=finding.magnitude,
-        outcome=finding.outcome,
-    )

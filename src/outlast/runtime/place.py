@@ -70,3 +70,9 @@ def device_of(models: Iterable[nn.Module]) -> torch.device:
     """Device of the models; the CPU for such without parameters."""
     parameters = (parameter for model in models for parameter in model.parameters())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def parameters_in(models: Iterable[nn.Module]) -> int:
+    """Number of parameters of the models, shared ones once."""
+    found = {id(parameter): parameter for model in models for parameter in model.parameters()}
+    return sum(parameter.numel() for parameter in found.values())

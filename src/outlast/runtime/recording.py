@@ -45,13 +45,12 @@ from outlast.runtime.energy import run_meter
 from outlast.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from outlast.checkpoint import SaveResult
     from outlast.distributed.ranks import Ranks
     from outlast.job import LoopJob
     from outlast.records import Event, OwnerLock, Predicted
     from outlast.runtime.energy import RunMeter
+    from outlast.runtime.engine import StepResult
     from outlast.runtime.guarding import RunGuard
     from outlast.runtime.stop import JobChain
 
@@ -157,6 +156,7 @@ class StepRecords:
     Attributes:
         watch: Time by purpose; ``with records.watch("data"):`` counts for another one.
         meter: Of energy; None where nothing is measured.
+        tell_every: Steps from which on several ranks record again what their guards have found.
     """
 
     def __init__(
@@ -172,6 +172,7 @@ class StepRecords:
         self.watch = Stopwatch()
         self.memory = memory
         self.meter: RunMeter | None = None
+        self.tell_every = 1
         self._writer = writer
         self._ranks = ranks
         self._log_every = log_every
@@ -208,57 +209,29 @@ class StepRecords:
             self._measured(self.meter.begin(ready.step))
         self._boundary = time.perf_counter()
 
-    def step(
-        self,
-        step: int,
-        *,
-        loss: torch.Tensor | float | None = None,
-        gradient_norm: torch.Tensor | float = math.nan,
-        learning_rate: torch.Tensor | float = math.nan,
-        metrics: Mapping[str, torch.Tensor | float] | None = None,
-        seconds: float | None = None,
-    ) -> bool:
+    def step(self, result: StepResult) -> bool:
         """Take in one more optimizer step.
 
         Tensors are looked at when they are recorded, so that no step waits for a device; nobody
         may change them until then.
 
-        Args:
-            step: Steps done in the run.
-            loss: In nats; None where it is not known.
-            gradient_norm: Before clipping; NaN where it is not known.
-            learning_rate: As applied; NaN where it is not known.
-            metrics: Other figures of the step, by name; their means are recorded.
-            seconds: That it took; None: since the call before.
-
         Returns:
             Whether these steps are to be recorded, by calling `record_steps` on all ranks.
         """
-        now = time.perf_counter()
+        now, seconds = time.perf_counter(), result.seconds
         self._step_seconds.append(now - self._boundary if seconds is None else seconds)
-        self._losses.append(loss)
-        self._boundary, self._step = now, step
-        self._add(metrics)
-        self._last = (gradient_norm, learning_rate)
-        return self.is_due(step)
+        self._losses.append(None)
+        self._boundary, self._step = now, result.step
+        self.amend(result)
+        return self.is_due(result.step)
 
-    def amend(
-        self,
-        *,
-        loss: torch.Tensor | float | None = None,
-        gradient_norm: torch.Tensor | float = math.nan,
-        learning_rate: torch.Tensor | float = math.nan,
-        metrics: Mapping[str, torch.Tensor | float] | None = None,
-    ) -> None:
+    def amend(self, result: StepResult) -> None:
         """Give the last step the figures that are known only after it, before `record_steps`."""
         if self._losses:
-            self._losses[-1] = loss
-            self._last = (gradient_norm, learning_rate)
-            self._add(metrics)
-
-    def _add(self, metrics: Mapping[str, torch.Tensor | float] | None) -> None:
-        for name, value in (metrics or {}).items():
-            self._metrics.setdefault(name, []).append(value)
+            self._losses[-1] = result.loss
+            self._last = (result.gradient_norm, result.learning_rate)
+            for name, value in (result.metrics or {}).items():
+                self._metrics.setdefault(name, []).append(value)
 
     def record_steps(self) -> None:
         """Record the steps since the last call."""
@@ -299,20 +272,19 @@ class StepRecords:
         """Forget the steps since the last record, which are done again."""
         self._losses, self._step_seconds, self._metrics = [], [], {}
 
-    def checked(self, guard: RunGuard, step: int) -> None:
-        """Write down what the guards of all ranks have found and checked up to `step`."""
-        self.found(guard)
-        self.write(guard.summary(step))
-
-    def found(self, guard: RunGuard) -> None:
-        """Write down what the guards of all ranks have found."""
-        for event in guard.news():
-            self.write(event)
-
     def write(self, event: Event | None) -> None:
         """Write any other event down."""
         if self._writer is not None and event is not None:
             self._writer.write(event)
+
+    def saved(self, result: SaveResult) -> None:
+        """A save has ended, well or not; of one that was not made there is nothing to say."""
+        if result.error is not None:
+            self.write(CheckpointFailed(result.step, result.error))
+        elif not result.skipped:
+            self.write(
+                CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
+            )
 
     def finish(self, step: int) -> None:
         """Close the last window of energy after `step` steps, and record peak memory."""
@@ -371,6 +343,7 @@ class Recording(StepRecords):
             tokens_per_step=facts.tokens_per_step,
         )
         self.directory = directory_of(job)
+        self.tell_every = job.energy.every_steps
         self._job = job
         self._facts = facts
         self._chain = chain
@@ -387,31 +360,14 @@ class Recording(StepRecords):
         if prediction is not None:
             self.write(prediction)
 
-    def ready(self, step: int, events: Sequence[Event] = (), guard: RunGuard | None = None) -> None:
-        """Set-up is over; the first step begins.
-
-        Args:
-            step: Steps done in the run.
-            events: What restoring had to say.
-            guard: Whose checks' time is told apart.
-        """
-        for event in events:
-            self.write(event)
+    def started(self, step: int) -> TrainingStarted:
+        """The event that set-up is over, after `step` steps; whoever waits for the run is told."""
         seconds = self.watch.lap()
         started = age_seconds(psutil.Process())
         seconds["startup"] = max(started - sum(seconds.values()), 0.0)
         if self._ranks.is_first and self._chain is not None:
             self._chain.report_outcome("running", steps=self._facts.steps)
-        self.begin(TrainingStarted(step, started, seconds), guard)
-
-    def saved(self, result: SaveResult) -> None:
-        """A save has ended, well or not; of one that was not made there is nothing to say."""
-        if result.error is not None:
-            self.write(CheckpointFailed(result.step, result.error))
-        elif not result.skipped:
-            self.write(
-                CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
-            )
+        return TrainingStarted(step, started, seconds)
 
     def close(self, outcome: str, reason: str = "") -> None:
         """The attempt ends; all ranks call it together, and a second call does nothing.
@@ -508,23 +464,3 @@ def _refuse_another(job: LoopJob, directory: RunDirectory) -> None:
             f"the run directory {directory.path} belongs to a run with other settings "
             f"({'; '.join(changed)}); set them back, {remedy}"
         )
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of an attempt.
-
-    Attributes:
-        last_step: Steps done in the run when it ended.
-        completed: Whether these are all steps of the job.
-        reason: What asked for the stop, or an empty text.
-    """
-
-    last_step: int
-    completed: bool
-    reason: str
-
-    def ended(self, seconds: dict[str, float]) -> AttemptEnded:
-        """The event that closes the attempt; `seconds` are those since the last step record."""
-        outcome = "completed" if self.completed else "to_be_continued"
-        return AttemptEnded(self.last_step, outcome, self.reason, seconds)

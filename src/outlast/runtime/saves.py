@@ -8,25 +8,22 @@ import logging
 import multiprocessing
 import os
 import sys
-import warnings
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outlast.checkpoint import CheckpointStore, Compression, Reduction, Retention, Tier
+from outlast.checkpoint import CheckpointStore, Compression, Reduction, Retention, SaveResult, Tier
 from outlast.errors import CheckpointError
-from outlast.records import CheckpointCopied, CheckpointFailed, CheckpointSaved, Warned
-from outlast.recover.phase_page import EnterPhase, ignore_phase
+from outlast.records import CheckpointCopied, Warned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
+    from contextlib import AbstractContextManager
 
-    from outlast.checkpoint import DrainResult, SaveHandle, SaveResult
+    from outlast.checkpoint import DrainResult, SaveHandle
     from outlast.checkpoint.tiers import Pacing
-    from outlast.distributed.ranks import Ranks
     from outlast.job import CheckpointSection
-    from outlast.records import Event, RunDirectory, Stopwatch
+    from outlast.records import Event, RunDirectory
     from outlast.runtime.cadence import SaveCadence
-    from outlast.runtime.stop import JobChain
     from outlast.state.live import State
 
 
@@ -76,12 +73,19 @@ def open_store(
         keep=settings.fast_keep if settings.fast else keep,
         tiers=tiers,
         private=bool(settings.fast) and settings.fast_private,
-        reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
-        asynchronous=settings.asynchronous,
-        when_busy=settings.when_busy,
-        writer=settings.writer,
-        timeout_seconds=settings.timeout_seconds,
+        **store_options(settings),
     )
+
+
+def store_options(settings: CheckpointSection) -> dict[str, Any]:
+    """Arguments of a `CheckpointStore` that [checkpoint] gives, wherever it lies."""
+    return {
+        "reduction": Reduction(Compression(settings.compression), chain=settings.delta_chain),
+        "asynchronous": settings.asynchronous,
+        "when_busy": settings.when_busy,
+        "writer": settings.writer,
+        "timeout_seconds": settings.timeout_seconds,
+    }
 
 
 RUN, MIRROR = "run", "mirror"
@@ -96,35 +100,6 @@ class Transfers(Protocol):
 
     def tiers(self) -> Mapping[str, Pacing]:
         """For `RUN` and `MIRROR`; copies to a tier that is left out have its cap alone."""
-
-
-class CopyLog:
-    """Log of the copies that have been written down."""
-
-    def __init__(self) -> None:
-        self._last: DrainResult | None = None
-
-    def news(self, results: Sequence[DrainResult]) -> list[Event]:
-        """Events of what has ended since the last call.
-
-        A copy that was not made because a newer one came first is nothing that anybody misses.
-
-        Args:
-            results: All that are known, oldest first.
-        """
-        new: list[DrainResult] = []
-        for result in reversed(results):
-            if result is self._last:
-                break
-            new.append(result)
-        self._last = results[-1] if results else self._last
-        return [_event_of(result) for result in reversed(new) if not result.skipped]
-
-
-def _event_of(result: DrainResult) -> Event:
-    if result.error is not None:
-        return Warned(result.error)
-    return CheckpointCopied(result.step, result.place, result.seconds, result.bytes)
 
 
 def unsaved_remedy(newest: int) -> str:
@@ -145,90 +120,129 @@ def unsaved_remedy(newest: int) -> str:
     )
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
-@dataclass
 class RunSaves:
-    """The saves of one attempt on this rank: begun beside training, recorded, the last awaited.
+    """The saves of one attempt on this rank: begun beside training, the last one awaited.
+
+    Args:
+        store: Of the run's checkpoints.
+        ended: Called with each save's result, and whether its failure has been told.
+        state: Saved, where `begin` is given no other.
+        cadence: Told of every save; None: somebody else says when they are due.
+        watch: Makes contexts whose time counts for a purpose.
+        note: Called before the state is looked at, to bring entries up to date.
+        raises: Whether a save that cannot begin is an error; else it is one more that has failed.
 
     Attributes:
-        store: Of the run's checkpoints.
-        state: Saved.
-        cadence: Told of every save; set before the first one.
-        record: Writes an event down.
-        watch: Time by purpose.
-        mark: Told that a save begins.
-        before: Called with the step before the state is copied.
-        copied: Called when the state is copied.
-        published: Called with the result of each save that was published.
-        failed: Called with why a save has failed, and whether the store has told so.
-        one_at_a_time: Whether a save waits for the end of the one before; the store's own rule
-            counts otherwise.
-        names_step: Whether the error of the last save says which step is lost.
-        metrics: Figures of the step that is saved next.
+        state: As given.
+        metrics: Figures of the step that is saved next, where `begin` is given none.
         newest: Steps of the newest version that is known to be published, -1: none.
+        begun: Steps of the newest version that was begun and has not failed, -1: none.
+        results: Of the saves that have ended.
+        closed: Whether the store was given up.
     """
 
-    store: CheckpointStore
-    state: State
-    cadence: SaveCadence
-    record: Callable[[Event], None]
-    watch: Stopwatch
-    mark: EnterPhase = ignore_phase
-    before: Callable[[int], None] = _nothing
-    copied: Callable[[], object] = _nothing
-    published: Callable[[SaveResult], None] = _nothing
-    failed: Callable[[str, bool], None] = _nothing
-    one_at_a_time: bool = True
-    names_step: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-    newest: int = -1
-    _handles: list[SaveHandle] = field(default_factory=list)
-    _problem: str = ""
-    _copies: CopyLog = field(default_factory=CopyLog)
+    def __init__(
+        self,
+        store: CheckpointStore,
+        ended: Callable[[SaveResult, bool], None],
+        state: State,
+        cadence: SaveCadence | None,
+        watch: Callable[[str], AbstractContextManager[Any]],
+        *,
+        note: Callable[[], None] | None = None,
+        raises: bool = False,
+    ) -> None:
+        self.store = store
+        self.cadence = cadence
+        self.metrics: Mapping[str, float] = {}
+        self.newest = self.begun = -1
+        self.results: list[SaveResult] = []
+        self.closed = False
+        self._ended = ended
+        self.state = state
+        self._watch = watch
+        self._note = note
+        self._raises = raises
+        self._handles: list[tuple[SaveHandle, float]] = []
+        self._problem = ""
+        self._last_copied: DrainResult | None = None
 
     @property
     def under_way(self) -> bool:
         """Return whether one is being written."""
         return bool(self._handles)
 
-    def begin(self, step: int) -> None:
-        """Save in the background; what goes wrong is recorded and stops no training."""
-        self.mark("save")
-        with self.watch("checkpoint"):
-            metrics, self.metrics = self.metrics, {}
-            self.cadence.begun(step)
-            self.before(step)
+    def begin(
+        self,
+        step: int,
+        state: State | None = None,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        late: Collection[str] | Callable[[str], bool] = (),
+        looking_seconds: float = 0.0,
+    ) -> SaveHandle | None:
+        """Copy the state and write it in the background.
+
+        Args:
+            step: Steps done.
+            state: What is saved; None: the run's state.
+            metrics: Figures of this step, by which the best versions are kept.
+            late: Tensors that may be copied until `copied`; see `CheckpointStore.save_async`.
+            looking_seconds: That it took to find the state, in which the loop was blocked, too.
+
+        Returns:
+            The save; None where it has failed at once.
+
+        Raises:
+            CheckpointError: With `raises`, when it cannot begin.
+        """
+        with self._watch("checkpoint"):
+            metrics, self.metrics = metrics or self.metrics, {}
+            if self.cadence is not None:
+                self.cadence.begun(step)
+            if self._note is not None:
+                self._note()
             try:
-                handle = self.store.save_async(step, self.state, metrics=metrics)
+                handle = self.store.save_async(
+                    step, self.state if state is None else state, metrics=metrics, late=late
+                )
             except CheckpointError as error:
-                self.cadence.ended()
-                self.record(CheckpointFailed(step, str(error)))
-                self._fail(str(error), told=False)
-            else:
-                if self.one_at_a_time:
-                    # The store has waited for the save before, and counted that as blocked.
-                    self.collect(wait=True)
-                self._handles.append(handle)
-                self.copied()
-        if not self.one_at_a_time:
-            self.collect(wait=False)
+                if self._raises:
+                    raise
+                self._end(SaveResult(step, 0.0, 0.0, 0, error=str(error)), told=False)
+                return None
+            self.begun = step
+            self._handles.append((handle, looking_seconds))
+        self.collect(wait=False)
+        return handle
+
+    def copied(self) -> None:
+        """Make the copies that are missing: what is late is about to change."""
+        for handle, _ in self._handles:
+            handle.copied()
 
     def collect(self, *, wait: bool) -> None:
-        """Record the saves under way that have ended, or all of them."""
-        for handle in [handle for handle in self._handles if wait or handle.done()]:
-            self._handles.remove(handle)
-            with self.watch("checkpoint"):
+        """See how the saves under way went that have ended, or all of them."""
+        for item in [item for item in self._handles if wait or item[0].done()]:
+            self._handles.remove(item)
+            handle, looking_seconds = item
+            with self._watch("checkpoint"):
                 result = handle.result()
-            self.cadence.ended()
-            if result.error is not None:
-                self.record(CheckpointFailed(result.step, result.error))
-                # Of a save that could not begin, the store has told.
-                self._fail(result.error, told=handle.version is None)
-            elif not result.skipped:
-                self._publish(result)
+            if looking_seconds:
+                blocked = result.blocked_seconds + looking_seconds
+                result = replace(result, blocked_seconds=blocked)
+            # Of a save that could not begin, the store has told.
+            self._end(result, told=handle.version is None)
+
+    def wait(self) -> None:
+        """Wait for the saves under way.
+
+        Raises:
+            CheckpointError: When the last one has failed.
+        """
+        self.collect(wait=True)
+        if self._problem:
+            raise CheckpointError(self._problem)
 
     def end(self, step: int, *, made: bool = True) -> None:
         """Save where the run ends and wait for it: here a failure must not be passed over.
@@ -248,26 +262,58 @@ class RunSaves:
             self.collect(wait=True)
         if self.newest < step and (made or self._problem):
             error = self._problem or "the save was skipped"
-            if self.names_step:
-                error = f"step {step} could not be saved: {error}"
-            raise CheckpointError(f"{error}; {unsaved_remedy(self.newest)}")
+            raise CheckpointError(
+                f"step {step} could not be saved: {error}; {unsaved_remedy(self.newest)}"
+            )
 
-    def record_copies(self) -> None:
-        """Write down which checkpoints were copied on to lower tiers meanwhile."""
-        for event in self._copies.news(self.store.drained()):
-            self.record(event)
+    def close(self, *, failed: bool) -> None:
+        """Give up the store; a second call does nothing.
 
-    def _publish(self, result: SaveResult) -> None:
-        self.newest, self._problem = result.step, ""
-        self.record(
-            CheckpointSaved(result.step, result.blocked_seconds, result.seconds, result.bytes)
-        )
-        self.cadence.observe_save(result)
-        self.published(result)
+        Args:
+            failed: The run has ended by an error: no save is waited for, since other ranks may
+                never finish it.
+        """
+        if self.closed:
+            return
+        if not failed:
+            self.collect(wait=True)
+        self.closed = True
+        self._handles.clear()
+        if self.cadence is not None:
+            self.cadence.close()
+        self.store.close(drain=not failed, failed=failed)
 
-    def _fail(self, problem: str, *, told: bool) -> None:
-        self._problem = problem
-        self.failed(problem, told)
+    def copies(self) -> list[Event]:
+        """Events of the checkpoints that were copied on to lower tiers since the last call.
+
+        A copy that was not made because a newer one came first is nothing that anybody misses.
+        """
+        new: list[DrainResult] = []
+        results = self.store.drained()
+        for result in reversed(results):
+            if result is self._last_copied:
+                break
+            new.append(result)
+        self._last_copied = results[-1] if results else self._last_copied
+        return [
+            CheckpointCopied(result.step, result.place, result.seconds, result.bytes)
+            if result.error is None
+            else Warned(result.error)
+            for result in reversed(new)
+            if not result.skipped
+        ]
+
+    def _end(self, result: SaveResult, *, told: bool) -> None:
+        if self.cadence is not None:
+            self.cadence.ended()
+        self.results.append(result)
+        if result.error is not None:
+            self._problem, self.begun = result.error, -1
+        elif not result.skipped:
+            self._problem, self.newest = "", result.step
+            if self.cadence is not None:
+                self.cadence.observe_save(result)
+        self._ended(result, told)
 
 
 _failed_at_exit: list[str] = []
@@ -303,75 +349,3 @@ def close_at_exit(close: Callable[[], None]) -> None:
     except CheckpointError as error:
         print(f"outlast: {error}", file=sys.stderr)
         _failed_at_exit.append(str(error))
-
-
-class AdapterSaves:
-    """One save at a time, which is waited for when it has to be.
-
-    Args:
-        ranks: This process among the others.
-        chain: Told of each published save; None: nobody is.
-
-    Attributes:
-        events: What restoring had to say.
-        results: Of the saves that have ended.
-        on_result: Called with each result.
-        watch: Makes contexts whose time counts for a purpose.
-    """
-
-    def __init__(self, ranks: Ranks, chain: JobChain | None = None) -> None:
-        self.events: list[Event] = []
-        self.results: list[SaveResult] = []
-        self.on_result: Callable[[SaveResult], None] = lambda _: None
-        self.watch: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda _: (
-            contextlib.nullcontext()
-        )
-        self._ranks = ranks
-        self._chain = chain
-        self._handle: SaveHandle | None = None
-        self._number = -1
-        """Of the newest version that was begun, and has not failed."""
-
-    def collect(self, *, wait: bool = False) -> None:
-        """See how the save under way went, if it is done.
-
-        Args:
-            wait: Wait for it.
-        """
-        if self._handle is None or not (wait or self._handle.done()):
-            return
-        with self.watch("checkpoint"):
-            result = self._handle.result()
-        # Of a save that could not begin, the store has told.
-        told, self._handle = self._handle.version is None, None
-        self.results.append(result)
-        self.on_result(result)
-        if result.error is not None:
-            self._number = -1
-            if not told:
-                warnings.warn(f"{result.error}; training goes on", stacklevel=2)
-        elif not result.skipped and self._ranks.is_first and self._chain is not None:
-            self._chain.report_progress(result.step, save_seconds=result.seconds)
-
-    def finish(self) -> None:
-        """Wait for the save under way: where training ends, a failure must not be passed over.
-
-        Raises:
-            CheckpointError: When the last save has failed.
-        """
-        self.collect(wait=True)
-        if self.results and self.results[-1].error is not None:
-            raise CheckpointError(self.results[-1].error)
-
-    def _tell_all(self, events: Iterable[Event]) -> None:
-        """Take over what another part of restoring had to say."""
-        for event in events:
-            if isinstance(event, Warned):
-                self._tell(event.message)
-            else:
-                self.events.append(event)
-
-    def _tell(self, sentence: str) -> None:
-        self.events.append(Warned(sentence))
-        if self._ranks.is_first:
-            warnings.warn(sentence, stacklevel=2)

@@ -5,7 +5,7 @@ SIGTERM and SIGUSR1 (Slurm's usual warnings before a time limit) and SIGINT (Ctr
 a second SIGINT ends the process at once, as a person who presses Ctrl-C twice expects.
 
 `StopFlag` is for `outlast train`, whose launcher is ours; `Stop` for a loop that is not ours, of
-which nothing can be saved before its first training step; `Stopping` asks all of its ranks.
+which nothing can be saved before its first training step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from outlast.errors import EXIT_CRASHED, EXIT_TO_BE_CONTINUED
-from outlast.runtime.cadence import StepClock
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from types import FrameType, TracebackType
-
-    from outlast.distributed.ranks import Ranks
-    from outlast.runtime.agreement import BoundaryAgreement
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -34,7 +29,7 @@ TOLD_TO_STOP = "OUTLAST_TOLD_TO_STOP"
 
 _FIRST_LEAD_SECONDS = 30.0
 _FIRST_LEAD_PART = 0.1
-"""How long before the limit a first save begins: 30 s, of short limits a tenth."""
+"""Time before the limit at which a first save begins: 30 s, of short limits a tenth."""
 
 _SAVES_WORTH = 1.5
 _STEPS_REMEMBERED = 20
@@ -108,18 +103,17 @@ class Stop:
             return self._signal
         if self._limit_seconds is not None:
             left = self._limit_seconds - (time.monotonic() - self._begun)
-            if left < self._lead_seconds(self._limit_seconds):
+            # One more step would end too late for the last save.
+            lead = max(self._steps, default=0.0)
+            if self._save_seconds is None:
+                lead += min(_FIRST_LEAD_SECONDS, _FIRST_LEAD_PART * self._limit_seconds)
+            else:
+                lead += _SAVES_WORTH * self._save_seconds + 1.0
+            if left < lead:
                 return "the time limit"
         if self._in_job and self._chain is not None and self._chain.should_stop():
             return "the end of the job's time"
         return ""
-
-    def _lead_seconds(self, limit_seconds: float) -> float:
-        """Seconds before the limit at which one more step would end too late for the last save."""
-        step = max(self._steps, default=0.0)
-        if self._save_seconds is None:
-            return step + min(_FIRST_LEAD_SECONDS, _FIRST_LEAD_PART * limit_seconds)
-        return step + _SAVES_WORTH * self._save_seconds + 1.0
 
     def __enter__(self) -> Stop:
         for number in STOP_SIGNALS:
@@ -203,121 +197,3 @@ class StopFlag:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
         self.reason = signal.Signals(number).name
-
-
-class Stopping:
-    """Asks all ranks of a loop that is not ours, at step boundaries, whether to stop and to save.
-
-    Args:
-        limit_seconds: How long a training may take; None: as long as it needs.
-        ranks: This process among the others.
-        chain: Knows when the job ends; None: nobody does.
-        stop: Asked instead of one of its own.
-
-    Attributes:
-        agreement: Of the ranks, between `begin` and `end`; None elsewhere, and for one rank.
-        clock: Of the steps.
-    """
-
-    def __init__(
-        self,
-        limit_seconds: float | None,
-        ranks: Ranks,
-        chain: JobChain | None = None,
-        stop: Stop | None = None,
-    ) -> None:
-        self.agreement: BoundaryAgreement | None = None
-        self.clock = StepClock()
-        self._limit_seconds = limit_seconds
-        self._ranks = ranks
-        self._chain = chain
-        self._stop = stop or Stop(limit_seconds, chain=chain)
-
-    def signals(self) -> AbstractContextManager[Stop]:
-        """The context of a training, in which the signals ask for a stop."""
-        self._stop = Stop(self._limit_seconds, chain=self._chain)
-        return self._stop
-
-    def agree(self, step: int) -> None:
-        """Let the ranks agree from `step` steps on; all ranks together."""
-        if self._ranks.world_size > 1:
-            from outlast.runtime.agreement import BoundaryAgreement
-
-            self.agreement = BoundaryAgreement(step)
-        else:
-            self.agreement = None
-
-    def begin(self, step: int) -> None:
-        """Begin the first step, after `step` steps; all ranks together."""
-        self.agree(step)
-        self.start()
-
-    def start(self) -> None:
-        """Begin the first step of ranks that agree already."""
-        self._stop.training_begins()
-        self.clock = StepClock()
-
-    def observe_save(self, seconds: float) -> None:
-        """Take in a save that took `seconds` until it was published."""
-        self._stop.observe_save(seconds)
-
-    def observe_step(self) -> float:
-        """End a step at this boundary; returns its seconds."""
-        seconds = self.clock.step()
-        self._stop.observe_step(seconds)
-        return seconds
-
-    def why(self, step: int) -> str:
-        """The reason to stop after `step` steps, the same on all ranks; empty: continue.
-
-        Raises:
-            IntegrationError: When a rank does not come to this step, because it has fewer or is
-                gone.
-        """
-        self.observe_step()
-        return self.decide(step)[0]
-
-    def decide(self, step: int, *, save: bool = False, common: bool = False) -> tuple[str, bool]:
-        """The reason to stop after `step` steps, and whether to save; the same on all ranks.
-
-        Args:
-            step: Steps done.
-            save: Whether this rank wants to save; rank 0's wish counts.
-            common: Whether every rank wants the same by itself.
-
-        Raises:
-            IntegrationError: As `why`.
-        """
-        if self.agreement is None:
-            return self._stop(), save
-        why = self._stop() if self._ranks.is_first else self._stop.signalled
-        common = save and common
-        if not self.agreement.is_due(step):
-            return "", common
-        agreed = self.agreement.exchange(step, bool(why), save, self.clock.mean_seconds)
-        return (why or "a signal to another rank") if agreed.stop else "", common or agreed.save
-
-    def ended(self, step: int) -> None:
-        """Tell that this rank ends after `step` steps; others that wait for it give up."""
-        if self.agreement is not None:
-            self.agreement.ended(step)
-
-    def meet(self, step: int) -> None:
-        """Meet all ranks at the end of their loops, after `step` steps.
-
-        Raises:
-            IntegrationError: On all ranks, when others did another number of steps.
-        """
-        if self.agreement is not None:
-            self.agreement.meet(step)
-
-    def end(self, step: int) -> None:
-        """Meet all ranks at the end of their loops, and agree no more.
-
-        Raises:
-            IntegrationError: As `meet`.
-        """
-        try:
-            self.meet(step)
-        finally:
-            self.agreement = None

@@ -3,15 +3,30 @@
 `under_watch` gives a process its page and the thread that ends it when a step hangs. `Watcher`
 looks at the pages from the launcher, for what a process cannot find out about itself: that it was
 killed, that it is stopped, that it cannot run Python any more.
+
+`CommunicationWait` measures how long a step waited for other ranks. Communication that overlaps
+computation costs nothing; what counts is the time in which this process only waited. It is measured
+at three places:
+
+- after the backward pass under DDP: from the moment the last local gradient was ready to the end of
+  ``backward``, which is when the reduction has ended;
+- in ``torch.distributed.Work.wait``, where FSDP2, pipelining and plain collectives wait in Python;
+- by the training loop itself around its agreement at the end of the step.
+
+On CUDA the host does not wait for collectives (they are ordered on streams), so only what the host
+waits for is seen there; the rest of an exposed collective counts as compute.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from outlast.errors import OutlastError
 from outlast.records import MemberLost, RecordWriter, Warned
@@ -27,7 +42,9 @@ from outlast.recover.hang import (
 )
 from outlast.recover.phase_page import (
     INSIDE,
+    EnterPhase,
     PhasePage,
+    ignore_phase,
     pages_folder,
     read_pages,
     remove_dead_pages,
@@ -38,10 +55,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
+    import torch
+    from torch import nn
+
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job
     from outlast.records import RunDirectory
-    from outlast.recover.phase_page import EnterPhase, PhaseReading
+    from outlast.recover.phase_page import PhaseReading
 
 
 _LOOK_SECONDS = 0.2
@@ -59,7 +79,14 @@ def under_watch(job: Job, ranks: Ranks, directory: RunDirectory) -> Iterator[Ent
     beacon = PhasePage(pages_folder(job.recover.memory, directory), ranks.rank)
     # Live groups wait for each other, each time for a limited time; who hangs is another one.
     excused = ("reduce",) if job.recover.mode == "live" else ()
-    monitor = HangMonitor(beacon, _deadline(job), directory, ranks.rank, excused=excused)
+    seconds, longest = job.recover.hang_seconds, job.launch.timeout_seconds
+    deadline = StepDeadline(
+        first_seconds=longest,
+        fixed_seconds=None if seconds == "auto" else float(seconds),
+        # A compiled model may be compiled anew in the middle of the run.
+        least_seconds=longest if job.train.compile else LEAST_SECONDS,
+    )
+    monitor = HangMonitor(beacon, deadline, directory, ranks.rank, excused=excused)
     monitor.start()
     try:
         yield monitor.mark
@@ -75,16 +102,6 @@ def steps_before(job: Job, ranks: Ranks, directory: RunDirectory) -> int:
     """
     pages = read_pages(pages_folder(job.recover.memory, directory))
     return next((page.done for page in pages if page.rank == ranks.rank), 0)
-
-
-def _deadline(job: Job) -> StepDeadline:
-    seconds, longest = job.recover.hang_seconds, job.launch.timeout_seconds
-    return StepDeadline(
-        first_seconds=longest,
-        fixed_seconds=None if seconds == "auto" else float(seconds),
-        # A compiled model may be compiled anew in the middle of the run.
-        least_seconds=longest if job.train.compile else LEAST_SECONDS,
-    )
 
 
 class Watcher:
@@ -143,42 +160,33 @@ class Watcher:
                 self._judged[key] = state == "dead"
             if state == "dead" and not self._judged[key]:
                 fallen.append(item)
-            self._look_at(item, state)
+            if state == "stopped":
+                self._stopped.setdefault(key, time.monotonic())
+            else:
+                self._stopped.pop(key, None)
         if fallen:
             # The others of this group end for the same reason.
             self._judged = dict.fromkeys(self._judged, True)
-            self._note(fallen)
+            records = RecordWriter(self._directory.path, 0, max(self._directory.attempts, 1))
+            now = time.monotonic()
+            for reading in fallen:
+                lost, note = now - reading.marked, f"killed in phase {reading.phase}"
+                records.write(MemberLost(reading.step, f"rank {reading.rank}", "dead", lost, note))
+            records.close()
         if helpless := [item for item, state in found if self._is_helpless(item, state)]:
             limit = helpless[0].deadline_seconds
             tell_of_hang(self._directory, pages, 0, helpless[0].step, limit)
             end_helpless(pages, found, time.monotonic(), limit)
 
-    def _look_at(self, each: PhaseReading, state: str) -> None:
-        key = (each.pid, each.started)
-        if state == "stopped":
-            self._stopped.setdefault(key, time.monotonic())
-        else:
-            self._stopped.pop(key, None)
-
-    def _is_helpless(self, each: PhaseReading, state: str) -> bool:
-        """True if `each` is stopped, or holds Python's lock, for longer than a step may take."""
-        limit, now = each.deadline_seconds, time.monotonic()
+    def _is_helpless(self, page: PhaseReading, state: str) -> bool:
+        """True if a process is stopped or holds Python's lock, for longer than a step may take."""
+        limit, now = page.deadline_seconds, time.monotonic()
         if not limit:
             return False
         if state == "stopped":
-            return now - self._stopped[each.pid, each.started] > limit
-        silent = 0.0 < each.alive < now - limit
-        return state == "running" and silent and each.phase in INSIDE
-
-    def _note(self, fallen: list[PhaseReading]) -> None:
-        records = RecordWriter(self._directory.path, 0, max(self._directory.attempts, 1))
-        now = time.monotonic()
-        for reading in fallen:
-            note = f"killed in phase {reading.phase}"
-            records.write(
-                MemberLost(reading.step, f"rank {reading.rank}", "dead", now - reading.marked, note)
-            )
-        records.close()
+            return now - self._stopped[page.pid, page.started] > limit
+        silent = 0.0 < page.alive < now - limit
+        return state == "running" and silent and page.phase in INSIDE
 
 
 class SlownessWatch:
@@ -215,3 +223,81 @@ class SlownessWatch:
             f"slower than the median rank for {WINDOWS * WINDOW_SECONDS:.0f} s of work: {names}; "
             'look at that node, or let the others take work over with coding.scheme = "coverage"'
         )
+
+
+class CommunicationWait:
+    """Sums up waiting seconds of the thread that made it; `take` returns and resets the sum.
+
+    Args:
+        mark: Told when a backward pass has only the reduction of its gradients left.
+    """
+
+    def __init__(self, mark: EnterPhase = ignore_phase) -> None:
+        self._mark = mark
+        self._watched = self._missing = 0
+        self._reducing = True
+        self._thread = threading.get_ident()
+        self._seconds = 0.0
+        self._last_gradient = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count `seconds` of waiting."""
+        self._seconds += seconds
+
+    def take(self) -> float:
+        """Seconds waited since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def watch_gradients(self, model: nn.Module) -> None:
+        """Note when each local gradient of `model` alone is ready; costs 0.1 us a parameter."""
+
+        def note(parameter: torch.Tensor) -> None:
+            self._last_gradient = time.perf_counter()
+            self._missing -= 1
+            if self._missing == 0:
+                self._begin_reduction()
+
+        self._watched = 0
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._watched += 1
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass that reduces gradients: count its waiting end."""
+        self._last_gradient = 0.0
+        self._missing, self._reducing = self._watched, False
+        yield
+        self._reducing = True
+        if self._last_gradient:
+            self.add(time.perf_counter() - self._last_gradient)
+
+    @contextlib.contextmanager
+    def in_collectives(self) -> Iterator[None]:
+        """Count every ``Work.wait`` of this process while the context is open."""
+        original = dist.Work.wait
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return original(*args, **kwargs)
+            self._begin_reduction()
+            begun = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.add(time.perf_counter() - begun)
+
+        dist.Work.wait = timed  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            dist.Work.wait = original  # type: ignore[method-assign]
+
+    def _begin_reduction(self) -> None:
+        """Once per backward pass: of DDP at the last gradient, of FSDP2 at the first wait."""
+        if not self._reducing:
+            self._reducing = True
+            self._mark("reduce")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from outlast.job import Job
-    from outlast.runtime.communication import CommunicationWait
+    from outlast.runtime.watching import CommunicationWait
     from outlast.state.live import State
     from outlast.train.build import SetUp
     from outlast.train.loop import Trainer
@@ -223,8 +223,8 @@ class RankAdaptation:
         job, trainer = self._setup.job, self.trainer
         add_update_rules(model, optimizers, job.tensorize, job.optimizer)
         trainer.model, trainer.optimizers, trainer.engine = model, optimizers, self._engine
-        state: Any = trainer.runtime.saves.state
-        state.update(model=model, optimizer=optimizers)
+        saves: Any = trainer.runtime.saves
+        saves.state.update(model=model, optimizer=optimizers)
         if trainer.guard is not None:
             trainer.guard.follow(self._engine.model, optimizers)
 
@@ -239,7 +239,7 @@ class RankAdaptation:
         ]
         if changes:
             size = size_of(self._skeleton, self._setup.job.data.sequence_length)
-            self.trainer.runtime.records.write(
+            self.trainer.runtime.write(
                 RanksChanged(step, changes, size.parameters, size.flops_per_token, seconds)
             )
 

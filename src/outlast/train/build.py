@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from outlast.checkpoint import ReplayLog
 from outlast.data import (
@@ -23,21 +24,23 @@ from outlast.data import (
     prepare,
 )
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.records import CheckpointInterval, Warned
+from outlast.records import Warned
 from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.runtime.agreement import StepAgreement
 from outlast.runtime.cadence import job_cadence
-from outlast.runtime.communication import CommunicationWait
 from outlast.runtime.energy import run_meter
 from outlast.runtime.engine import EveryStep, Runtime
 from outlast.runtime.guarding import RunGuard
 from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.recording import MemoryWatch, StepRecords
-from outlast.runtime.saves import RunSaves, Transfers, open_store
-from outlast.runtime.watching import SlownessWatch
+from outlast.runtime.saves import Transfers, open_store
+from outlast.runtime.watching import CommunicationWait, SlownessWatch
 from outlast.train.adapt_rank import RankAdaptation, run_state
-from outlast.train.engine import Engine, ReplicaEngine
-from outlast.train.evaluate import Evaluation
+from outlast.train.engine import (
+    Engine,
+    Evaluation,
+    ReplicaEngine,
+)
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
 from outlast.train.model import ModelSize, size_of
@@ -55,18 +58,17 @@ from outlast.train.tensorizing import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from outlast.checkpoint import CheckpointStore, SaveResult
+    from outlast.checkpoint import CheckpointStore
     from outlast.data import Prepared
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job
     from outlast.records import RecordWriter, RunDirectory
     from outlast.runtime.cadence import Turns
-    from outlast.runtime.staging import NodeFiles
     from outlast.runtime.stop import StopFlag
     from outlast.state.live import State
+    from outlast.train.run import NodeFiles
 
 
 @dataclass
@@ -169,7 +171,13 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         setup.directory,
         pacings={} if setup.transfers is None else setup.transfers.tiers(),
     )
-    saved = setup.restores and _is_saved(job, store)
+    # First weights are for nothing where all ranks restore a version; one on nodes' own disks is
+    # restored only if every node still has its part.
+    saved = (
+        setup.restores
+        and not job.checkpoint.fast_private
+        and all(gather_objects(raise_together(lambda: store.newest() is not None)))
+    )
     model, tensorized = raise_together(lambda: build_whole_model(job, drawn=not saved))
     tune_layers(model, (job, layout, setup.ranks, device))
     if tensorized is not None and records is not None:
@@ -202,11 +210,18 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     guard = None
     if job.guard.policy != "off":
         guard = RunGuard(job.guard, job.run.seed, called, optimizers)
-    runtime, consensus = _runtime(setup, store, state, records, waits)
-    runtime.guard, runtime.must_restore, runtime.records.meter = guard, saved, energy
-    if notes is not None:
-        # Codes have their own word on who is slow.
-        consensus.slowness = None
+    step_records = StepRecords(
+        records,
+        setup.ranks,
+        log_every=job.log.every_steps,
+        memory=MemoryWatch(setup.ranks, device),
+        total_steps=job.train.steps,
+        tokens_per_step=job.train.batch_size * job.data.sequence_length,
+    )
+    step_records.meter = energy
+    consensus = _consensus(setup, waits, coded=notes is not None)
+    runtime = _runtime(setup, store, state, step_records, consensus)
+    runtime.guard, runtime.must_restore = guard, saved
     if tensorized is not None and job.tensorize.spikes:
         consensus.spikes = SpikeWatch().observe
     trainer = Trainer(
@@ -217,6 +232,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         engine=engine,
         loader=loader,
         runtime=runtime,
+        records=step_records,
         consensus=consensus,
         evaluation=_evaluation(job, layout, data, data_rank),
         pipeline_group=mesh["pipeline"].get_group() if mesh and layout.pipeline > 1 else None,
@@ -235,7 +251,7 @@ def _engine(
     *,
     saved: bool,
 ) -> Engine:
-    """One step's passes, on this rank's part of the model."""
+    """The engine that the layout needs; the model is made parallel."""
     if setup.plan.layout.pipeline == 1:
         return replica_engine(setup, model, mesh, waits, saved=saved)
     assert mesh is not None
@@ -246,88 +262,39 @@ def _engine(
 
 
 def _runtime(
-    setup: SetUp,
-    store: CheckpointStore,
-    state: State,
-    records: RecordWriter | None,
-    waits: CommunicationWait,
-) -> tuple[Runtime, EveryStep]:
-    """The runtime of `outlast train`, and how its ranks agree."""
-    job = setup.job
-    step_records = StepRecords(
-        records,
-        setup.ranks,
-        log_every=job.log.every_steps,
-        memory=MemoryWatch(setup.ranks, setup.device),
-        total_steps=job.train.steps,
-        tokens_per_step=job.train.batch_size * job.data.sequence_length,
-    )
-    cadence = job_cadence(
-        job.checkpoint,
-        setup.ranks,
-        setup.directory,
-        "cadence.json",
-        setup.turns,
-        # Weights and both moments of Adam, in fp32.
-        state_bytes=12.0 * sum(parameter.numel() for parameter in state["model"].parameters()),
-    )
-
-    def record_interval(result: SaveResult) -> None:
-        if (news := cadence.news()) is not None:
-            step_records.write(CheckpointInterval(result.step, *news))
-
-    consensus = EveryStep(
-        StepAgreement(
-            setup.device,
-            alone=setup.ranks.world_size == 1,
-            counts=setup.plan.layout.counts_loss(setup.ranks.rank),
-        ),
-        setup.stop,
-        waits,
-        # Stages need not take equally long.
-        slowness=(
-            SlownessWatch(setup.ranks.rank, setup.ranks.world_size)
-            if setup.ranks.world_size > 1 and setup.plan.layout.pipeline == 1
-            else None
-        ),
+    setup: SetUp, store: CheckpointStore, state: State, records: StepRecords, consensus: EveryStep
+) -> Runtime:
+    """The runtime of `outlast train`."""
+    job, ranks, directory = setup.job, setup.ranks, setup.directory
+    # Weights and both moments of Adam, in fp32.
+    state_bytes = 12.0 * sum(parameter.numel() for parameter in state["model"].parameters())
+    memory = MemoryCheckpoint(
+        job, ranks, directory, store, state, own_group=False, steps_before=setup.steps_before
     )
     runtime = Runtime(
-        setup.ranks,
-        step_records,
-        RunSaves(
-            store,
-            state,
-            cadence,
-            step_records.write,
-            step_records.watch,
-            mark=setup.mark,
-            copied=waits.take,
-            published=record_interval,
-        ),
-        MemoryCheckpoint(
-            job,
-            setup.ranks,
-            setup.directory,
-            store,
-            state,
-            own_group=False,
-            steps_before=setup.steps_before,
-        ),
+        ranks,
         consensus,
+        records=records,
+        memory=memory,
         mark=setup.mark,
+        # The records say so.
+        save_told=lambda _: None,
     )
-    runtime.saves.before = runtime.record_guard
-    return runtime, consensus
+    turns = setup.turns
+    cadence = job_cadence(job.checkpoint, ranks, directory, "cadence.json", turns, state_bytes)
+    runtime.save_to(store, state, cadence)
+    return runtime
 
 
-def _is_saved(job: Job, store: CheckpointStore) -> bool:
-    """True if there is a version that all ranks restore, so that first weights are for nothing.
-
-    A version on nodes' own disks is restored only if every node still has its part.
-    """
-    if job.checkpoint.fast_private:
-        return False
-    return all(gather_objects(raise_together(lambda: store.newest() is not None)))
+def _consensus(setup: SetUp, waits: CommunicationWait, *, coded: bool) -> EveryStep:
+    ranks, layout = setup.ranks, setup.plan.layout
+    agreement = StepAgreement(
+        setup.device, alone=ranks.world_size == 1, counts=layout.counts_loss(ranks.rank)
+    )
+    # Stages need not take equally long, and codes have their own word on who is slow.
+    compares = ranks.world_size > 1 and layout.pipeline == 1 and not coded
+    slowness = SlownessWatch(ranks.rank, ranks.world_size) if compares else None
+    return EveryStep(agreement, setup.stop, waits, slowness=slowness)
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

@@ -1,39 +1,37 @@
-"""One optimizer step's forward and backward passes, on whatever layout.
+"""Engines: one optimizer step's forward and backward passes, and evaluation, on whatever layout.
 
 Two engines with the same two methods: `ReplicaEngine` for a model that every data rank holds whole
-or sharded, `PipelineEngine` for one that is cut into stages. The loss is always the sum of the
-tokens' cross-entropies over the tokens of the *global* batch, so the gradient does not depend on
-how the batch is divided among ranks and micro-batches.
+or sharded, and in `outlast.train.pipeline` one for a model that is cut into stages. The loss is
+always the sum of the tokens' cross-entropies over the tokens of the *global* batch, so the gradient
+does not depend on how the batch is divided among ranks and micro-batches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast.data import MicroBatch
+from outlast.data import MicroBatch, SampleWindow, share
+from outlast.records import Evaluated
 from outlast.recover.phase_page import EnterPhase, ignore_phase
-from outlast.train.gradients import average_over
+from outlast.train.dropout import DropoutStream
 from outlast.train.model import logits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import nn
-    from torch.distributed import ProcessGroup
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
-
-    from outlast.runtime.communication import CommunicationWait
-    from outlast.train.dropout import DropoutStream
-    from outlast.train.pipeline import StageModule
+    from outlast.runtime.agreement import StepAgreement
+    from outlast.runtime.watching import CommunicationWait
 
 IGNORED_TARGET = -100
 """Target of positions that do not count, as in torch's cross_entropy."""
@@ -130,65 +128,6 @@ class ReplicaEngine:
         return contextlib.nullcontext()
 
 
-@dataclass
-class PipelineEngine:
-    """Every rank runs its stages; micro-batches flow through `schedule`.
-
-    Args:
-        loss_scale: One number by which the schedule's loss function multiplies; set before each
-            run, because a schedule takes its loss function once.
-        replicas: Ranks that hold the same stages and see other samples.
-        mark: Told of the passes, which are one phase since they overlap, and of the reduction.
-    """
-
-    schedule: _PipelineSchedule
-    stages: list[StageModule]
-    device: torch.device
-    replicas: ProcessGroup
-    loss_scale: list[float]
-    mark: EnterPhase = ignore_phase
-
-    def forward_backward(
-        self, batches: Sequence[MicroBatch], step: int, global_tokens: int
-    ) -> torch.Tensor:
-        """See `Engine`; on ranks without the last stage the returned share is 0."""
-        for stage in self.stages:
-            stage.step = step
-        replicas = self.replicas.size()
-        self.loss_scale[0] = replicas / global_tokens
-        self.mark("forward")
-        loss = self._run(batches, training=True)
-        if replicas > 1:
-            self.mark("reduce")
-            for stage in self.stages:
-                average_over(stage.parameters(), self.replicas)
-        return loss / replicas
-
-    def evaluate(self, batch: MicroBatch) -> torch.Tensor:
-        """See `Engine`; on ranks without the last stage the returned sum is 0."""
-        self.loss_scale[0] = 1.0
-        with torch.no_grad():
-            return self._run([batch], training=False)
-
-    def _run(self, batches: Sequence[MicroBatch], *, training: bool) -> torch.Tensor:
-        parts = [tensors(batch, self.device) for batch in batches]
-        inputs, targets, sample_ids = (torch.cat(item) for item in zip(*parts, strict=True))
-        first = (inputs,) if any(stage.first for stage in self.stages) else ()
-        is_last = any(stage.last for stage in self.stages)
-        losses: list[torch.Tensor] = []
-        run = self.schedule.step if training else self.schedule.eval
-        run(
-            *first,
-            target=targets if is_last else None,
-            losses=losses if is_last else None,
-            return_outputs=False,
-            sample_ids=sample_ids,
-        )
-        if not losses:
-            return torch.zeros((), device=self.device)
-        return torch.stack([loss.detach() for loss in losses]).sum()
-
-
 def _never_empty(batch: MicroBatch) -> MicroBatch:
     """`batch`, or one row that does not count where this rank has no sample left.
 
@@ -213,3 +152,62 @@ def tensors(
         torch.from_numpy(array).to(device, non_blocking=True) for array in arrays
     )
     return inputs, targets, ids
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Measures the mean loss over samples spread evenly over the validation data.
+
+    Attributes:
+        windows: Validation samples.
+        samples: How many of them are used.
+        batch_size: Samples per forward on one rank, the same on all ranks.
+        rank: This data-parallel rank of `ranks`.
+    """
+
+    windows: SampleWindow
+    samples: int
+    batch_size: int
+    rank: int
+    ranks: int
+
+    def measure(self, model: nn.Module, engine: Engine, agreement: StepAgreement) -> float:
+        """Mean loss in nats per token, equal on all ranks; all ranks call it together."""
+        total = torch.zeros(())
+        model.eval()
+        try:
+            for batch in self._batches():
+                total += engine.evaluate(batch).cpu()
+        finally:
+            model.train()
+        return agreement.sum(total.to(agreement.device)) / self.tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose loss is averaged."""
+        return self.samples * self.windows.sequence_length
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """`loss` in bits per byte of source text, where the number of bytes is known."""
+        source_bytes = self.windows.file.bytes
+        if source_bytes is None:
+            return None
+        return loss / math.log(2) * len(self.windows.file.tokens) / source_bytes
+
+    def measured(self, step: int, loss: float, seconds: float) -> Evaluated:
+        """The event of what `measure` has found after `step` steps, in so many seconds."""
+        return Evaluated(step, loss, self.bits_per_byte(loss), self.tokens, seconds)
+
+    def _batches(self) -> Iterator[MicroBatch]:
+        """This rank's part, in equally many batches of equal shape on every rank."""
+        together = self.batch_size * self.ranks
+        for start in range(0, self.samples, together):
+            stop = min(start + together, self.samples)
+            first, last = share(start, stop, self.rank, self.ranks)
+            # Rows beyond the share repeat sample 0 and do not count.
+            ids = np.zeros(self.batch_size, dtype=np.int64)
+            # Evenly spread over the data, whose beginning may be unlike the rest.
+            ids[: last - first] = np.arange(first, last) * self.windows.samples // self.samples
+            inputs, targets = self.windows.gather(ids)
+            targets[last - first :] = IGNORED_TARGET
+            yield MicroBatch(ids, inputs, targets)

@@ -38,16 +38,12 @@ def global_norm(
                 else None
             )
             groups.setdefault(layout, []).append(gradient)
-    squares = [_norm(gradients).square() for gradients in groups.values()]
-    total = torch.stack(squares).sum()
+    norms = [torch.nn.utils.get_total_norm(gradients) for gradients in groups.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.stack([norm.square() for norm in whole]).sum()
     if pipeline_group is not None:
         dist.all_reduce(total, group=pipeline_group)
     return total.sqrt()
-
-
-def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def average_over(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:

@@ -42,9 +42,6 @@ from outlast.train.run import Start, run_directory, work
 if TYPE_CHECKING:
     from types import FrameType
 
-    from outlast.job import Job
-    from outlast.records import RunDirectory
-    from outlast.recover.resize import Wish
 
 _MONITOR_SECONDS = 0.1
 _FORKED_SECONDS = 5.0
@@ -77,14 +74,19 @@ def launch_group(start: Start) -> int:
         while True:
             code = _launch(start)
             wished = wish(directory.path)
-            if code != EXIT_TO_BE_CONTINUED or wished is None or not _is_resizing(directory):
+            # It may have stopped to be resized, and for no other reason.
+            ended = read_run(directory.path).of(AttemptEnded) if wished is not None else []
+            resizing = bool(ended) and ended[-1][1].reason == RESIZE
+            if code != EXIT_TO_BE_CONTINUED or wished is None or not resizing:
                 # All is saved. Where it is not, by an error, the next start finds it in memory.
                 job = start.job
                 with contextlib.suppress(RunError):
                     remove_run(run_folder(Path(job.recover.memory), kept_run(directory)))
                 return code
             met(directory.path, wished)
-            start = replace(start, job=_resized(start.job, wished), fresh=False, again=True)
+            launch = start.job.launch.model_copy(update={"nproc": wished.processes})
+            job = start.job.model_copy(update={"launch": launch})
+            start = replace(start, job=job, fresh=False, again=True)
     finally:
         for number, handler in forwarding.items():
             signal.signal(number, handler)
@@ -122,17 +124,6 @@ def _launch(start: Start) -> int:
     return int(code)
 
 
-def _is_resizing(directory: RunDirectory) -> bool:
-    """Return whether the group has stopped to be resized, and for no other reason."""
-    ended = read_run(directory.path).of(AttemptEnded)
-    return bool(ended) and ended[-1][1].reason == RESIZE
-
-
-def _resized(job: Job, wished: Wish) -> Job:
-    launch = job.launch.model_copy(update={"nproc": wished.processes})
-    return job.model_copy(update={"launch": launch})
-
-
 @record
 def _worker(start: Start) -> tuple[int, str | None]:
     """One worker: its exit code, and the sentence of a wrong input (no reason to restart)."""
@@ -161,17 +152,14 @@ def _await_siblings(count: int) -> None:
             return
         deadline = time.monotonic() + _FORKED_SECONDS
         while time.monotonic() < deadline:
-            if sum(_command(child) == command for child in launcher.children()) >= count:
+            forked = 0
+            for child in launcher.children():
+                # A forked process has the command line of its parent; other helpers have not.
+                with contextlib.suppress(psutil.Error):
+                    forked += child.cmdline() == command
+            if forked >= count:
                 return
             time.sleep(_LOOK_SECONDS)
-
-
-def _command(process: psutil.Process) -> list[str]:
-    """A forked process has the command line of its parent; other helpers of the launcher do not."""
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
 
 
 def forward_signal(number: int, frame: FrameType | None) -> None:

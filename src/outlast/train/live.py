@@ -20,6 +20,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,16 @@ from outlast.errors import (
     WrongNumbersError,
 )
 from outlast.job import fingerprint
-from outlast.records import MemberLost, RecordWriter, StateRecovered, Warned
+from outlast.records import (
+    AttemptEnded,
+    Event,
+    MemberLost,
+    RecordWriter,
+    StateRecovered,
+    StepsDone,
+    Warned,
+    read_run,
+)
 from outlast.recover.live import Lighthouse, LiveGroups, SavedElsewhere, require_torchft
 from outlast.recover.phase_page import pages_folder, remove_dead_pages
 from outlast.runtime.agreement import StepAgreement, StepMessage
@@ -46,7 +56,6 @@ from outlast.runtime.stop import StopFlag
 from outlast.runtime.watching import under_watch
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.launch import forward_signal
-from outlast.train.live_records import GroupRecords, Post, has_ended, known_steps
 from outlast.train.loop import StateMovedError
 from outlast.train.model import load_code
 from outlast.train.preflight import preflight
@@ -64,12 +73,123 @@ if TYPE_CHECKING:
 
     from outlast.data import MicroBatch
     from outlast.job import Job
-    from outlast.records import RunDirectory
+    from outlast.records import RunDirectory, Sink
     from outlast.recover.live import LiveStep
     from outlast.runtime.guarding import RunGuard
     from outlast.train.engine import Engine
     from outlast.train.loop import Trainer
     from outlast.train.run import Start
+
+
+_KEPT_RECORDS = 8
+
+
+@dataclass(frozen=True)
+class Post:
+    """A group's place in the run.
+
+    Attributes:
+        number: Of the group.
+        groups: How many there are to be.
+        lighthouse: ``host:port``.
+        attempt: Of the run, from 1.
+        returning: Whether the group has been started again.
+        known: Steps that the run is known to have done.
+    """
+
+    number: int
+    groups: int
+    lighthouse: str
+    attempt: int
+    returning: bool = False
+    known: int = 0
+
+    @property
+    def speaks_first(self) -> bool:
+        """True if this group writes while the groups have not met; others may be at the end."""
+        return self.number == 0 and not self.returning
+
+
+def known_steps(directory: RunDirectory) -> int:
+    """Steps that the records say the run has done."""
+    done = read_run(directory.path).of(StepsDone) if directory.exists() else []
+    return done[-1][1].step if done else 0
+
+
+def has_ended(directory: RunDirectory, attempt: int) -> bool:
+    """Return whether the end of this attempt is recorded."""
+    ended = read_run(directory.path).of(AttemptEnded)
+    return any(record.attempt == attempt for record, _ in ended)
+
+
+class GroupRecords(RecordWriter):
+    """The run's event log as one of several groups sees it.
+
+    Until the first round nobody knows who writes, so events wait for it. Who writes may die between
+    a step and its record, so every group keeps its last ones, for when it is the one that writes.
+
+    Args:
+        directory: Of the run.
+        post: Of this group.
+        sinks: Makes the other places that want the events.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, post: Post, sinks: Callable[[], list[Sink]]
+    ) -> None:
+        super().__init__(directory.path, 0, post.attempt)
+        self._directory = directory
+        self._post = post
+        self._other_places: Callable[[], list[Sink]] | None = sinks
+        self._waiting: list[Event] = []
+        self._kept: deque[StepsDone] = deque(maxlen=_KEPT_RECORDS)
+        self._own: RecordWriter | None = None
+        self.groups: LiveGroups | None = None
+
+    def write(self, event: Event) -> None:
+        """Append `event`, if this is the first live group."""
+        if self.groups is None or not self.groups.met:
+            self._waiting.append(event)
+            return
+        # What a group says at its start is said by the first of those that start the run.
+        waiting = [] if self._post.returning else self._waiting
+        self._waiting = []
+        if not self.groups.writes:
+            if isinstance(event, StepsDone):
+                self._kept.append(event)
+            return
+        if self._other_places is not None:
+            self._sinks, self._other_places = self._other_places(), None
+        for item in (*waiting, *self._missing(), event):
+            super().write(item)
+
+    def _missing(self) -> list[StepsDone]:
+        """Steps that the group that wrote before this one has done and not recorded."""
+        if not self._kept:
+            return []
+        kept, found = list(self._kept), read_run(self._directory.path).of(StepsDone)
+        known = max((e.step for record, e in found if record.attempt == self.attempt), default=0)
+        self._kept.clear()
+        return [name for name in kept if name.step > known]
+
+    def tell(self, event: Event) -> None:
+        """Write what concerns this group alone, whoever writes the run's events."""
+        if self.groups is not None and self.groups.writes:
+            self.write(event)
+            return
+        if self._own is None:
+            self._own = RecordWriter(self._directory.path, self._post.number, self.attempt)
+        self._own.write(event)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self.groups is None and self._post.speaks_first:
+            # There was no step to do, so that the groups never met.
+            for event in self._waiting:
+                super().write(event)
+        super().close()
+        if self._own is not None:
+            self._own.close()
 
 
 _STOP, _SAVE = 0, 1
@@ -334,9 +454,7 @@ def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began:
     for message in trainer.guard.warnings if trainer.guard is not None else []:
         records.write(Warned(message))
     try:
-        with trainer.store:
-            outcome = trainer.run(began, setup.parts)
-        trainer.runtime.saves.record_copies()
+        outcome = trainer.run(began, setup.parts)
         # A group that comes back after the others have done all takes the end from the disk.
         is_late = post.returning and has_ended(setup.directory, post.attempt)
         if trainer.consensus.writes() and not is_late:

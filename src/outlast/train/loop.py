@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -11,15 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.errors import WrongNumbersError
-from outlast.records import Stopwatch, TrainingStarted
-from outlast.recover.resize import RESIZE
+from outlast.records import AttemptEnded, TrainingStarted
 from outlast.runtime.engine import EveryStep, Runtime, StepResult
-from outlast.runtime.recording import Outcome
 from outlast.train.gradients import clip, global_norm
 from outlast.train.optimizer import set_learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -27,11 +24,12 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore, ReplayLog
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job, ScheduleSection
+    from outlast.runtime.engine import Decision
     from outlast.runtime.guarding import RunGuard
+    from outlast.runtime.recording import StepRecords
     from outlast.train.adapt_rank import RankAdaptation
     from outlast.train.coding import CodingNotes
-    from outlast.train.engine import Engine
-    from outlast.train.evaluate import Evaluation
+    from outlast.train.engine import Engine, Evaluation
 
 
 def learning_rate_factor(step: int, steps: int, schedule: ScheduleSection) -> float:
@@ -73,6 +71,26 @@ class StateMovedError(Exception):
         self.step = step
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of an attempt.
+
+    Attributes:
+        last_step: Steps done in the run when it ended.
+        completed: Whether these are all steps of the job.
+        reason: What asked for the stop, or an empty text.
+    """
+
+    last_step: int
+    completed: bool
+    reason: str
+
+    def ended(self, seconds: dict[str, float]) -> AttemptEnded:
+        """The event that closes the attempt; `seconds` are those since the last step record."""
+        outcome = "completed" if self.completed else "to_be_continued"
+        return AttemptEnded(self.last_step, outcome, self.reason, seconds)
+
+
 @dataclass
 class Trainer:
     """A model's training on this rank, put together by `outlast.train.build`; a loop on a runtime.
@@ -88,6 +106,7 @@ class Trainer:
     engine: Engine
     loader: BatchLoader
     runtime: Runtime
+    records: StepRecords
     consensus: EveryStep
     evaluation: Evaluation | None = None
     pipeline_group: ProcessGroup | None = None
@@ -108,15 +127,11 @@ class Trainer:
     @property
     def store(self) -> CheckpointStore:
         """The run's checkpoints."""
+        assert self.runtime.saves is not None
         return self.runtime.saves.store
 
-    @property
-    def watch(self) -> Stopwatch:
-        """Time by purpose."""
-        return self.runtime.watch
-
     def run(self, started: float, parts: dict[str, float]) -> Outcome:
-        """Restore, train to the last step or until a stop is agreed on, save.
+        """Restore, train to the last step or until a stop is agreed on, save, and close.
 
         Args:
             started: Wall clock when this process (or its launcher) began, seconds since the epoch.
@@ -125,43 +140,52 @@ class Trainer:
         Raises:
             CheckpointError: When nothing intact can be restored, or the last save fails.
         """
-        runtime, begun = self.runtime, time.perf_counter()
-        first_step, events = runtime.restore()
-        for event in events:
-            runtime.records.write(event)
-        if self.adaptation is not None:
-            self.adaptation.restored(first_step)
-        parts["restore"] = time.perf_counter() - begun
-        runtime.begin(TrainingStarted(first_step, time.time() - started, parts))
-        self.watch.lap()
-        with self.consensus.waits.in_collectives(), self._forgetting_wrong_numbers():
-            if self.replay is not None and first_step < self.job.train.steps:
-                # Logs lead on from a version of this attempt.
-                runtime.saves.begin(first_step)
-            last_step, first_step = self._train(first_step)
-            # What is on no disk, because it is this attempt's or was kept in memory.
-            made = last_step > first_step or runtime.memory.unsaved
-            completed = last_step >= self.job.train.steps
-            if completed and made:
-                self._evaluate(last_step)
-            runtime.check_state(last=True)
-            runtime.finish(last_step, made=made and self.consensus.writes())
-            runtime.cadence.close()
-            runtime.record_guard(last_step)
-        runtime.mark("idle")
-        runtime.records.finish(last_step)
-        return Outcome(last_step, completed, "" if completed else self._stopped)
+        runtime, error = self.runtime, None
+        try:
+            begun = time.perf_counter()
+            first_step, events = runtime.restore()
+            for event in events:
+                runtime.write(event)
+            if self.adaptation is not None:
+                self.adaptation.restored(first_step)
+            parts["restore"] = time.perf_counter() - begun
+            ready = TrainingStarted(first_step, time.time() - started, parts)
+            runtime.begin(first_step, started=ready)
+            self.records.watch.lap()
+            with self.consensus.waits.in_collectives():
+                outcome = self._train(first_step)
+            runtime.mark("idle")
+            self.records.finish(outcome.last_step)
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            runtime.close(error)
+        return outcome
 
-    def _train(self, first_step: int) -> tuple[int, int]:
-        """The steps done in the end, and those of the state from which this process got there."""
+    def _train(self, first_step: int) -> Outcome:
+        runtime, steps = self.runtime, self.job.train.steps
+        if self.replay is not None and first_step < steps:
+            # Logs lead on from a version of this attempt.
+            runtime.save(first_step)
         while True:
             try:
-                return self.train_from(first_step), first_step
+                last_step = self.train_from(first_step)
+                break
             except StateMovedError as moved:
                 first_step = moved.step
-                self.runtime.records.drop_steps()
+                self.records.drop_steps()
                 if self.guard is not None:
                     self.guard.restart(first_step)
+        # What is on no disk, because it is this attempt's or was kept in memory.
+        assert runtime.memory is not None
+        made = last_step > first_step or runtime.memory.unsaved
+        completed = last_step >= steps
+        if completed and made:
+            self._evaluate(last_step)
+        runtime.end_steps(last_step)
+        runtime.finish(last_step, made=made and self.consensus.writes())
+        return Outcome(last_step, completed, "" if completed else runtime.stopped)
 
     def train_from(self, first_step: int) -> int:
         """Train from `first_step` until all steps are done or a stop is agreed on.
@@ -169,117 +193,124 @@ class Trainer:
         Returns:
             The number of steps done in the run.
         """
-        runtime, steps, done = self.runtime, self.job.train.steps, first_step
+        job, runtime, done = self.job, self.runtime, first_step
         runtime.cadence.start(first_step)
-        batches = self.loader.prefetching(first_step, steps)
+        batches = self.loader.prefetching(first_step, job.train.steps)
         try:
-            while done < steps:
+            while done < job.train.steps:
                 runtime.mark("data", done)
                 if self.before_step is not None:
                     self.before_step(done)
-                begun = time.perf_counter()
-                with self.watch("data"):
-                    step, parts = next(batches)
-                result = self.step(step, parts)
+                runtime.clock.begin()
+                with runtime.watch("data"):
+                    step, micro_batches = next(batches)
+                result = self.step(step, micro_batches)
                 done = result.step
                 if self.adaptation is not None:
-                    begun += self.adaptation.after_step(done)
-                if 0 < self.job.train.stop_after_steps <= done - first_step:
+                    runtime.clock.leave_out(self.adaptation.after_step(done))
+                if 0 < job.train.stop_after_steps <= done - first_step:
                     self.consensus.stop.reason = (
                         self.consensus.stop.reason or "train.stop_after_steps"
                     )
-                decision = runtime.agree(result)
-                result.seconds = time.perf_counter() - begun
-                runtime.observe(result.seconds)
-                if runtime.record(result, now=bool(decision.stop)):
-                    for event in self.coding.take(done) if self.coding is not None else ():
-                        self.runtime.records.write(event)
-                    if decision.memory_grown:
-                        runtime.records.write(runtime.records.memory.measured(done))
-                if done == steps:
+                decision = runtime.after_update(result)
+                self._record_more(decision, done)
+                if done == job.train.steps:
                     break
                 if decision.stop:
-                    runtime.stop(done, decision)
+                    runtime.stop(decision)
                     break
-                if self.job.evaluate.every_steps and done % self.job.evaluate.every_steps == 0:
+                if job.evaluate.every_steps and done % job.evaluate.every_steps == 0:
                     self._evaluate(done)
                 if decision.save:
-                    runtime.check_state()
-                runtime.save(done, decision)
-                runtime.saves.record_copies()
+                    self._save(done)
         finally:
             runtime.mark("idle", done)
             batches.close()
         return done
 
-    def step(self, step: int, parts: list[MicroBatch]) -> StepResult:
+    def step(self, step: int, micro_batches: list[MicroBatch]) -> StepResult:
         """Gradients and update; the result has this rank's share of the loss."""
         runtime, waits = self.runtime, self.consensus.waits
         begun = time.perf_counter()
-        with self.watch("compute"):
-            loss = self._gradients(step, parts)
-            runtime.mark("vote")
-            parameters = list(self.model.parameters())
-            norm = global_norm(parameters, self.pipeline_group)
-            if self.job.train.gradient_clip:
-                clip(parameters, norm, self.job.train.gradient_clip)
-            factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
-            learning_rate = set_learning_rate(self.optimizers, factor)
+        with runtime.watch("compute"):
+            loss = self.forward_backward(step, micro_batches)
+            norm = self.clip_gradients()
+            learning_rate = self.set_learning_rate(step)
             runtime.before_update()
-            runtime.mark("optimizer")
-            if self.replay is not None:
-                self.replay.step(step + 1)
-            else:
-                for optimizer in self.optimizers:
-                    optimizer.step()
-            self._zero_gradients()
+            self.update(step)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             waited = waits.take()
-            self.watch.move(waited, to="communication")
+            self.records.watch.move(waited, to="communication")
         if self.consensus.slowness is not None:
             self.consensus.slowness.add(time.perf_counter() - begun - waited)
         return StepResult(step + 1, loss, norm, learning_rate)
 
-    def _gradients(self, step: int, parts: list[MicroBatch]) -> torch.Tensor:
+    def forward_backward(self, step: int, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Both passes, again where the guard finds numbers that it cannot put right by itself."""
         tokens = self.job.train.batch_size * self.job.data.sequence_length
         try:
             for attempt in self.runtime.attempts():
                 if attempt:
                     self._zero_gradients()
-                loss = self.engine.forward_backward(parts, step, tokens)
+                loss = self.engine.forward_backward(micro_batches, step, tokens)
         except WrongNumbersError:
             if self.guard is not None and not self.guard.inside:
-                self.runtime.records.found(self.guard)
+                self.runtime.gather_findings()
             raise
         return loss
+
+    def clip_gradients(self) -> torch.Tensor:
+        """Clip the gradients, where the job says so; their norm over all ranks before that."""
+        self.runtime.mark("vote")
+        parameters = list(self.model.parameters())
+        norm = global_norm(parameters, self.pipeline_group)
+        if self.job.train.gradient_clip:
+            clip(parameters, norm, self.job.train.gradient_clip)
+        return norm
+
+    def set_learning_rate(self, step: int) -> float:
+        """Set the learning rate of this step; that of the first group of parameters."""
+        factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
+        return set_learning_rate(self.optimizers, factor)
+
+    def update(self, step: int) -> None:
+        """Do the optimizers' steps, logged for a replay where the job says so."""
+        self.runtime.mark("optimizer")
+        if self.replay is not None:
+            self.replay.step(step + 1)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self._zero_gradients()
+
+    def _record_more(self, decision: Decision, done: int) -> None:
+        """Record what is written down with steps, and which checkpoints were copied on."""
+        if self.records.is_due(done) or decision.stop:
+            for event in self.coding.take(done) if self.coding is not None else ():
+                self.records.write(event)
+            if decision.memory_grown:
+                self.records.write(self.records.memory.measured(done))
+        self.runtime.record_copies()
+
+    def _save(self, done: int) -> None:
+        self.runtime.check_state()
+        self.runtime.record_guard()
+        self.runtime.save(done)
+        # To wait for copies is no communication.
+        self.consensus.waits.take()
 
     def _evaluate(self, step: int) -> None:
         if self.evaluation is None:
             return
         begun = time.perf_counter()
         self.runtime.mark("evaluate")
-        with self.watch("evaluation"):
+        with self.runtime.watch("evaluation"):
             loss = self.evaluation.measure(self.model, self.engine, self.consensus.agreement)
             self.consensus.waits.take()
         self.runtime.evaluated({"validation_loss": loss})
         seconds = time.perf_counter() - begun
-        self.runtime.records.write(self.evaluation.measured(step, loss, seconds))
-
-    @contextlib.contextmanager
-    def _forgetting_wrong_numbers(self) -> Iterator[None]:
-        """Forget what is kept in memory when it may be wrong: a restart must read a checkpoint."""
-        try:
-            yield
-        except WrongNumbersError:
-            self.runtime.forget()
-            raise
-
-    @property
-    def _stopped(self) -> str:
-        # A signal may come after all have agreed to resize; the launcher has it, too.
-        return RESIZE if self.runtime.resizing else self.consensus.stop.reason or "another rank"
+        self.records.write(self.evaluation.measured(step, loss, seconds))
 
     def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:

@@ -71,7 +71,8 @@ def load_config(model: ModelSection) -> PretrainedConfig | None:
     if model.settings:
         config = _config_in_place(model)
     else:
-        name, place = _place(model)
+        name = "config" if model.config else "directory"
+        place = Path(model.config or model.directory or "")
         if not place.exists():
             raise OutlastError(f'model.{name} = "{place}" does not exist')
         try:
@@ -115,13 +116,6 @@ def _config_in_place(model: ModelSection) -> PretrainedConfig:
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def _place(model: ModelSection) -> tuple[str, Path]:
-    if model.config:
-        return "config", Path(model.config)
-    assert model.directory is not None
-    return "directory", Path(model.directory)
 
 
 def _reason(error: BaseException) -> str:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from outlast.data import BatchLoader
     from outlast.job import Job
-    from outlast.runtime.communication import CommunicationWait
+    from outlast.runtime.watching import CommunicationWait
     from outlast.train.build import SetUp
     from outlast.train.coding import CodingNotes
     from outlast.train.engine import Engine

@@ -22,19 +22,22 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from outlast.errors import OutlastError
 from outlast.guard.forward_patch import suspended_checks
+from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.train.dropout import DropoutStream
-from outlast.train.engine import PipelineEngine, loss_sum
+from outlast.train.engine import loss_sum, tensors
+from outlast.train.gradients import average_over
 from outlast.train.model import Elsewhere, held_blocks, logits_of
 from outlast.train.parallelize import recompute_activations
 from outlast.train.preflight import pipeline_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+    from outlast.data import MicroBatch
     from outlast.train.build import SetUp
 
 
@@ -52,22 +55,81 @@ def pipeline_engine(setup: SetUp, model: nn.Module, mesh: DeviceMesh) -> Pipelin
     dropout = DropoutStream(job.run.seed, held_blocks(model))
     if job.train.activation_checkpointing:
         recompute_activations(model, dropout)
-    modules = []
+    modules = {}
     for index in mine:
         first, last = index == 0, index == stages - 1
         view = stage_view(model, blocks[index], first=first, last=last)
         bf16 = torch.bfloat16 if job.train.precision == "bf16" else None
-        modules.append(StageModule(view, first=first, last=last, dropout=dropout, autocast=bf16))
+        modules[index] = StageModule(view, first=first, last=last, dropout=dropout, autocast=bf16)
     loss_scale = [1.0]
-    runtimes = [
-        make_stage(module, index, stages, device, mesh["pipeline"].get_group())
-        for index, module in zip(mine, modules, strict=True)
-    ]
     schedule = make_schedule(
-        runtimes, microbatches, lambda logits, targets: loss_sum(logits, targets) * loss_scale[0]
+        modules,
+        stages,
+        microbatches,
+        mesh["pipeline"].get_group(),
+        lambda logits, targets: loss_sum(logits, targets) * loss_scale[0],
     )
     replicas = mesh["replicate"].get_group()
-    return PipelineEngine(schedule, modules, device, replicas, loss_scale, setup.mark)
+    return PipelineEngine(schedule, [*modules.values()], device, replicas, loss_scale, setup.mark)
+
+
+@dataclass
+class PipelineEngine:
+    """Every rank runs its stages; micro-batches flow through `schedule`.
+
+    Args:
+        loss_scale: One number by which the schedule's loss function multiplies; set before each
+            run, because a schedule takes its loss function once.
+        replicas: Ranks that hold the same stages and see other samples.
+        mark: Told of the passes, which are one phase since they overlap, and of the reduction.
+    """
+
+    schedule: _PipelineSchedule
+    stages: list[StageModule]
+    device: torch.device
+    replicas: ProcessGroup
+    loss_scale: list[float]
+    mark: EnterPhase = ignore_phase
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], step: int, global_tokens: int
+    ) -> torch.Tensor:
+        """See `Engine`; on ranks without the last stage the returned share is 0."""
+        for stage in self.stages:
+            stage.step = step
+        replicas = self.replicas.size()
+        self.loss_scale[0] = replicas / global_tokens
+        self.mark("forward")
+        loss = self._run(batches, training=True)
+        if replicas > 1:
+            self.mark("reduce")
+            for stage in self.stages:
+                average_over(stage.parameters(), self.replicas)
+        return loss / replicas
+
+    def evaluate(self, batch: MicroBatch) -> torch.Tensor:
+        """See `Engine`; on ranks without the last stage the returned sum is 0."""
+        self.loss_scale[0] = 1.0
+        with torch.no_grad():
+            return self._run([batch], training=False)
+
+    def _run(self, batches: Sequence[MicroBatch], *, training: bool) -> torch.Tensor:
+        parts = [tensors(batch, self.device) for batch in batches]
+        inputs, targets, sample_ids = (torch.cat(item) for item in zip(*parts, strict=True))
+        first = (inputs,) if any(stage.first for stage in self.stages) else ()
+        is_last = any(stage.last for stage in self.stages)
+        losses: list[torch.Tensor] = []
+        run = self.schedule.step if training else self.schedule.eval
+        run(
+            *first,
+            target=targets if is_last else None,
+            losses=losses if is_last else None,
+            return_outputs=False,
+            sample_ids=sample_ids,
+        )
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
 
 
 class StageModule(nn.Module):
@@ -136,20 +198,15 @@ def parts_of(model: nn.Module) -> Parts:
     plan: dict[str, Any] = getattr(model, "pp_plan", None) or {}
     names = list(plan)
     by_ending = {name.rpartition(".")[2]: name for name in names}
+    wanted = ("embed_tokens", "layers", "norm", "lm_head")
     try:
-        parts = Parts(
-            embedding=by_ending["embed_tokens"],
-            layers=by_ending["layers"],
-            norm=by_ending["norm"],
-            head=by_ending["lm_head"],
-        )
+        return Parts(*(by_ending[name] for name in wanted))
     except KeyError:
         raise OutlastError(
             "parallel.pipeline > 1 needs a decoder whose pp_plan names embed_tokens, layers, norm "
             f"and lm_head, and that of {type(model).__name__} names {names or 'nothing'}; "
             "use parallel.shard instead"
         ) from None
-    return parts
 
 
 def stage_blocks(layers: int, stages: int) -> list[range]:
@@ -226,17 +283,6 @@ def _shallow(module: nn.Module) -> nn.Module:
     return twin
 
 
-def make_schedule(
-    stages: list[PipelineStage],
-    microbatches: int,
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> _PipelineSchedule:
-    """1F1B for one stage per rank, interleaved 1F1B for several; gradients are not rescaled."""
-    if len(stages) == 1:
-        return Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
-    return ScheduleInterleaved1F1B(list(stages), microbatches, loss_fn=loss, scale_grads=False)
-
-
 class _Stage(PipelineStage):
     """A stage that learns its shapes from memory that nobody has written to, unseen by a guard."""
 
@@ -249,8 +295,27 @@ class _Stage(PipelineStage):
             return super()._backward_metadata_inference(*arguments, **options)
 
 
-def make_stage(
-    module: nn.Module, index: int, stages: int, device: torch.device, group: ProcessGroup
-) -> PipelineStage:
-    """The stage runtime; shapes are learnt from the first micro-batch."""
-    return _Stage(module, index, stages, device, group=group)
+def make_schedule(
+    modules: Mapping[int, StageModule],
+    stages: int,
+    microbatches: int,
+    group: ProcessGroup,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> _PipelineSchedule:
+    """1F1B for one stage per rank, interleaved 1F1B for several; gradients are not rescaled.
+
+    Args:
+        modules: This rank's stages by their index.
+        stages: Of all ranks.
+        microbatches: In flight.
+        group: Of the pipeline's ranks.
+        loss: Of logits and targets.
+    """
+    # Shapes are learnt from the first micro-batch.
+    mine = [
+        _Stage(module, index, stages, next(module.parameters()).device, group=group)
+        for index, module in modules.items()
+    ]
+    if len(mine) == 1:
+        return Schedule1F1B(mine[0], microbatches, loss_fn=loss, scale_grads=False)
+    return ScheduleInterleaved1F1B([*mine], microbatches, loss_fn=loss, scale_grads=False)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import torch
@@ -32,7 +33,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from outlast.distributed.group import Group, raise_together
+from outlast.distributed.group import Group, gather_on_first, raise_together
 from outlast.distributed.ranks import ALONE, Ranks, device_of, join, leave
 from outlast.errors import (
     EXIT_DONE,
@@ -79,7 +80,6 @@ from outlast.records import (
 from outlast.records.process import age_seconds
 from outlast.recover.resize import is_wanted
 from outlast.runtime.recording import versions
-from outlast.runtime.staging import NodeFiles
 from outlast.runtime.stop import StopFlag
 from outlast.runtime.watching import steps_before, under_watch
 from outlast.train.build import SetUp, build, configure_torch, load_data
@@ -93,11 +93,9 @@ if TYPE_CHECKING:
     from outlast.data import Prepared
     from outlast.job import Job
     from outlast.runtime.cadence import Turns
-    from outlast.runtime.recording import Outcome
     from outlast.runtime.saves import Transfers
-    from outlast.runtime.staging import Stager
     from outlast.train.drill import Drill
-    from outlast.train.loop import Trainer
+    from outlast.train.loop import Outcome, Trainer
     from outlast.train.model import ModelSize
 
 
@@ -231,17 +229,15 @@ class LineDisplay:
             now = time.monotonic()
             if now - self._last >= _LINE_SECONDS or event.step == self._steps:
                 self._last = now
-                print(self._line(event), flush=True)
+                rate, left = self._rate, self._steps - event.step
+                print(
+                    f"step {event.step}/{self._steps}  loss {event.loss:.4f}  "
+                    f"{rate.tokens_per_second:,.0f} tokens/s  "
+                    f"{rate.step_seconds * 1e3:.1f} ms/step  eta {left * rate.step_seconds:.0f} s",
+                    flush=True,
+                )
         elif (message := message_of(event)) is not None:
             print(message, flush=True)
-
-    def _line(self, event: StepsDone) -> str:
-        left_seconds = (self._steps - event.step) * self._rate.step_seconds
-        return (
-            f"step {event.step}/{self._steps}  loss {event.loss:.4f}  "
-            f"{self._rate.tokens_per_second:,.0f} tokens/s  "
-            f"{self._rate.step_seconds * 1e3:.1f} ms/step  eta {left_seconds:.0f} s"
-        )
 
     def close(self) -> None:
         """Nothing is held back."""
@@ -272,7 +268,10 @@ class TerminalDisplay:
     def write(self, event: Event) -> None:
         """Move the bar, or print the event's line above it."""
         if isinstance(event, TrainingStarted):
-            self._start(event.step)
+            self._task = self._progress.add_task(
+                self._name, total=self._steps, completed=event.step, status="starting"
+            )
+            self._progress.start()
         if isinstance(event, (CheckpointSaved, CheckpointRestored)):
             self._saved = f"saved at {event.step}"
             if self._task is not None and self._last is not None:
@@ -285,12 +284,6 @@ class TerminalDisplay:
         elif (message := message_of(event)) is not None:
             self._progress.console.print(escape(message), style="dim", highlight=False)
 
-    def _start(self, step: int) -> None:
-        self._task = self._progress.add_task(
-            self._name, total=self._steps, completed=step, status="starting"
-        )
-        self._progress.start()
-
     def _status(self, event: StepsDone) -> str:
         return (
             f"loss [bold]{event.loss:.3f}[/bold]  {self._rate.tokens_per_second / 1e3:,.1f}k "
@@ -300,6 +293,86 @@ class TerminalDisplay:
     def close(self) -> None:
         """Leave the terminal as it was."""
         self._progress.stop()
+
+
+class Staged(Protocol):
+    """A file on this node, or in place where `problem` says why there is no copy."""
+
+    @property
+    def path(self) -> Path:
+        """Its path."""
+
+    @property
+    def source(self) -> str:
+        """Its source."""
+
+    @property
+    def problem(self) -> str:
+        """Why `path` is the source itself; empty where it is a copy."""
+
+    def facts(self) -> dict[str, Any]:
+        """An entry of `DataStaged.copies`, but for its host and processes."""
+
+
+class Stager(Protocol):
+    """Gets a file to this node, once for all processes that ask; it travels to worker processes."""
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest time that one file may take."""
+
+    def __call__(self, source: str, beside: tuple[str, ...], digest: str | None) -> Staged:
+        """Get the file at a path or URL, with the names beside it; raises OutlastError."""
+
+
+class NodeFiles:
+    """The files that this process has asked for; what `prepare` takes as `stage`."""
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+        self._staged: list[Staged] = []
+        self._seconds = 0.0
+
+    def __call__(self, source: str, beside: tuple[str, ...], digest: str | None) -> Path:
+        """The path on this node."""
+        begun = time.perf_counter()
+        staged = self._stager(source, beside, digest)
+        self._seconds += time.perf_counter() - begun
+        self._staged.append(staged)
+        return staged.path
+
+    def record(self, records: RecordWriter | None) -> None:
+        """Write down what all nodes have done; all ranks call it together."""
+        host = socket.gethostname()
+        mine = [{"host": host, **staged.facts()} for staged in self._staged]
+        everyone = gather_on_first((self._seconds, mine))
+        if records is None or not everyone:
+            return
+        copies = [entry for _, listed in everyone for entry in listed]
+        if not copies:
+            return
+        event = DataStaged(max(seconds for seconds, _ in everyone), by_node(copies))
+        records.write(event)
+        for problem in event.problems:
+            records.write(Warned(problem))
+
+
+def by_node(copies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per file and host: of the process that has copied, with all processes' waits."""
+    nodes: dict[tuple[str, str], dict[str, Any]] = {}
+    for copy_ in copies:
+        key = (copy_["host"], copy_["source"])
+        kept = nodes.get(key)
+        if kept is None:
+            nodes[key] = {**copy_, "processes": 1}
+            continue
+        leading = max(kept, copy_, key=lambda one: (one["copied_bytes"], one["seconds"]))
+        nodes[key] = {
+            **leading,
+            "processes": kept["processes"] + 1,
+            "waited_seconds": max(kept["waited_seconds"], copy_["waited_seconds"]),
+        }
+    return list(nodes.values())
 
 
 @dataclass(frozen=True)
@@ -458,7 +531,14 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
     ranks = setup.ranks
     records = None
     try:
-        records = raise_together(lambda: _open_records(setup) if ranks.is_first else None)
+        directory, attempt = setup.directory, setup.directory.next_attempt
+        records = raise_together(
+            lambda: (
+                RecordWriter(directory.path, 0, attempt(), sinks_of(setup))
+                if ranks.is_first
+                else None
+            )
+        )
         data = _load_data(setup, start.stager, records)
         trainer, size = build(setup, data, records)
         trainer.consensus.stop_when = start.stop_when
@@ -474,16 +554,13 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
                 records.write(start.prediction)
             for message in trainer.guard.warnings if trainer.guard is not None else []:
                 records.write(Warned(message))
-        with trainer.store:
-            outcome = trainer.run(began, setup.parts)
-        trainer.runtime.saves.record_copies()
+        outcome = trainer.run(began, setup.parts)
         if records is not None:
             end_run(setup, data, trainer, records, outcome)
-            if start.prediction is not None:
-                # Print the prediction of this attempt beside what was measured.
-                directory = setup.directory
-                if (forecast := forecast_of(read_run(directory.path))) is not None:
-                    print(forecast.sentence(), flush=True)
+            # Print the prediction of this attempt beside what was measured.
+            forecast = forecast_of(read_run(directory.path)) if start.prediction else None
+            if forecast is not None:
+                print(forecast.sentence(), flush=True)
     finally:
         if records is not None:
             records.close()
@@ -528,7 +605,7 @@ def end_run(
         except OutlastError as error:
             problem = str(error)
             records.write(Warned(problem))
-    records.write(outcome.ended(trainer.watch.lap()))
+    records.write(outcome.ended(trainer.records.watch.lap()))
     if problem is not None:
         raise OutlastError(
             f"the run is complete and its checkpoint saved, but: {problem}; "
@@ -555,11 +632,6 @@ def _leave_behind(setup: SetUp, data: Prepared, records: RecordWriter, step: int
             seed=job.run.seed,
         )
         records.write(Sampled(step, job.sample.prompt, text))
-
-
-def _open_records(setup: SetUp) -> RecordWriter:
-    directory = setup.directory
-    return RecordWriter(directory.path, 0, directory.next_attempt(), sinks_of(setup))
 
 
 def sinks_of(setup: SetUp) -> list[Sink]:

@@ -22,6 +22,7 @@ from torchtitan.components.checkpointer import (
     LR_SCHEDULER,
     MODEL,
     OPTIMIZER,
+    AsyncMode,
     BaseCheckpointManager,
     CheckpointManager,
     ModelWrapper,
@@ -35,11 +36,11 @@ from outlast.checkpoint import (
     CheckpointStore,
     Reduction,
     Retention,
+    Version,
     list_versions,
     load,
     storage_of,
 )
-from outlast.checkpoint.version import Version
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import (
     EXIT_TO_BE_CONTINUED,
@@ -48,21 +49,25 @@ from outlast.errors import (
     RecoverError,
     WrongNumbersError,
 )
-from outlast.records import CheckpointRestored, StateRecovered, StopRequested, Warned
-from outlast.runtime.memory import MemoryCheckpoint
+from outlast.integrations.entries import Entry
+from outlast.records import CheckpointRestored, StateRecovered, Warned
+from outlast.runtime.engine import Decision, NowAndThen, Runtime, StepResult
 from outlast.runtime.place import ranks_here
-from outlast.runtime.stop import Stopping
+from outlast.runtime.recording import directory_of
 from outlast.state.live import module_tensors, reshard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Mapping, Sequence
 
     from outlast.checkpoint import SaveHandle, SaveResult
-    from outlast.distributed.ranks import Ranks
     from outlast.job import LoopJob
     from outlast.records import Event
-    from outlast.runtime.recording import Recording
+    from outlast.runtime.memory import MemoryCheckpoint
+
+MODEL_FOLDER = "model"
+"""Below the folder: what holds the model alone, a last save or a seed."""
+
+_logger = logging.getLogger(__name__)
 
 
 def joined(parts: Sequence[nn.Module]) -> nn.Module:
@@ -104,25 +109,6 @@ def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     return whole
 
 
-class Key:
-    """One key of an object's state, as an entry of a store.
-
-    torchtitan's data loaders give each data-parallel rank a key of its own in one state. As
-    entries of their own, all are saved, whichever rank has them.
-    """
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        """The value."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved."""
-        self.value = state["value"]
-
-
 def names_in(store: CheckpointStore, step: int | None) -> set[str]:
     """Names of all that the newest version or that of `step` holds; empty where there is none."""
     versions = list_versions(store.storage)[::-1]
@@ -135,14 +121,17 @@ def names_in(store: CheckpointStore, step: int | None) -> set[str]:
     return set()
 
 
-def keys_of(name: str, state: Mapping[str, Any]) -> dict[str, Key]:
-    """The entries of an object's state.
+def _by_key(name: str, state: Mapping[str, Any]) -> dict[str, Entry]:
+    """Each key of an object's state as an entry of a store.
+
+    torchtitan's data loaders give each data-parallel rank a key of its own in one state. As
+    entries of their own, all are saved, whichever rank has them.
 
     Args:
         name: Of the object among the states.
         state: What its ``state_dict()`` gave.
     """
-    return {f"{name}.{key}": Key(value) for key, value in state.items()}
+    return {f"{name}.{key}": Entry({"value": value}) for key, value in state.items()}
 
 
 class Entries:
@@ -205,7 +194,7 @@ class Entries:
             elif name == OPTIMIZER:
                 entries[name] = [*state]
             elif name == DATALOADER and state is not None:
-                entries |= keys_of(name, state.state_dict())
+                entries |= _by_key(name, state.state_dict())
             elif state is not None:
                 entries[name] = state
         return entries
@@ -215,15 +204,15 @@ class Entries:
         self.model()
         loader = self._states[DATALOADER]
         state = {} if loader is None else loader.state_dict()
-        for name, key in keys_of(DATALOADER, state).items():
-            entries[name].value = key.value
+        for name, entry in _by_key(DATALOADER, state).items():
+            entries[name].content = entry.content
 
     def loaded(self, entries: Mapping[str, Any]) -> None:
         """Give the data loader what its entries have got."""
         found = {
-            name.removeprefix(f"{DATALOADER}."): entry.value
+            name.removeprefix(f"{DATALOADER}."): entry.content["value"]
             for name, entry in entries.items()
-            if isinstance(entry, Key)
+            if isinstance(entry, Entry)
         }
         if found:
             self._states[DATALOADER].load_state_dict(found)
@@ -401,13 +390,6 @@ def take(memory: MemoryCheckpoint, step: int) -> tuple[int | None, list[Event]]:
     return None, memory.events
 
 
-MODEL_FOLDER = "model"
-"""Below the folder: what holds the model alone, a last save or a seed."""
-
-
-_logger = logging.getLogger(__name__)
-
-
 class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """Saves and restores a training of torchtitan as versions of a `CheckpointStore`.
 
@@ -434,7 +416,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """Versions in a row that are stored as differences; 0: none."""
 
         stop_in_time: bool = True
-        """Whether signals and the end of a Slurm job's time end the training after a save."""
+        """True if signals and the end of a Slurm job's time end the training after a save."""
 
         timeout_seconds: float = 1800.0
         """Longest wait for the storage or another rank."""
@@ -453,8 +435,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     ) -> None:
         self.enable = config.enable
         self.save_future: SaveHandle | None = None
-        self.stopped = ""
-        self._recording: Recording | None = None
+        self.job: LoopJob | None = None
+        self._closed = not self.enable
         if not self.enable:
             return
         if config.last_save_in_hf and sd_adapter is None:
@@ -473,27 +455,13 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             LR_SCHEDULER: lr_schedulers,
         }
         self.entries = Entries(states, model_parts)
+        self._awaited = False
+        self.runtime = Runtime(ranks_here(), chain=cluster, save_told=self._log_failure)
         self._store = raise_together(lambda: self._opened(self.folder))
-        self._memory: MemoryCheckpoint | None = None
-        self._memory_of: Callable[..., MemoryCheckpoint] | None = None
-        self._handle: SaveHandle | None = None
-        self._saved_step = -1
-        self._done_step = 0
-        self._closed = False
-        self._stopping: Stopping | None = None
+        self._saves = self.runtime.save_to(self._store, raises=True)
         if config.stop_in_time and not config.load_only:
-            self._stopping = Stopping(None, ranks_here(), cluster)
-            self._signals: AbstractContextManager[Any] = self._stopping.signals()
-            self._signals.__enter__()
-
-    def attach(self, recording: Recording, job: LoopJob, ranks: Ranks) -> None:
-        """Tell a run's records what happens, and keep the state in memory as its [recover] says.
-
-        To be called before `load`, on all ranks.
-        """
-        if self.enable:
-            self._recording = recording
-            self._memory_of = partial(MemoryCheckpoint, job, ranks, recording.directory)
+            self.runtime.consensus = NowAndThen(chain=cluster)
+            self.runtime.take_signals()
 
     def _load(self, step: int = -1) -> bool:
         """Restore the newest version or that of `step`, or what the run is to begin with.
@@ -504,8 +472,8 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         with torch.no_grad():
             found = self._restored(step)
-        if self._stopping is not None:
-            self._stopping.begin(self._done_step)
+        if self.runtime.records is None:
+            self.runtime.begin(self.runtime.step)
         return found
 
     def _restored(self, step: int) -> bool:
@@ -534,58 +502,65 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _restored_version(self, wanted: dict[str, Any], step: int | None) -> bool:
         """True if there was a state of the run, of the newest or that step; it is restored then."""
         check_data_keys(self._store, wanted, step)
-        if step is None:
-            memory = self._opened_memory(wanted, self._store)
-            if memory is not None:
-                return self._restored_by(memory, wanted)
+        if step is None and self._keep_in_memory(wanted, self._store):
+            return self._restored_newest(wanted)
         began = time.monotonic()
         restored = self._store.restore(wanted, step=step)
         if restored is None:
             return False
         for sentence in restored.skipped:
             _logger.warning("%s; the run goes on from step %d", sentence, restored.step)
-        self.entries.loaded(wanted)
-        self._done_step = self._saved_step = restored.step
         seconds = time.monotonic() - began
-        self._write(CheckpointRestored(restored.step, seconds, restored.skipped))
+        self._begin_at(wanted, restored.step, saved=True)
+        self.runtime.write(CheckpointRestored(restored.step, seconds, restored.skipped))
         return True
 
-    def _opened_memory(
-        self, wanted: dict[str, Any], store: CheckpointStore, otherwise: str = ""
-    ) -> MemoryCheckpoint | None:
-        """The memory of the run, which is `self._memory` from now on; None where it has none."""
-        if self._memory_of is None or self.config.exclude_from_loading or self.config.load_only:
-            return None
-        note = partial(self.entries.note, wanted)
-        memory = self._memory_of(store, wanted, note=note, otherwise=otherwise)
-        self._memory = memory if memory.is_on else None
-        return self._memory
+    def _restored_newest(self, wanted: dict[str, Any]) -> bool:
+        """Return whether there was a state in memory or in the store, whichever is sooner back."""
+        runtime, memory = self.runtime, self.runtime.memory
+        assert memory is not None
+        done, events = runtime.restore()
+        for event in events:
+            runtime.write(event)
+        if not any(isinstance(event, CheckpointRestored | StateRecovered) for event in events):
+            return False
+        self._begin_at(wanted, done, saved=not memory.unsaved)
+        return True
 
     def _restarted(self, wanted: dict[str, Any], step: int) -> bool:
         """Return whether a run that began at `step` goes on from memory, which is restored then."""
-        memory = self._opened_memory(wanted, begun_at(step), begins_again(step))
-        if memory is None:
+        if not self._keep_in_memory(wanted, begun_at(step), begins_again(step)):
             return False
-        done, events = take(memory, step)
+        assert self.runtime.memory is not None
+        done, events = take(self.runtime.memory, step)
         for event in events:
-            self._write(event)
+            self.runtime.write(event)
         if done is None:
             return False
-        self.entries.loaded(wanted)
-        self._done_step, self._saved_step = done, -1
+        self._begin_at(wanted, done, saved=False)
         return True
 
-    def _restored_by(self, memory: MemoryCheckpoint, wanted: dict[str, Any]) -> bool:
-        """Return whether there was a state in memory or in the store, whichever is sooner back."""
-        done, events = memory.restore()
-        for event in events:
-            self._write(event)
-        if not any(isinstance(event, CheckpointRestored | StateRecovered) for event in events):
-            return False
+    def _begin_at(self, wanted: dict[str, Any], step: int, *, saved: bool) -> None:
+        """Note that `wanted` was restored to `step`, and whether a version holds it."""
         self.entries.loaded(wanted)
-        self._done_step = done
-        self._saved_step = -1 if memory.unsaved else done
-        return True
+        self.runtime.step = step
+        self._saves.newest = step if saved else -1
+
+    def _keep_in_memory(
+        self, wanted: dict[str, Any], store: CheckpointStore, otherwise: str = ""
+    ) -> bool:
+        """Keep the state in memory as the job's [recover] says; False where nothing is kept."""
+        if self.job is None or self.config.exclude_from_loading or self.config.load_only:
+            return False
+        memory = self.runtime.keep_in_memory(
+            self.job,
+            directory_of(self.job),
+            store,
+            wanted,
+            note=partial(self.entries.note, wanted),
+            otherwise=otherwise,
+        )
+        return memory.is_on
 
     def _restored_seed(self) -> bool:
         """Return whether the weights of a seed checkpoint are there, which are restored then."""
@@ -611,32 +586,34 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """
         if self.config.load_only:
             return False
-        self._done_step = curr_step
-        if self._handle is not None and self._handle.done():
+        runtime = self.runtime
+        if self.save_future is not None and self.save_future.done():
             self._wait_for_saving()
-        why = "" if last_step or self._stopping is None else self._stopping.why(curr_step)
+        decision = Decision() if last_step else runtime.agree(StepResult(curr_step))
+        runtime.step = curr_step
         due = (
             last_step
             or curr_step % self.config.interval == 0
             or (curr_step == 1 and self.config.enable_first_step_checkpoint)
         )
-        if self._memory is not None and not why and not last_step:
-            agreement = None if self._stopping is None else self._stopping.agreement
-            self._write(self._memory.keep(curr_step, agreement))
-        if due or why:
+        if not decision.stop and not last_step:
+            runtime.keep(curr_step)
+        if due or decision.stop:
             self.maybe_wait_for_saving()
             GarbageCollection.collect("GC collection invoked by checkpointer.")
             with torch.no_grad():
                 # A seed, which is saved as the last step of none, is the weights alone.
                 if last_step and (self.config.last_save_model_only or curr_step == 0):
                     self._save_model(curr_step)
-                    self._saved_step = curr_step
-                elif self._saved_step != curr_step:
-                    self._save_all(curr_step, wait=bool(why) or last_step)
-        if why:
-            self.stopped = why
-            self._write(StopRequested(curr_step, why))
-            _logger.warning("stopped after step %d (%s): run the same again", curr_step, why)
+                    self._saves.newest = curr_step
+                elif self._saves.newest != curr_step:
+                    self._save_all(curr_step, wait=bool(decision.stop) or last_step)
+        if decision.stop:
+            runtime.stop(decision)
+            _logger.warning(
+                "stopped after step %d (%s): run the same again", curr_step, decision.stop
+            )
+            runtime.tell_findings()
             # The trainer closes its manager after errors and at its end, which this is neither.
             self.close()
             raise SystemExit(EXIT_TO_BE_CONTINUED)
@@ -644,20 +621,20 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _save_all(self, step: int, *, wait: bool) -> None:
         mode = self.config.async_mode
-        handle = self._store.save_async(
-            step,
-            self.entries.of(self.states),
-            late=self.entries.is_still if mode == "async_with_pinned_mem" and not wait else (),
-        )
-        self._handle = self.save_future = handle
+        late = self.entries.is_still if mode == "async_with_pinned_mem" and not wait else ()
+        handle = self.runtime.save(step, self.entries.of(self.states), late=late)
+        self._awaited = wait
         if wait:
-            self._handle = self.save_future = None
-            result = handle.result()
-            self._ended(result)
-            if result.error is not None:
-                raise CheckpointError(result.error)
-        elif mode == "disabled":
-            self._wait_for_saving()
+            self._saves.wait()
+        else:
+            self.save_future = handle
+            if mode == "disabled":
+                self._wait_for_saving()
+
+    def _log_failure(self, result: SaveResult) -> None:
+        # One that is waited for is raised.
+        if result.error is not None and not self._awaited:
+            _logger.error("step %d was not saved: %s", result.step, result.error)
 
     def _save_model(self, step: int) -> None:
         """Save the model alone, as the last save or a seed."""
@@ -668,8 +645,6 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             if isinstance(state, torch.Tensor)
         }
         if self.config.last_save_in_hf:
-            from torchtitan.components.checkpointer import AsyncMode
-
             CheckpointManager.dcp_save(
                 self,
                 weights,
@@ -680,34 +655,16 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         with self._opened(filesystem.join(self.folder, MODEL_FOLDER)) as store:
             result = store.save(step, {MODEL: module_of(weights)})
-        if self._recording is not None:
-            self._recording.saved(result)
+        self.runtime.save_ended(result)
 
     def _maybe_wait_for_staging(self) -> None:
         """Finish the copies of the state under way: the next update writes to the weights."""
-        if self._memory is not None:
-            self._memory.settle()
-        if self._handle is not None:
-            self._handle.copied()
+        self.runtime.before_update()
 
     def _wait_for_saving(self) -> None:
         """Wait for the save under way; a failure is logged."""
-        assert self._handle is not None
-        handle, self._handle, self.save_future = self._handle, None, None
-        result = handle.result()
-        self._ended(result)
-        if result.error is not None:
-            _logger.error("step %d was not saved: %s", result.step, result.error)
-
-    def _ended(self, result: SaveResult) -> None:
-        """A save has ended, well or not."""
-        if self._recording is not None:
-            self._recording.saved(result)
-        if result.error is not None:
-            return
-        self._saved_step = result.step
-        if self._stopping is not None:
-            self._stopping.observe_save(result.seconds)
+        self.save_future = None
+        self._saves.collect(wait=True)
 
     def _close(self) -> None:
         """Give up the store; after an error, without waiting for other ranks."""
@@ -718,19 +675,11 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         failed = error is not None and not isinstance(error, SystemExit)
         if not failed:
             self.maybe_wait_for_saving()
-        if self._stopping is not None:
-            self._signals.__exit__(None, None, None)
-            self._stopping = None
-        if self._memory is not None:
-            # Where the data ran out, nothing was saved of the last step.
-            is_saved = not failed and self._saved_step == self._done_step
-            self._memory.close(forget=is_saved or isinstance(error, WrongNumbersError))
-        self._store.close(drain=not failed, failed=failed)
-
-    def _write(self, event: Event | None) -> None:
-        """Write an event into the run's records, where it has any."""
-        if self._recording is not None:
-            self._recording.write(event)
+        # Where the data ran out, nothing was saved of the last step, which stays in memory.
+        is_saved = not failed and self._saves.newest == self.runtime.step
+        if is_saved or isinstance(error, WrongNumbersError):
+            self.runtime.forget()
+        self.runtime.close(error if failed else None)
 
     def _opened(self, place: str) -> CheckpointStore:
         """A store with the run's settings; `keep_latest_k` = 0 keeps everything."""

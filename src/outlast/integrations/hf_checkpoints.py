@@ -12,22 +12,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from outlast import cluster
 from outlast.autosave.resume.process import set_random_states
 from outlast.checkpoint import CheckpointStore, Retention, list_versions
 from outlast.checkpoint.version import is_published
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.errors import CheckpointError, IntegrationError
-from outlast.integrations.entries import RandomEntry, TextEntry, padded
-from outlast.records import CheckpointRestored, RunDirectory, Warned
-from outlast.runtime.memory import MemoryCheckpoint
+from outlast.errors import IntegrationError
+from outlast.integrations.entries import EVERY_VERSION, RandomEntry, TextEntry, read_facts
+from outlast.records import CheckpointRestored, RunDirectory
+from outlast.runtime.engine import Runtime
 from outlast.runtime.place import ranks_here, trained_part, unwrapped
-from outlast.runtime.saves import AdapterSaves, open_store
+from outlast.runtime.saves import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,9 +33,10 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
 
+    from outlast.checkpoint import SaveResult
     from outlast.job import CheckpointSection, LoopJob
-    from outlast.records import Event
-    from outlast.runtime.agreement import BoundaryAgreement
+    from outlast.runtime.cadence import SaveCadence
+    from outlast.runtime.memory import MemoryCheckpoint
 
 
 _MARK = "outlast.json"
@@ -143,18 +142,10 @@ def mark(folder: Path, directory: RunDirectory) -> None:
 
 _MODEL, _OPTIMIZER, _SCHEDULER, _SCALER = "model", "optimizer", "scheduler", "scaler"
 
-
-_TRAINER, _RANDOM = "trainer", "random-"
-
+_TRAINER, _RANDOM, _UNLOGGED = "trainer", "random-", "unlogged-"
 
 _NEWEST_BEST = "outlast_newest_best"
 """Figure of versions that were the best when they were saved: the later, the better they are."""
-
-
-_ALL = 10**9
-
-
-_STATE_FILE = "trainer_state.json"
 
 
 class _WentBackError(Exception):
@@ -164,7 +155,7 @@ class _WentBackError(Exception):
         self.step = step
 
 
-class Saving(AdapterSaves):
+class Saving:
     """The store of one trainer, in place of its own files.
 
     Args:
@@ -172,27 +163,45 @@ class Saving(AdapterSaves):
         settings: Of the store.
 
     Attributes:
-        memory: Keeps the state of each step, too; None without.
+        cadence: Of saves beside those that the trainer asks for; None: there are none.
+        kept: The settings by which each step is kept in memory, too; None: none is.
     """
 
     def __init__(self, trainer: Trainer, settings: CheckpointSection) -> None:
-        super().__init__(ranks_here(), cluster)
-        self.memory: Remembering | None = None
+        self.cadence: SaveCadence | None = None
+        self.kept: LoopJob | None = None
         self._trainer = trainer
         self._settings = settings
-        self._store: CheckpointStore | None = None
+        self._runtime = Runtime(ranks_here())
         self._source: CheckpointStore | None = None
         self._within_save = False
         self._resumed = ""
         self._content: dict[str, Any] = {}
+        self._in_memory = False
         self._step: int | None = None
         self._random: RandomEntry | None = None
+        self._state: dict[str, Any] = {}
+        self._text = StateText()
+        self._unlogged = Unlogged(trainer)
         self._replace_methods()
 
-    def train(self, train: Callable[[Any], Any], resume: str | bool | None) -> Any:
+    @property
+    def results(self) -> list[SaveResult]:
+        """Of the saves of the last training that have ended."""
+        return [] if self._runtime.saves is None else self._runtime.saves.results
+
+    def collect(self, *, wait: bool = False) -> None:
+        """See how the save under way went, if it is done; `wait`: wait for it."""
+        if self._runtime.saves is not None:
+            self._runtime.saves.collect(wait=wait)
+
+    def train(
+        self, runtime: Runtime, train: Callable[[Any], Any], resume: str | bool | None
+    ) -> Any:
         """Train, from what `resume` names.
 
         Args:
+            runtime: Of this training.
             train: The trainer's own, with the checkpoint to resume from as its argument.
             resume: As `Trainer.train` has it.
 
@@ -204,23 +213,27 @@ class Saving(AdapterSaves):
                 "hyperparameter_search trains one model after the other, which one store cannot "
                 "hold; leave add_checkpoints out"
             )
-        self.events, self.results = [], []
-        self._number = -1
+        self._runtime, self._content, self._random = runtime, {}, None
+        store = self._source = self._open_store()
+        runtime.save_to(store, cadence=self.cadence, raises=True)
+
+        def choose() -> Choice:
+            newest = store.newest()
+            return chosen(resume, self._directory, None if newest is None else newest.step)
+
+        choice = gather_objects(raise_together(choose))[0]
+        self._in_memory = self._is_in_memory(store, choice)
+        if choice.kind == "nothing" and not self._in_memory:
+            runtime.tell(
+                f"checkpoint-{choice.step} was never published, and there is none before it: the "
+                "training begins anew"
+            )
+            return train(None)
+        if choice.kind == "trainer" and not self._in_memory:
+            return train(choice.place or resume)
+        self._step = None if self._in_memory else choice.step
         with contextlib.ExitStack() as stack:
-            stack.push(lambda kind, *_: self._close(failed=_is_failure(kind)))
-            self._store = self._open_store()
-            choice = gather_objects(raise_together(lambda: self._chosen(resume)))[0]
-            in_memory = self._look_into_memory(choice)
-            if choice.kind == "nothing" and not in_memory:
-                self._tell(
-                    f"checkpoint-{choice.step} was never published, and there is none before it: "
-                    "the training begins anew"
-                )
-                return train(None)
-            if choice.kind == "trainer" and not in_memory:
-                return train(choice.place or resume)
-            self._source, self._step = self._store, None if in_memory else choice.step
-            if not in_memory and choice.place != str(self._directory.checkpoints):
+            if not self._in_memory and choice.place != str(self._directory.checkpoints):
                 self._source = stack.enter_context(CheckpointStore(choice.place))
             while True:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="outlast-resume-"))
@@ -232,70 +245,103 @@ class Saving(AdapterSaves):
                 finally:
                     self._resumed = ""
 
+    def begin(self) -> None:
+        """The first step begins, of which the state is kept in memory from now on."""
+        if self._runtime.memory is None:
+            return
+        rank = self._runtime.ranks.rank
+        self._text = StateText()
+        self._state.clear()
+        self._state |= {**self.objects(), f"{_RANDOM}{rank}": RandomEntry()}
+        self._state[f"{_UNLOGGED}{rank}"] = self._unlogged
+        if self._runtime.ranks.is_first:
+            self._state[_TRAINER] = self._text
+        self._unlogged.set()
+
     def has_checkpoint(self) -> bool:
         """Return whether there is something to resume from, here or written by the Trainer itself.
 
         All ranks ask together. So that the same command begins a run and goes on with it::
 
             trainer.train(resume_from_checkpoint=saving.has_checkpoint())
+
+        Raises:
+            RecoverError: On all ranks, when steps were done of which nothing is left.
         """
         with self._open_store() as store:
             last = last_folder(self._directory)
             own = last is not None and not stands_for_version(last)
             if gather_objects(own or store.newest() is not None)[0]:
                 return True
-            return self.memory is not None and self.memory.has_any(store, self._directory)
+            if self.kept is None:
+                return False
+            memory = self._open_memory(Runtime(ranks_here()), store)
+            try:
+                return memory.find() is not None
+            finally:
+                memory.close(forget=False)
 
-    def _look_into_memory(self, choice: Choice) -> bool:
-        """True if the training goes on from memory, of which the trainer's own state is read."""
-        if self.memory is None:
+    def _open_memory(self, runtime: Runtime, store: CheckpointStore) -> MemoryCheckpoint:
+        assert self.kept is not None
+        return runtime.keep_in_memory(
+            self.kept, self._directory, store, self._state, note=self._note
+        )
+
+    def _note(self) -> None:
+        if self._runtime.ranks.is_first:
+            self._text.note(state_of(self._trainer), self._runtime.ranks.world_size)
+
+    def _is_in_memory(self, store: CheckpointStore, choice: Choice) -> bool:
+        """True if the newest state is asked for and lies in memory; its facts are read then.
+
+        Raises:
+            RecoverError: On all ranks, when steps were done of which nothing is left.
+        """
+        if self.kept is None:
             return False
-        assert self._store is not None
-        self.memory.open(self._store, self._directory)
-        found = self.memory.find(choice)
-        self._take_over_events()
+        memory = self._open_memory(self._runtime, store)
+        step = memory.find() if choice.is_newest else None
+        # The Trainer itself may have written something newer, without Outlast.
+        written = choice.step if choice.kind == "trainer" else None
+        text = StateText()
+        found = (
+            step is not None
+            and (written is None or written <= step)
+            and memory.read({_TRAINER: text})
+            and self._has_best(store, text.content)
+        )
+        self._tell_of_memory()
+        if found:
+            self._content = text.content
         return found
 
-    def _take_over_events(self) -> None:
-        assert self.memory is not None
-        told, self.memory.events = self.memory.events, []
-        self._tell_all(told)
+    def _tell_of_memory(self) -> None:
+        memory = self._runtime.memory
+        assert memory is not None
+        events, memory.events = memory.events, []
+        self._runtime.tell(*events)
 
     def _open_store(self) -> CheckpointStore:
-        raise_together(lambda: self._directory.create() if self._ranks.is_first else None)
-        return raise_together(self._opened)
+        first = ranks_here().is_first
+        raise_together(lambda: self._directory.create() if first else None)
+        arguments = self._trainer.args
+        limit = arguments.save_total_limit
+        best = int(arguments.metric_for_best_model is not None)
+        keep = Retention(
+            limit if limit and limit > 0 else EVERY_VERSION,
+            best=best,
+            metric=_NEWEST_BEST if best else "",
+            mode="max",
+        )
+        return raise_together(lambda: open_store(self._settings, self._directory, keep=keep))
 
     @property
     def _directory(self) -> RunDirectory:
         return RunDirectory(Path(self._trainer.args.output_dir))
 
-    def _opened(self) -> CheckpointStore:
-        arguments = self._trainer.args
-        limit = arguments.save_total_limit
-        best = int(arguments.metric_for_best_model is not None)
-        keep = Retention(
-            limit if limit and limit > 0 else _ALL,
-            best=best,
-            metric=_NEWEST_BEST if best else "",
-            mode="max",
-        )
-        return open_store(self._settings, self._directory, keep=keep)
-
-    def _close(self, *, failed: bool) -> None:
-        store, self._store, self._source = self._store, None, None
-        self._content, self._random = {}, None
-        if store is not None:
-            try:
-                if not failed:
-                    self.collect(wait=True)
-            finally:
-                self._handle = None
-                store.close(drain=not failed, failed=failed)
-
-    def _chosen(self, resume: str | bool | None) -> Choice:
-        assert self._store is not None
-        newest = self._store.newest()
-        return chosen(resume, self._directory, None if newest is None else newest.step)
+    @property
+    def _is_training(self) -> bool:
+        return self._runtime.saves is not None and not self._runtime.saves.closed
 
     def _begin_resume(self, folder: Path, is_marked: bool) -> str:
         """Read the trainer's own state, and put it where the Trainer looks for it.
@@ -304,64 +350,61 @@ class Saving(AdapterSaves):
             folder: To put it into.
             is_marked: Whether there has been a save of this step, perhaps one that was cut short.
         """
-        if self.memory is not None and self.memory.content:
-            self._content = self.memory.content
-        else:
-            self._content = self._read_content(is_marked)
+        if not self._in_memory:
+            assert self._source is not None
+            self._content, step = read_facts(
+                self._source, _TRAINER, self._step, or_newest=is_marked
+            )
+            if step != self._step:
+                self._runtime.tell(
+                    f"checkpoint-{self._step} was never published, as a save that is cut short is "
+                    f"not; the training goes on from step {self._content['state']['global_step']}"
+                )
+            self._step = step
         path = folder / f"checkpoint-{self._content['state']['global_step']}"
         path.mkdir()
         text = json.dumps(self._content["state"])
-        (path / _STATE_FILE).write_text(text, encoding="utf-8")
+        (path / TRAINER_STATE_NAME).write_text(text, encoding="utf-8")
         return str(path)
-
-    def _read_content(self, is_marked: bool) -> dict[str, Any]:
-        """The trainer's own state, and what there is beside it, of the version to resume from."""
-        assert self._source is not None
-        entry = TextEntry()
-        try:
-            restored = self._source.restore({_TRAINER: entry}, step=self._step)
-        except CheckpointError:
-            newest = self._source.newest()
-            if not is_marked or self._step is None or newest is None or newest.step >= self._step:
-                raise
-            self._tell(
-                f"checkpoint-{self._step} was never published, as a save that is cut short is not; "
-                f"the training goes on from step {newest.step}"
-            )
-            self._step = None
-            restored = self._source.restore({_TRAINER: entry})
-        assert restored is not None
-        return entry.content
 
     def _restore(self) -> None:
         """Load all that was saved into what the Trainer has made."""
-        if self.memory is not None and self.memory.content:
-            taken = self.memory.take(self.objects())
-            self._take_over_events()
-            if not taken:
-                raise _WentBackError(None)
-            self._random = self.memory.random
+        ranks, before = self._runtime.ranks, self._content["ranks"]
+        random = self._random = RandomEntry()
+        wanted = {**self.objects(), f"{_RANDOM}{ranks.rank % before}": random}
+        if self._in_memory:
+            self._restore_memory(wanted)
             return
         assert self._source is not None
         begun = time.perf_counter()
         entries = self._content["entries"]
-        rank = self._ranks.rank % self._content["ranks"]
-        self._random = RandomEntry()
-        wanted = {**self.objects(), f"{_RANDOM}{rank}": self._random}
         state = {name: item for name, item in wanted.items() if name in entries}
         if _OPTIMIZER not in entries:
-            self._tell(
+            self._runtime.tell(
                 "only the model was saved (save_only_model): the optimizer and the schedule begin "
                 "anew"
             )
         restored = self._source.restore(state, step=self._step)
         assert restored is not None
         for item in restored.skipped:
-            self._tell(f"{item}; the training goes on from step {restored.step}")
+            self._runtime.tell(f"{item}; the training goes on from step {restored.step}")
         if restored.step != self._content["state"]["global_step"]:
             raise _WentBackError(restored.step)
         seconds = time.perf_counter() - begun
-        self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
+        self._runtime.tell(CheckpointRestored(restored.step, seconds, restored.skipped))
+
+    def _restore_memory(self, wanted: Mapping[str, Any]) -> None:
+        memory, ranks = self._runtime.memory, self._runtime.ranks
+        assert memory is not None
+        self._state.clear()
+        self._state |= wanted
+        if self._content["ranks"] == ranks.world_size:
+            self._state[f"{_UNLOGGED}{ranks.rank}"] = self._unlogged
+        taken = memory.take()
+        self._tell_of_memory()
+        if not taken:
+            self._in_memory = False
+            raise _WentBackError(None)
 
     def objects(self) -> dict[str, Any]:
         """The live objects, of all ranks the same."""
@@ -381,27 +424,26 @@ class Saving(AdapterSaves):
 
     def _save(self) -> None:
         """Begin to save what the Trainer has just decided to save."""
-        assert self._store is not None
-        state = self._trainer.state
+        state, runtime = self._trainer.state, self._runtime
+        assert runtime.saves is not None
         step = state.global_step
-        if step == self._number:
+        if step == runtime.saves.begun:
             return
-        with self.watch("checkpoint"):
+        with runtime.watch("checkpoint"):
             whole = not self._trainer.args.save_only_model
             saved: dict[str, Any] = self.objects() if whole else {_MODEL: self._model()}
             entries = [*saved]
             if whole:
-                entries += [f"{_RANDOM}{rank}" for rank in range(self._ranks.world_size)]
-                saved[f"{_RANDOM}{self._ranks.rank}"] = RandomEntry()
-            if self._ranks.is_first:
+                entries += [f"{_RANDOM}{rank}" for rank in range(runtime.ranks.world_size)]
+                saved[f"{_RANDOM}{runtime.ranks.rank}"] = RandomEntry()
+            if runtime.ranks.is_first:
                 content = {
                     "state": dataclasses.asdict(state),
                     "entries": entries,
-                    "ranks": self._ranks.world_size,
+                    "ranks": runtime.ranks.world_size,
                 }
                 saved[_TRAINER] = TextEntry(content)
-            self._handle = self._store.save_async(step, saved, metrics=_metrics(state))
-        self._number = step
+            runtime.save(step, saved, metrics=_metrics(state))
 
     def _replace_methods(self) -> None:
         """Put this store in the place of what reads and writes files."""
@@ -410,8 +452,7 @@ class Saving(AdapterSaves):
         own_load_best = trainer._load_best_model
 
         def save_checkpoint(*arguments: Any, **options: Any) -> None:
-            if self._store is None:
-                # Not within a training.
+            if not self._is_training:
                 own_save(*arguments, **options)
                 return
             # A folder that comes is behind a version that is there.
@@ -431,47 +472,74 @@ class Saving(AdapterSaves):
 
         def load_best_model() -> None:
             step = gather_objects(step_of(Path(trainer.state.best_model_checkpoint)))[0]
-            if self._store is None or step is None:
+            if not self._is_training or step is None:
                 own_load_best()
                 return
             self.collect(wait=True)
-            self._store.restore({_MODEL: self._model()}, step=step)
+            assert self._runtime.saves is not None
+            self._runtime.saves.store.restore({_MODEL: self._model()}, step=step)
+
+        def unless_saving(own: Callable[..., None]) -> Callable[..., None]:
+            return lambda *given, **named: None if self._within_save else own(*given, **named)
+
+        def unless_ours(own: Callable[..., None], read: Callable[[], None]) -> Callable[..., None]:
+            def load(checkpoint: str | None, *arguments: Any, **options: Any) -> None:
+                if checkpoint is not None and checkpoint == self._resumed:
+                    read()
+                else:
+                    own(checkpoint, *arguments, **options)
+
+            return load
+
+        def set_random() -> None:
+            if self._random is not None and self._random.states is not None:
+                set_random_states(self._random.states)
 
         trainer._save_checkpoint = save_checkpoint
         trainer.save_model = save_model
         trainer._load_best_model = load_best_model
         for name in ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
-            setattr(trainer, name, self._unless_saving(getattr(trainer, name)))
+            setattr(trainer, name, unless_saving(getattr(trainer, name)))
         reads = {
             "_load_from_checkpoint": lambda: None,
             "_load_optimizer_and_scheduler": self._restore,
             "_load_scaler": lambda: None,
-            "_load_rng_state": self._set_random_states,
+            "_load_rng_state": set_random,
         }
         for name, read in reads.items():
-            setattr(trainer, name, self._unless_ours(getattr(trainer, name), read))
+            setattr(trainer, name, unless_ours(getattr(trainer, name), read))
 
-    def _set_random_states(self) -> None:
-        if self._random is not None and self._random.states is not None:
-            set_random_states(self._random.states)
+    def _has_best(self, store: CheckpointStore, content: dict[str, Any]) -> bool:
+        """True if the best checkpoint so far is complete; else the steps to it are done again.
 
-    def _unless_saving(self, own: Callable[..., None]) -> Callable[..., None]:
-        def write(*arguments: Any, **options: Any) -> None:
-            if not self._within_save:
-                own(*arguments, **options)
-
-        return write
-
-    def _unless_ours(
-        self, own: Callable[..., None], read: Callable[[], None]
-    ) -> Callable[..., None]:
-        def load(checkpoint: str | None, *arguments: Any, **options: Any) -> None:
-            if checkpoint is not None and checkpoint == self._resumed:
-                read()
-            else:
-                own(checkpoint, *arguments, **options)
-
-        return load
+        Where there is no other checkpoint to do them from, `content` loses it instead.
+        """
+        best = content["state"]["best_model_checkpoint"]
+        step = None if best is None else step_of(Path(best))
+        if step is None:
+            return True
+        found = {
+            version.step
+            for version in list_versions(store.storage)
+            if is_published(store.storage, version)
+        }
+        has_best, has_any = gather_objects((step in found, bool(found)))[0]
+        if has_best:
+            return True
+        if has_any:
+            follows = "it goes on from its newest checkpoint, not from memory"
+        else:
+            content["state"] |= {
+                "best_model_checkpoint": None,
+                "best_global_step": None,
+                "best_metric": None,
+            }
+            follows = "with no other checkpoint, it goes on from memory and looks for the best anew"
+        self._runtime.tell(
+            f"the best checkpoint, of step {step}, was not complete when the training ended: "
+            f"{follows}"
+        )
+        return not has_any
 
 
 def _metrics(state: Any) -> dict[str, float]:
@@ -491,209 +559,14 @@ def _metrics(state: Any) -> dict[str, float]:
     return found
 
 
-def _is_failure(kind: type[BaseException] | None) -> bool:
-    return kind is not None and not issubclass(kind, SystemExit)
-
-
-_KEPT_TRAINER, _KEPT_RANDOM, _UNLOGGED = "trainer", "random-", "unlogged-"
-
-
-class Remembering:
-    """Keeps the state of each training of one trainer, and finds it again after a restart.
-
-    Args:
-        trainer: Whose `get_batch_samples` is wrapped.
-        job: The settings; [recover] counts here.
-
-    Attributes:
-        content: The trainer's own state that was found in memory, with the number of ranks; empty
-            where the training does not go on from memory.
-        random: This rank's random numbers in it.
-        agreement: By which the ranks agree on other things; None: on nothing else.
-        events: What there is to say and not yet said.
-    """
-
-    def __init__(self, trainer: Trainer, job: LoopJob) -> None:
-        self.content: dict[str, Any] = {}
-        self.random = RandomEntry()
-        self.agreement: BoundaryAgreement | None = None
-        self.events: list[Event] = []
-        self._trainer = trainer
-        self._job = job
-        self._ranks = ranks_here()
-        self._memory: MemoryCheckpoint | None = None
-        self._storage: Any = None
-        self._state: dict[str, Any] = {}
-        self._text = StateText()
-        self._unlogged = Unlogged(trainer)
-        self._pending = 0
-        own_batches = trainer.get_batch_samples
-
-        def get_batch_samples(*arguments: Any, **options: Any) -> Any:
-            self.keep()
-            return own_batches(*arguments, **options)
-
-        trainer.get_batch_samples = get_batch_samples
-
-    def open(self, store: CheckpointStore, directory: RunDirectory) -> None:
-        """A training of the run in `directory` begins; all ranks together."""
-        self.content, self._pending = {}, 0
-        self._storage = store.storage
-        self._memory = MemoryCheckpoint(
-            self._job, self._ranks, directory, store, self._state, note=self._note
-        )
-
-    def find(self, choice: Choice) -> bool:
-        """True if the newest state is asked for and lies in memory; `content` is filled then.
-
-        Raises:
-            RecoverError: On all ranks, when steps were done of which nothing is left.
-        """
-        assert self._memory is not None
-        step = self._memory.find() if choice.is_newest else None
-        # The Trainer itself may have written something newer, without Outlast.
-        written = choice.step if choice.kind == "trainer" else None
-        text = StateText()
-        if (
-            step is not None
-            and (written is None or written <= step)
-            and self._memory.read({_KEPT_TRAINER: text})
-            and self._has_best(text.content)
-        ):
-            self.content = text.content
-        else:
-            self._drain()
-        return bool(self.content)
-
-    def has_any(self, store: CheckpointStore, directory: RunDirectory) -> bool:
-        """True if a state of the run lies in memory that is better than its newest checkpoint.
-
-        Raises:
-            RecoverError: As `find`.
-        """
-        self.open(store, directory)
-        assert self._memory is not None
-        try:
-            return self._memory.find() is not None
-        finally:
-            self.close(forget=False)
-
-    def take(self, objects: Mapping[str, Any]) -> bool:
-        """Fill the live objects with what was found; else the newest checkpoint must be taken.
-
-        Args:
-            objects: Model, optimizer and so on, by their names in the store.
-
-        Raises:
-            RecoverError: On all ranks, when it does not fit, and there is no checkpoint.
-        """
-        assert self._memory is not None
-        before, rank = self.content["ranks"], self._ranks.rank
-        self._state.clear()
-        self._state |= {**objects, f"{_KEPT_RANDOM}{rank % before}": self.random}
-        if before == self._ranks.world_size:
-            self._state[f"{_UNLOGGED}{rank}"] = self._unlogged
-        taken = self._memory.take()
-        self._drain()
-        if not taken:
-            self.content = {}
-        return taken
-
-    def begin(self, objects: Mapping[str, Any]) -> None:
-        """The first step begins, of which the state is kept from now on."""
-        rank = self._ranks.rank
-        self._text = StateText()
-        self._state.clear()
-        self._state |= {**objects, f"{_KEPT_RANDOM}{rank}": RandomEntry()}
-        self._state[f"{_UNLOGGED}{rank}"] = self._unlogged
-        if self._ranks.is_first:
-            self._state[_KEPT_TRAINER] = self._text
-        self._unlogged.set()
-
-    def step_done(self, step: int) -> None:
-        """A step has been done; what belongs to it follows."""
-        self._pending = step
-
-    def keep(self) -> None:
-        """Keep the state of the last step, if that is not done yet; all ranks together.
-
-        Raises:
-            IntegrationError: When a rank does not come to this step.
-        """
-        step, self._pending = self._pending, 0
-        if not step or self._memory is None:
-            return
-        if (warning := self._memory.keep(step, self.agreement)) is not None:
-            self.events.append(warning)
-
-    def settle(self) -> None:
-        """Parameters and optimizer are about to change."""
-        if self._memory is not None:
-            self._memory.settle()
-
-    def close(self, *, forget: bool) -> None:
-        """The training ends; `forget`: what is in memory is on disk, or may be wrong."""
-        memory, self._memory = self._memory, None
-        self.agreement = None
-        self._pending = 0
-        if memory is not None:
-            memory.close(forget=forget)
-        self._state.clear()
-
-    def _note(self) -> None:
-        if self._ranks.is_first:
-            self._text.note(state_of(self._trainer), self._ranks.world_size)
-
-    def _has_best(self, content: dict[str, Any]) -> bool:
-        """True if the best checkpoint so far is complete; else the steps to it are done again.
-
-        Where there is no other checkpoint to do them from, `content` loses it instead.
-        """
-        best = content["state"]["best_model_checkpoint"]
-        step = None if best is None else step_of(Path(best))
-        if step is None:
-            return True
-        found = {
-            version.step
-            for version in list_versions(self._storage)
-            if is_published(self._storage, version)
-        }
-        has_best, has_any = gather_objects((step in found, bool(found)))[0]
-        if has_best:
-            return True
-        if has_any:
-            follows = "it goes on from its newest checkpoint, not from memory"
-        else:
-            content["state"] |= {
-                "best_model_checkpoint": None,
-                "best_global_step": None,
-                "best_metric": None,
-            }
-            follows = "with no other checkpoint, it goes on from memory and looks for the best anew"
-        assert self._memory is not None
-        self._memory.events.append(
-            Warned(
-                f"the best checkpoint, of step {step}, was not complete when the training ended: "
-                f"{follows}"
-            )
-        )
-        return not has_any
-
-    def _drain(self) -> None:
-        assert self._memory is not None
-        self.events += self._memory.events
-        self._memory.events = []
-
-
-class StateText:
+class StateText(TextEntry):
     """The trainer's own state as JSON, of which the logs so far are not written anew each time.
 
-    Attributes:
-        content: What was restored: ``state`` and ``ranks``.
+    What is restored has ``state`` and ``ranks``.
     """
 
     def __init__(self) -> None:
-        self.content: dict[str, Any] = {}
+        super().__init__()
         self._history: list[str] = []
         self._written = ""
 
@@ -709,13 +582,9 @@ class StateText:
         head = _written({"ranks": ranks, "state": others})
         self._written = f'{head[:-2]}, "log_history": [{", ".join(self._history)}]}}}}'
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The text, filled up with spaces."""
-        return {"text": padded(self._written)}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what was kept."""
-        self.content = json.loads(state["text"].numpy().tobytes())
+    def text(self) -> str:
+        """The state as it was noted last."""
+        return self._written
 
 
 class Unlogged:

@@ -1,20 +1,42 @@
-"""DeepSpeed's checkpoints in a store: `engine.save_checkpoint` and `engine.load_checkpoint` stay.
+"""Outlast inside DeepSpeed.
 
-engine, *_ = deepspeed.initialize(model=model, config=config)
-engine.checkpoint_engine = OutlastCheckpointEngine("checkpoints/")
-engine.load_checkpoint("checkpoints/")             # the newest whole one
-...
-engine.save_checkpoint("checkpoints/")             # returns when the state is copied
+- `OutlastCheckpointEngine`: what ``engine.save_checkpoint`` and ``engine.load_checkpoint`` use::
+
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.checkpoint_engine = OutlastCheckpointEngine("checkpoints/")
+    engine.load_checkpoint("checkpoints/")             # the newest whole one
+    ...
+    engine.save_checkpoint("checkpoints/")             # returns when the state is copied
+
+- `Run`: a loop's checkpoints, guard, energy, records and stop in time::
+
+    engine, _, loader, _ = deepspeed.initialize(model=model, config=config, training_data=data)
+    with Run("job.toml", engine=engine, loader=loader, epochs=3) as run:
+        for batch in run:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+            run.log(loss)
+
+The import refuses what DeepSpeed would not survive: another version, and the lock that a killed
+build of one of its operators has left, for which every later start would wait without end.
+torch.utils.cpp_extension holds a file ``lock`` in the extension's folder while it compiles, and
+removes it afterwards. Where the build was killed the file stays, and whoever needs the extension
+waits for its end without a limit.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import importlib
 import math
+import os
 import re
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping
 from enum import Enum
@@ -23,27 +45,58 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch.utils import cpp_extension
 
-from outlast.checkpoint import CheckpointStore, list_versions, load
+from outlast.checkpoint import CheckpointStore, list_versions, load, storage_of
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.errors import CheckpointError, IntegrationError
-from outlast.records import replace_file
+from outlast.errors import CheckpointError, IntegrationError, RunError, WrongNumbersError
+from outlast.hardware.filesystem import MOUNTS, NETWORK_TYPES, mount_of
+from outlast.integrations import require, run
+from outlast.integrations.entries import Entry
+from outlast.records import StepsDone, Warned, read_run, replace_file
 from outlast.runtime.memory import places_of, settled
+from outlast.runtime.recording import directory_of
+
+require("deepspeed", "0.19", "0.20")
+
+import deepspeed  # noqa: E402
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine  # noqa: E402
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # noqa: E402
+    TorchCheckpointEngine,
+)
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
     from outlast.checkpoint import Reduction, Retention, SaveHandle, Version
+    from outlast.job import LoopJob
+    from outlast.records import Predicted
+    from outlast.runtime.engine import Runtime
 
+STORE = "outlast"
+"""Name of the store, in the folder that `save_checkpoint` is given."""
+
+_STUB = b"This file's content is in the Outlast store beside its folder.\n"
+
+_STEP = re.compile(r"(\d+)$", re.ASCII)
+
+_PARTITION = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 _CLASS = "outlast.class"
 
+_ALIGNMENT = 2
+"""Elements per rank that DeepSpeed pads to (``nccl_start_alignment_factor``)."""
+
+_WEIGHTS = "single_partition_of_fp32_groups"
+
+_SHARED, _RANK, _TAG = "deepspeed.shared", "deepspeed.rank", "state"
+
+_PROCESSES = Path("/proc")
+
+_LONGEST_BUILD_SECONDS = 3600.0
+"""Where the processes that may build cannot all be seen."""
 
 _KNOWN = {
     f"{module}.{name}": (module, name)
@@ -111,13 +164,6 @@ def rebuilt(value: Any) -> Any:
 
 def _name_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-_ALIGNMENT = 2
-"""Elements per rank that DeepSpeed pads to (``nccl_start_alignment_factor``)."""
-
-
-_WEIGHTS = "single_partition_of_fp32_groups"
 
 
 def elements_of(states: Mapping[str, Any]) -> list[int]:
@@ -253,19 +299,6 @@ def _of_all(flat: _Flat, states: Sequence[Mapping[str, Any]], number: int, name:
     return found[0]
 
 
-STORE = "outlast"
-"""Name of the store, in the folder that `save_checkpoint` is given."""
-
-
-_STUB = b"This file's content is in the Outlast store beside its folder.\n"
-
-
-_STEP = re.compile(r"(\d+)$", re.ASCII)
-
-
-_PARTITION = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-
 class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Keeps what DeepSpeed saves as versions of a `CheckpointStore`.
 
@@ -366,7 +399,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return True
         for name in files:
             replace_file(folder / name, _STUB)
-        state = {name: _File(content) for name, content in files.items()}
+        state = {name: Entry(content) for name, content in files.items()}
         self._handle = self._store.save_async(_step_of(info.tag), state)
         if not self._asynchronous:
             self._handle.wait()
@@ -426,7 +459,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _content(self, name: str, step: int) -> Any:
         """Return what was saved as a file of this name."""
-        receiver = _File({})
+        receiver = Entry()
         try:
             found = self._reader.restore({name: receiver}, step=step)
         except CheckpointError as error:
@@ -515,21 +548,6 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         ]
 
 
-class _File:
-    """A file's content as an entry of a store's state."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self.content = content
-
-    def state_dict(self) -> dict[str, Any]:
-        """The content."""
-        return self.content
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it over."""
-        self.content = state
-
-
 def _refusal(folder: Path, files: Mapping[str, Any]) -> str:
     """Why these files cannot be saved for a folder; empty where they can."""
     for states in files.values():
@@ -571,15 +589,6 @@ def _step_of(tag: str) -> int:
     return int(found[1])
 
 
-_SHARED = "deepspeed.shared"
-
-
-RANK = "deepspeed.rank"
-
-
-_TAG = "state"
-
-
 class EngineState:
     """A DeepSpeed engine's state: module, ZeRO's partitions, schedule and counters.
 
@@ -592,22 +601,22 @@ class EngineState:
         of_others: Names of entries that only a restore needs.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, saved_ranks: Collection[int]) -> None:
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, saved_ranks: Collection[int]) -> None:
         self._engine = engine
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._shared = _Part(loaded=self._load)
+        self._shared = Entry(loaded=self._load)
         known = {self._rank}
         if {*saved_ranks} - {self._ranks}:
             # Which version it will be is known only when it was read.
             known.update(range(max(saved_ranks)))
-        self._parts = {rank: _Part(may_be_missing=True) for rank in sorted(known)}
+        self._parts = {rank: Entry(may_be_missing=True) for rank in sorted(known)}
         self._own = self._parts[self._rank]
         self.entries = {
-            **{f"{RANK}{rank}": part for rank, part in self._parts.items()},
+            **{f"{_RANK}{rank}": part for rank, part in self._parts.items()},
             # It says how many ranks have saved it, and loads when all others are there.
             _SHARED: self._shared,
         }
-        self.of_others = [f"{RANK}{rank}" for rank in self._parts if rank != self._rank]
+        self.of_others = [f"{_RANK}{rank}" for rank in self._parts if rank != self._rank]
         if self._rank != 0:
             self.of_others.append(_SHARED)
 
@@ -615,7 +624,7 @@ class EngineState:
         """The entries from now on: only those that this rank saves."""
         self._parts = {self._rank: self._own}
         self.of_others = []
-        self.entries = {f"{RANK}{self._rank}": self._own}
+        self.entries = {f"{_RANK}{self._rank}": self._own}
         if self._rank == 0:
             # The other ranks have the same, and what they lack it has.
             self.entries[_SHARED] = self._shared
@@ -684,27 +693,6 @@ class EngineState:
         return {name: {**files[0], "optimizer_state_dict": own}}
 
 
-class _Part:
-    """Some files' content, as an entry of a state."""
-
-    def __init__(
-        self, *, loaded: Callable[[], None] | None = None, may_be_missing: bool = False
-    ) -> None:
-        self.content: dict[str, Any] = {}
-        self.may_be_missing = may_be_missing
-        self._loaded = loaded
-
-    def state_dict(self) -> dict[str, Any]:
-        """The content, by file."""
-        return self.content
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it over."""
-        self.content = state
-        if self._loaded is not None:
-            self._loaded()
-
-
 class _Taking(CheckpointEngine):  # type: ignore[misc]
     """Takes what is saved instead of writing it."""
 
@@ -738,3 +726,265 @@ class _Giving(_Taking):
     def load(self, path: str, map_location: Any = None) -> Any:
         """The content of the file of this name."""
         return self._given[Path(path).name]
+
+
+class Run(run.Run):
+    """`outlast.Run` for a DeepSpeed engine of ZeRO 0 to 2.
+
+    It goes through the loader, restores the engine before the first batch and saves it on the way,
+    guards the passes, measures energy, writes the records that `outlast report` shows, keeps the
+    state in memory for a restart by torchrun, and stops in time with exit code 3.
+    ``engine.save_checkpoint`` is not needed.
+
+    The state may be restored on another number of ranks. The guard checks the passes, and not the
+    optimizer's own numbers.
+
+    All processes make it together, after `deepspeed.initialize`.
+
+    Args:
+        job: A TOML file with the sections of `LoopJob`, or the settings themselves; None: defaults.
+        engine: What `deepspeed.initialize` gave.
+        loader: What the loop goes through, once per epoch.
+        state: What else is to be saved: name -> object with `state_dict` and `load_state_dict`.
+        epochs: How often to go through the loader.
+        steps: Iterations after which the run is complete, whatever the epoch; None: not limited.
+        settings: Overrides of the form ``"section.key=value"``.
+        tokens_per_step: Of one iteration, over all processes; 0: not known.
+        fresh: Move a run aside that is in the directory already.
+        prediction: What the run is expected to need, to be shown beside what it needed.
+
+    Raises:
+        JobError: When a setting is wrong, or is one that the script decides.
+        IntegrationError: When the engine is of another kind, or a setting cannot be combined.
+        OutlastError: When the directory is in use or belongs to another run; when what was saved
+            does not fit.
+    """
+
+    def __init__(
+        self,
+        job: str | os.PathLike[str] | LoopJob | None = None,
+        *,
+        engine: deepspeed.DeepSpeedEngine,
+        loader: Iterable[Any],
+        state: Mapping[str, Any] | None = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        settings: Sequence[str] = (),
+        tokens_per_step: int = 0,
+        fresh: bool = False,
+        prediction: Predicted | None = None,
+    ) -> None:
+        _refuse(engine)
+        self._deepspeed = engine
+        self._judged = -1
+        super().__init__(
+            job,
+            model=engine.module,
+            optimizer=engine.basic_optimizer,
+            loader=loader,
+            state=state,
+            epochs=epochs,
+            steps=steps,
+            settings=settings,
+            tokens_per_step=tokens_per_step,
+            fresh=fresh,
+            prediction=prediction,
+        )
+        ranks = self._ranks.world_size
+        self._facts = dataclasses.replace(
+            self._facts,
+            framework="deepspeed",
+            samples_per_step=engine.train_micro_batch_size_per_gpu() * ranks,
+            parallel={"data": ranks},
+            versions={"deepspeed": deepspeed.__version__},
+        )
+        # The engine's own state in place of the module's and the optimizer's.
+        del self._state["model"], self._state["optimizer"]
+        self._engine_state = EngineState(engine, self._saved_ranks())
+        self._state.update(self._engine_state.entries)
+
+    def __enter__(self) -> Run:
+        super().__enter__()
+        for name in self._engine_state.of_others:
+            del self._state[name]
+        self._state.update(self._engine_state.settle())
+        return self
+
+    def _saved_ranks(self) -> list[int]:
+        """Number of ranks that have saved what may be restored; which state it will be is open yet.
+
+        The newest version may turn out to be damaged.
+        """
+        found = set()
+        directory = directory_of(self.job)
+        storage = storage_of(directory.checkpoints)
+        for version in list_versions(storage):
+            with contextlib.suppress(CheckpointError):
+                names = load(storage, version).catalogue.values
+                found.add(sum(name.startswith(_RANK) for name in names))
+        with contextlib.suppress(RunError):
+            # What is in memory is of the newest start that has done steps, or of one after it.
+            run = read_run(directory.path)
+            newest = max((record.attempt for record, _ in run.of(StepsDone)), default=0)
+            found.update(attempt.world_size for attempt in run.attempts if attempt.number >= newest)
+        return sorted(gather_objects(found)[0] - {0})
+
+    def _install_guard(self, runtime: Runtime) -> None:
+        """A guard of the passes, without the optimizer."""
+        settings = self.job.guard
+        if settings.policy == "light" and not settings.modules:
+            runtime.write(
+                Warned(
+                    'guard.policy = "light" checks the optimizer alone, whose numbers DeepSpeed '
+                    'keeps in parts that the guard does not know: nothing is checked; "linear" and '
+                    '"full" check the passes'
+                )
+            )
+            return
+        runtime.install_guard(settings, self.job.run.seed, self._deepspeed.module, [])
+
+    def _before_update(self, *_: Any) -> None:
+        """Before the optimizer's step of a parameter group: are the passes' numbers right?
+
+        Raises:
+            WrongNumbersError: On all ranks, when those of some rank are not.
+        """
+        super()._before_update()
+        if self.guard is None or self._judged == self._deepspeed.global_steps:
+            return
+        self._judged = self._deepspeed.global_steps
+        verdict = self.guard.verdict()
+        if not verdict.clean:
+            raise WrongNumbersError(
+                f"step {self.step + 1}: the numbers of rank "
+                f"{', '.join(map(str, verdict.bad_ranks))} are wrong and stay so; take the device "
+                "out of service and go on from the newest checkpoint"
+            )
+        self.guard.watch.advance()
+        self.guard.watch.begin()
+
+    def _note(self) -> None:
+        super()._note()
+        self._engine_state.note()
+
+
+def _refuse(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Refuse engines whose state is kept in other ways.
+
+    Raises:
+        IntegrationError: With what would do.
+    """
+    if not isinstance(engine, deepspeed.DeepSpeedEngine):
+        raise IntegrationError(
+            f"engine is a {type(engine).__name__}: give the first thing that "
+            "deepspeed.initialize(...) returns"
+        )
+    stage = engine.zero_optimization_stage()
+    if stage > 2:
+        raise IntegrationError(
+            f"zero_optimization.stage = {int(stage)} partitions the weights, of which this Run "
+            "knows nothing; set 2 or less"
+        )
+    if isinstance(engine, deepspeed.PipelineEngine) or engine.mp_world_size > 1:
+        raise IntegrationError(
+            "this Run keeps engines of data parallelism alone; leave pipeline and tensor "
+            "parallelism out"
+        )
+    parts = max((getattr(module, "ep_size", 1) for module in engine.module.modules()), default=1)
+    if parts > 1:
+        raise IntegrationError(
+            f"the engine spreads experts over {parts} ranks (ep_size), and this Run would keep "
+            "those of one rank alone; set ep_size to 1, or take an OutlastCheckpointEngine"
+        )
+    if not isinstance(engine.basic_optimizer, torch.optim.Optimizer):
+        raise IntegrationError(
+            "the engine has no optimizer: name one in DeepSpeed's config, or give one to "
+            "deepspeed.initialize(...)"
+        )
+
+
+def extensions_folder() -> Path:
+    """Folder in which torch builds extensions: ``TORCH_EXTENSIONS_DIR``, or in the user's cache."""
+    if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(given)
+    kind = "cpu"
+    if torch.version.hip is not None:
+        kind = f"rocm{torch.version.hip.replace('.', '')}"
+    elif torch.version.cuda is not None:
+        kind = f"cu{torch.version.cuda.replace('.', '')}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(cpp_extension.get_default_build_root()) / f"{python}_{kind}"
+
+
+def operators() -> Collection[str]:
+    """Names of the extensions that DeepSpeed builds on this machine's kind of device."""
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    return [*ALL_OPS]
+
+
+def stale_locks(folder: Path, names: Collection[str]) -> list[Path]:
+    """Locks of the extensions of these names below `folder` that no live build holds.
+
+    A build keeps its lock open. On a file system of this machine's own, a lock that no process has
+    open is stale; on one that other machines share, where it is an hour old as well.
+    """
+    found = [each for name in names if (each := folder / name / "lock").exists()]
+    locks = {lock: _identity(lock) for lock in found}
+    if not locks:
+        return []
+    # After the locks were listed: whoever holds one of them has it open by now.
+    held = set(_open_files("lock"))
+    free = [lock for lock, identity in locks.items() if identity not in held]
+    if not _sees_all_builds(folder):
+        free = [lock for lock in free if _age_seconds(lock) > _LONGEST_BUILD_SECONDS]
+    # Those that were given back meanwhile are gone.
+    return sorted(lock for lock in free if lock.exists())
+
+
+def refuse_stale_locks() -> None:
+    """Refuse to go on where the next build of an extension would wait for ever.
+
+    Raises:
+        IntegrationError: Naming the lock and what to do.
+    """
+    if locks := stale_locks(extensions_folder(), operators()):
+        names = " ".join(map(str, locks))
+        raise IntegrationError(
+            "a build of a DeepSpeed operator was killed, and every start would wait without end "
+            f"for the lock that it has left; no process builds it now, so delete it: rm {names}"
+        )
+
+
+def _sees_all_builds(folder: Path) -> bool:
+    try:
+        mounts = MOUNTS.read_text(encoding="latin-1")
+    except OSError:
+        return False
+    return mount_of(folder.resolve(), mounts)[1] not in NETWORK_TYPES
+
+
+def _age_seconds(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    with contextlib.suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return -1, -1
+
+
+def _open_files(name: str) -> Iterator[tuple[int, int]]:
+    """Device and inode of every file called `name` that a process of this machine has open."""
+    for link in _PROCESSES.glob("[0-9]*/fd/*"):
+        # Processes end, and those of others are not to be looked into.
+        with contextlib.suppress(OSError):
+            if link.readlink().name == name:
+                found = link.stat()
+                yield found.st_dev, found.st_ino
+
+
+refuse_stale_locks()

@@ -1,22 +1,24 @@
-"""The adapter of Lightning's `Trainer`: record, guard, measure, resume exactly, stop."""
+"""Outlast inside Lightning's `Trainer`: record, guard, measure, resume exactly, stop.
+
+trainer = Trainer(max_steps=1000, **with_outlast("job.toml"))
+trainer.fit(model, loader, ckpt_path="last")
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import itertools
+import json
 import math
 import os
-import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
 from outlast import cluster
@@ -24,32 +26,60 @@ from outlast.autosave.position import Position
 from outlast.checkpoint import CheckpointStore
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.distributed.ranks import ranks_from
-from outlast.errors import EXIT_TO_BE_CONTINUED, IntegrationError, WrongNumbersError
-from outlast.hardware.figure import Unavailable
+from outlast.errors import EXIT_TO_BE_CONTINUED, AutosaveError, IntegrationError
+from outlast.integrations import loop_job_of, require
 from outlast.integrations.content import KEY, plain, restored
+from outlast.integrations.entries import Entry
 from outlast.integrations.fabric import StoreCheckpointIO
-from outlast.integrations.given import loop_job_of
-from outlast.records import CheckpointRestored, StopRequested, Warned
-from outlast.runtime.energy import StepEnergy
-from outlast.runtime.guarding import RunGuard
-from outlast.runtime.memory import MemoryCheckpoint, is_kept, only_settled, places_of, settled
+from outlast.job import load_loop_job
+from outlast.records import CheckpointRestored, Warned, replace_file
+from outlast.runtime.cadence import UNASKED_SECONDS
+from outlast.runtime.energy import TrainingEnergy
+from outlast.runtime.engine import Decision, NowAndThen, Runtime, StepResult
+from outlast.runtime.memory import is_kept, only_settled, places_of, settled
 from outlast.runtime.place import ranks_here
-from outlast.runtime.recording import LoopFacts, Recording, directory_of
-from outlast.runtime.stop import Stopping
+from outlast.runtime.recording import LoopFacts, directory_of
+
+require("lightning", "2.6", "2.7")
+
+import lightning  # noqa: E402
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO  # noqa: E402
+from lightning.pytorch import Callback, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.environments import (  # noqa: E402
+    LightningEnvironment,
+    SLURMEnvironment,
+)
+from lightning.pytorch.strategies import (  # noqa: E402
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
+    from torch import nn
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
-    from outlast.checkpoint import SaveResult
-    from outlast.energy.sources import Source
-    from outlast.energy.window import Reading
-    from outlast.integrations.fabric import CheckpointFiles
+    from outlast.autosave.libraries import HandedOver
+    from outlast.integrations.files import CheckpointFiles
     from outlast.job import LoopJob
-    from outlast.records import Event, Predicted, RunDirectory
+    from outlast.records import Predicted, RunDirectory
+    from outlast.runtime.cadence import Every
+    from outlast.runtime.memory import MemoryCheckpoint
+
+
+_CHECKPOINT, _PLACE = "lightning.checkpoint", "lightning.place"
+
+_OWN_FILES = (ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy)
+
+_NAME = "last.ckpt"
+
+_MODEL = "model.json"
 
 
 def closures_first(trainer: Trainer) -> Callable[[], None]:
@@ -77,7 +107,7 @@ def closures_first(trainer: Trainer) -> Callable[[], None]:
     return lambda: vars(precision).pop("optimizer_step", None)
 
 
-class EnergyCallback(Callback):  # type: ignore[misc]
+class EnergyCallback(TrainingEnergy, Callback):  # type: ignore[misc]
     """Logs joules per step, joules since the start and mean watts as often as the trainer logs.
 
     The figures are those of the meters that the first process reads, by default all of its node.
@@ -90,20 +120,11 @@ class EnergyCallback(Callback):  # type: ignore[misc]
         joules: Of the last training, or of this one until its last log.
     """
 
-    def __init__(self, sources: Sequence[Source] | None = None) -> None:
-        super().__init__()
-        self.joules: Reading = Unavailable("the training has not begun")
-        self._sources = sources
-        self._energy: StepEnergy | None = None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to measure, on the process that logs."""
-        self._close()
-        if not trainer.is_global_zero:
-            return
-        self._energy = StepEnergy(self._sources, trainer.global_step)
-        if (warning := self._energy.warning()) is not None:
-            warnings.warn(warning, stacklevel=2)
+        self.close()
+        if trainer.is_global_zero:
+            self.begin(trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -115,28 +136,20 @@ class EnergyCallback(Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what came after the last log, and stop to measure."""
         self._log(trainer)
-        self._close()
+        self.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Stop to measure: a training that raised has no end."""
-        self._close()
+        self.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop to measure."""
-        self._close()
-
-    def _close(self) -> None:
-        energy, self._energy = self._energy, None
-        if energy is not None:
-            self.joules = energy.close()
+        self.close()
 
     def _log(self, trainer: Trainer) -> None:
-        if self._energy is None:
-            return
-        found = {f"energy/{k}": v for k, v in self._energy.take(trainer.global_step).items()}
-        self.joules = self._energy.joules
+        found = {f"energy/{k}": v for k, v in self.take(trainer.global_step).items()}
         for logger in trainer.loggers if found else ():
             logger.log_metrics(found, step=trainer.global_step)
 
@@ -237,9 +250,6 @@ class PlacedLoader:
         """Nothing, as `state_dict`."""
 
 
-_OWN_FILES = (ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy)
-
-
 class OutlastCallback(Callback):  # type: ignore[misc]
     """Part of `with_outlast`.
 
@@ -248,7 +258,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         files: Those of the trainer's `StoreCheckpointIO`.
         tokens_per_step: Of one optimizer step, over all processes; 0: not known.
         prediction: What the run is expected to need.
-        memory: Keeps each step for a restart; None: nothing is kept.
+        keeps: Whether each step is kept in memory for a restart.
     """
 
     def __init__(
@@ -258,29 +268,28 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         *,
         tokens_per_step: int = 0,
         prediction: Predicted | None = None,
-        memory: TrainerMemory | None = None,
+        keeps: bool = False,
     ) -> None:
         super().__init__()
         self._job = job
         self._files = files
         self._tokens_per_step = tokens_per_step
         self._prediction = prediction
-        self._memory = memory
+        self._keeps = keeps
         self._trainer: Trainer | None = None
+        self._runtime: Runtime | None = None
+        self._undo = contextlib.ExitStack()
         self._places: list[list[dict[str, Any]]] | None = None
-        self._recording: Recording | None = None
-        self._guard: RunGuard | None = None
-        self._stopping: Stopping | None = None
-        self._signals = contextlib.ExitStack()
-        self._guarding = contextlib.ExitStack()
-        self._step = 0
-        self._loss: torch.Tensor | None = None
-        self._rate: torch.Tensor | float = math.nan
+        self._result = StepResult(0)
+        self._checkpoint, self._place = Entry(may_be_missing=True), Entry(may_be_missing=True)
+        self._kept_step, self._left_out = -1, 0
+        self._is_keeping = self._told = False
 
     @property
     def guard(self) -> Any:
         """The `Guard` of the training under way; None with ``guard.policy = "off"``."""
-        return None if self._guard is None else self._guard.guard
+        guard = None if self._runtime is None else self._runtime.guard
+        return None if guard is None else guard.guard
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Before anything is restored: have the loaders placed, and leave Slurm's requeue alone.
@@ -302,8 +311,25 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         if "process_dataloader" not in vars(trainer.strategy):
             process = trainer.strategy.process_dataloader
             trainer.strategy.process_dataloader = lambda loader: self._placed(process(loader))
-        if self._memory is not None:
-            self._memory.watch(trainer, self)
+        self._runtime = Runtime(ranks_here(), NowAndThen(chain=cluster), cluster, keeps_later=True)
+        self._kept_step, self._left_out = -1, 0
+        if self._keeps:
+            self._look_into_memory(trainer)
+
+    def _look_into_memory(self, trainer: Trainer) -> None:
+        """Let this fit begin with what is in memory, where that is newer than its file."""
+        connector = trainer._checkpoint_connector
+        from_file = connector.resume_start
+
+        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+            found = self._found(trainer, checkpoint_path)
+            if found is None:
+                from_file(checkpoint_path, weights_only=weights_only)
+            else:
+                connector._loaded_checkpoint = found
+
+        connector.resume_start = resume_start
+        self._undo.callback(lambda: vars(connector).pop("resume_start", None))
 
     def places_here(self) -> list[dict[str, Any]]:
         """Positions of this rank in each loader of the training data."""
@@ -322,7 +348,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         """Positions of every rank in the training data; all ranks call it together."""
         if self._trainer is None or self._trainer.fit_loop._combined_loader is None:
             return {}
-        if self._memory is not None and self._memory.taking:
+        if self._is_keeping:
             # Each rank keeps its own.
             return {}
         return {"places": gather_objects(self.places_here())}
@@ -337,47 +363,33 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         Raises:
             SystemExit: When the training is to stop already.
         """
-        self._stopping = Stopping(None, ranks_here(), cluster)
+        runtime, job = self._runtime, self._job
+        assert runtime is not None
         # Lightning's own handlers work within the signal; these wait for the end of the step.
-        self._signals.enter_context(self._stopping.signals())
+        runtime.take_signals()
         if any(gather_objects(trainer.received_sigterm)):
             # It came to Lightning during the set-up: there is nothing to save.
             raise SystemExit(EXIT_TO_BE_CONTINUED)
-        self._step, self._loss = trainer.global_step, None
-        recording = self._recording = Recording(
-            self._job,
-            ranks_here(),
-            trainer.strategy.root_device,
-            self._facts(trainer, pl_module),
-            prediction=self._prediction,
-            chain=cluster,
-        )
-        self._files.listener = self._saved
-        if self._job.guard.policy != "off":
-            settings, seed = self._job.guard, self._job.run.seed
-            self._guard = RunGuard(settings, seed, trainer.model, trainer.optimizers)
-            self._guarding.callback(self._guard.guard.remove)
-            self._guarding.callback(closures_first(trainer))
-            self._guard.restart(self._step)
-            for message in self._guard.warnings:
-                recording.write(Warned(message))
+        step, self._result = trainer.global_step, StepResult(0)
+        facts = self._facts(trainer, pl_module)
+        device = trainer.strategy.root_device
+        recording = runtime.open_records(job, device, facts, prediction=self._prediction)
+        # Failures it has told of itself.
+        self._files.listener = runtime.save_ended
+        if runtime.install_guard(job.guard, job.run.seed, trainer.model, trainer.optimizers):
+            self._undo.callback(closures_first(trainer))
+        if self._keeps:
+            self._begin_to_keep(runtime, trainer, recording.directory)
         loaded, self._files.loaded = self._files.loaded, None
-        events: list[Event] = []
-        if self._memory is not None:
-            self._memory.begin(recording)
-            events += self._memory.events
-        if loaded is not None:
-            events.append(CheckpointRestored(self._step, *loaded))
-        recording.ready(self._step, events, self._guard)
-        self._stopping.begin(self._step)
+        runtime.begin(step, () if loaded is None else [CheckpointRestored(step, *loaded)])
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Note the rate of this step, before a scheduler sets the next."""
-        self._rate = optimizer.param_groups[0]["lr"]
-        if self._memory is not None:
-            self._memory.settle()
+        assert self._runtime is not None
+        self._result.learning_rate = optimizer.param_groups[0]["lr"]
+        self._runtime.before_update()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -387,21 +399,18 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         Raises:
             SystemExit: When the training is stopped and saved.
         """
-        assert self._recording is not None
-        assert self._stopping is not None
+        runtime, result = self._runtime, self._result
+        assert runtime is not None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor):
             # Lightning has divided it by the number of batches that are accumulated.
-            self._loss = loss if self._loss is None else self._loss + loss
-        if trainer.global_step == self._step:
+            result.loss = loss if result.loss is None else result.loss + loss
+        if trainer.global_step == runtime.step:
             return
-        self._step = trainer.global_step
-        if self._recording.step(self._step, loss=self._loss, learning_rate=self._rate):
-            self._recording.record_steps()
-            self._tell_findings()
-        self._loss = None
-        if why := self._stopping.why(self._step):
-            self._end(trainer, why)
+        result.step, self._result = trainer.global_step, StepResult(0)
+        decision = runtime.after_update(result)
+        if decision.stop:
+            self._end(trainer, decision)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The last step is done.
@@ -409,18 +418,14 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         Raises:
             IntegrationError: On all ranks, when others did another number of steps.
         """
-        assert self._stopping is not None
-        self._stopping.end(self._step)
-        if self._guard is not None:
-            self._guard.finish()
-        self._tell_findings()
-        self._signals.close()
+        assert self._runtime is not None
+        self._runtime.end_steps(self._runtime.step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All is saved: the run is complete."""
-        if stage == "fit" and self._recording is not None:
-            self._recording.close("completed")
-            self._close(forget=True)
+        if stage == "fit" and self._runtime is not None:
+            self._runtime.finish()
+            self._close(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -429,20 +434,38 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         if isinstance(exception, SIGTERMException):
             # Lightning ends with 0 when it was told to stop in a sanity check.
             exception.code = EXIT_TO_BE_CONTINUED
-        if self._recording is not None:
-            if isinstance(exception, WrongNumbersError) or trainer.world_size == 1:
-                # Wrong numbers are an error on all ranks.
-                self._tell_findings()
-            self._recording.close("failed", f"{type(exception).__name__}: {exception}")
-        self._signals.close()
-        self._close(forget=isinstance(exception, WrongNumbersError))
+        self._close(exception)
 
-    def _close(self, *, forget: bool) -> None:
-        if self._memory is not None:
-            self._memory.close(forget=forget)
+    def keep(self) -> None:
+        """All callbacks have done their part of a batch: begin to keep the state behind a step."""
+        runtime, trainer = self._runtime, self._trainer
+        assert runtime is not None
+        assert trainer is not None
+        step, memory = trainer.global_step, runtime.memory
+        if memory is None or step == self._kept_step or step % self._job.recover.every_steps:
+            return
+        self._kept_step = step
+        if not self._is_followed(trainer):
+            self._left_out = 0
+            runtime.keep(step)
+            return
+        self._left_out += 1
+        if self._left_out == 2 and memory.is_on and not self._told:
+            self._told = True
+            runtime.write(
+                Warned(
+                    f"step {step}, and the one before after which the state would be kept in "
+                    "memory, are followed by a validation or the end of an epoch, where it is not: "
+                    "a restart may go back to the newest checkpoint"
+                )
+            )
+
+    def _close(self, error: BaseException | None) -> None:
+        runtime, self._runtime = self._runtime, None
         self._files.listener = None
-        self._guarding.close()
-        self._recording = self._guard = self._stopping = None
+        with self._undo:
+            if runtime is not None:
+                runtime.close(error)
 
     def _placed(self, loader: Any) -> Any:
         """A training loader with its place; others, and those that know it themselves, as is."""
@@ -467,16 +490,18 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             versions={"lightning": lightning.__version__},
         )
 
-    def _saved(self, result: SaveResult) -> None:
-        if self._recording is not None:
-            self._recording.saved(result)
-        if self._stopping is not None and result.error is None:
-            self._stopping.observe_save(result.seconds)
-
-    def _end(self, trainer: Trainer, why: str) -> None:
+    def _end(self, trainer: Trainer, decision: Decision) -> None:
         """Save under the last name, and end the program."""
-        assert self._recording is not None
-        self._recording.write(StopRequested(self._step, why))
+        runtime = self._runtime
+        assert runtime is not None
+        runtime.stop(decision)
+        self._save_last(trainer)
+        raise_together(self._files.wait)
+        # Lightning kills all when a process that it has started ends with another code than 0.
+        started = isinstance(_environment(trainer), LightningEnvironment) and trainer.local_rank > 0
+        runtime.leave(code=0 if started else EXIT_TO_BE_CONTINUED)
+
+    def _save_last(self, trainer: Trainer) -> None:
         saving = next(
             callback
             for callback in trainer.checkpoint_callbacks
@@ -486,242 +511,108 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         kind, saving.save_last = saving.save_last, True
         saving._save_last_checkpoint(trainer, saving._monitor_candidates(trainer))
         saving.save_last = kind
-        raise_together(self._files.wait)
-        if self._memory is not None:
-            self._memory.close(forget=True)
-        self._tell_findings()
-        self._recording.close("to_be_continued", why)
-        if trainer.is_global_zero:
-            print(
-                f"outlast: stopped after step {self._step} ({why}); the same command goes on from "
-                "there",
-                flush=True,
-            )
-        # Lightning kills all when a process that it has started ends with another code than 0.
-        started = isinstance(_environment(trainer), LightningEnvironment) and trainer.local_rank > 0
-        raise SystemExit(0 if started else EXIT_TO_BE_CONTINUED)
 
-    def _tell_findings(self) -> None:
-        if self._guard is not None and self._recording is not None:
-            self._recording.checked(self._guard, self._step)
+    def _begin_to_keep(self, runtime: Runtime, trainer: Trainer, directory: RunDirectory) -> None:
+        """Keep each step of the training from now on."""
+        self._kept_step = trainer.global_step
+        if runtime.memory is None:
+            # Of a training that this one does not go on from; nor must a restart of this one.
+            self._open_memory(runtime, directory).forget_earlier()
+        if not trainer.lightning_module.automatic_optimization:
+            # The step of an optimizer without Lightning's wrapper calls no callback.
+            for optimizer in trainer.optimizers:
+                hook = optimizer.register_step_pre_hook(lambda *_: runtime.before_update())
+                self._undo.callback(hook.remove)
+
+    def _is_followed(self, trainer: Trainer) -> bool:
+        """Return whether a validation or the epoch's end comes before the next batch.
+
+        A checkpoint is resumed behind them, so that they would be left out; from the step before
+        they are done.
+        """
+        fit = trainer.fit_loop
+        if fit.epoch_loop._is_training_done:
+            return True
+        if getattr(trainer, "_val_check_time_interval", None) is not None:
+            # Each rank goes by its own clock, and all must keep the same steps.
+            return False
+        return bool(fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
+
+    def _found(self, trainer: Trainer, path: Any) -> dict[str, Any] | None:
+        """The checkpoint in memory, where it counts and is newer; None without one."""
+        runtime, directory = self._runtime, directory_of(self._job)
+        assert runtime is not None
+        if trainer.state.fn != TrainerFn.FITTING or not _counts(trainer, path, directory):
+            return None
+        otherwise = ""
+        if str(path) not in _last_files(trainer):
+            does = f"goes on from {path}" if path else "begins anew"
+            otherwise = f'the training {does}, as the script says (ckpt_path="last" goes on)'
+        memory = self._open_memory(runtime, directory, otherwise)
+        is_taken = memory.find() is not None and memory.take()
+        for event in memory.events:
+            runtime.write(event)
+        if not is_taken:
+            return None
+        content, self._checkpoint.content = self._checkpoint.content, {}
+        found: dict[str, Any] = restored(content[KEY], unpickle=True)
+        # Of another number of ranks, the place of the first is that of all; a new rank has none.
+        told: list[list[dict[str, Any]]] = gather_objects(self._place.content.get("loaders", []))
+        self._place.content = {}
+        if len(told) != content["ranks"]:
+            told = [[*told[0]] for _ in range(content["ranks"])]
+        found.setdefault("callbacks", {})[self.state_key] = {"places": told}
+        return found
+
+    def _open_memory(
+        self, runtime: Runtime, directory: RunDirectory, otherwise: str = ""
+    ) -> MemoryCheckpoint:
+        store = CheckpointStore(directory.checkpoints, collective=False)
+        self._undo.callback(store.close)
+        state = {_CHECKPOINT: self._checkpoint, f"{_PLACE}{runtime.ranks.rank}": self._place}
+        return runtime.keep_in_memory(
+            self._job, directory, store, state, note=self._note, otherwise=otherwise
+        )
+
+    def _note(self) -> None:
+        """Bring what is kept up to date."""
+        trainer, runtime = self._trainer, self._runtime
+        assert trainer is not None
+        assert runtime is not None
+        self._is_keeping = True
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self._is_keeping = False
+        places = places_of([trainer.lightning_module], trainer.optimizers)
+        found = settled(plain(checkpoint), places)
+        if runtime.ranks.local_rank > 0:
+            # Beside parameters, which are equal, a node keeps what its first rank has.
+            found = only_settled(found)
+        self._checkpoint.content = {KEY: found, "ranks": runtime.ranks.world_size}
+        self._place.content = {"loaders": self.places_here()}
 
 
 def _environment(trainer: Trainer) -> Any:
     return trainer._accelerator_connector.cluster_environment
 
 
-_CHECKPOINT, _PLACE = "lightning.checkpoint", "lightning.place"
-
-
-class TrainerMemory:
-    """Keeps what a checkpoint of a trainer holds after each step, and restores it.
-
-    All ranks call its methods together, but for `settle` and `close`.
-
-    Args:
-        job: The settings; [recover] counts here.
-
-    Attributes:
-        events: What restoring had to say.
-        taking: Whether a checkpoint is made for memory, where each rank keeps its own place in the
-            data.
-    """
-
-    def __init__(self, job: LoopJob) -> None:
-        self.events: list[Event] = []
-        self.taking = False
-        self._job = job
-        self._trainer: Trainer
-        self._is_watching = False
-        self._memory: MemoryCheckpoint | None = None
-        self._store: CheckpointStore | None = None
-        self._recording: Recording | None = None
-        self._checkpoint, self._place = _Entry(), _Entry()
-        self._step = -1
-        self._left_out = 0
-        self._told = False
-        self._hooks: list[RemovableHandle] = []
-
-    def watch(self, trainer: Trainer, outlast: OutlastCallback) -> None:
-        """From now on a fit begins with what is in memory, where that is newer than its file."""
-        self._trainer, self._outlast, self._is_watching = trainer, outlast, True
-        self._step, self._left_out, self.events = -1, 0, []
-        connector = trainer._checkpoint_connector
-        vars(connector).pop("resume_start", None)
-        from_file = connector.resume_start
-
-        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-            found = self._found(checkpoint_path)
-            if found is None:
-                from_file(checkpoint_path, weights_only=weights_only)
-            else:
-                connector._loaded_checkpoint = found
-
-        connector.resume_start = resume_start
-
-    def begin(self, recording: Recording) -> None:
-        """The training begins, with what was restored; `recording` has its directory."""
-        self._recording = recording
-        self._step = self._trainer.global_step
-        if self._memory is None:
-            self._memory = self._opened(recording.directory)
-            # Of a training that this one does not go on from; nor must a restart of this one.
-            self._memory.forget_earlier()
-        if not self._trainer.lightning_module.automatic_optimization:
-            # The step of an optimizer without Lightning's wrapper calls no callback.
-            self._hooks = [
-                optimizer.register_step_pre_hook(lambda *_: self.settle())
-                for optimizer in self._trainer.optimizers
-            ]
-
-    def settle(self) -> None:
-        """To be called before an optimizer's step: what was being copied is copied."""
-        if self._memory is not None:
-            self._memory.settle()
-
-    def after_batch(self) -> None:
-        """All callbacks have done their part of a batch: begin to keep the state behind a step."""
-        step = self._trainer.global_step
-        if self._memory is None or step == self._step or step % self._job.recover.every_steps:
-            return
-        self._step = step
-        assert self._recording is not None
-        if not self._is_followed():
-            self._left_out = 0
-            self._recording.write(self._memory.keep(step))
-            return
-        self._left_out += 1
-        if self._left_out == 2 and self._memory.is_on and not self._told:
-            self._told = True
-            self._recording.write(
-                Warned(
-                    f"step {step}, and the one before after which the state would be kept in "
-                    "memory, are followed by a validation or the end of an epoch, where it is not: "
-                    "a restart may go back to the newest checkpoint"
-                )
-            )
-
-    def close(self, *, forget: bool) -> None:
-        """The training is over.
-
-        Args:
-            forget: Give the memory back: all is on disk, or may be wrong. Otherwise it is kept
-                for a restart.
-        """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        memory, self._memory = self._memory, None
-        store, self._store = self._store, None
-        if memory is not None:
-            memory.close(forget=forget)
-        if store is not None:
-            store.close()
-        self._recording = None
-        if self._is_watching:
-            vars(self._trainer._checkpoint_connector).pop("resume_start", None)
-
-    def _is_followed(self) -> bool:
-        """Return whether a validation or the epoch's end comes before the next batch.
-
-        A checkpoint is resumed behind them, so that they would be left out; from the step before
-        they are done.
-        """
-        fit = self._trainer.fit_loop
-        if fit.epoch_loop._is_training_done:
-            return True
-        if getattr(self._trainer, "_val_check_time_interval", None) is not None:
-            # Each rank goes by its own clock, and all must keep the same steps.
-            return False
-        return bool(fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
-
-    def _found(self, path: Any) -> dict[str, Any] | None:
-        """The checkpoint in memory, where it counts and is newer; None without one."""
-        directory = directory_of(self._job)
-        if self._trainer.state.fn != TrainerFn.FITTING or not _counts(
-            self._trainer, path, directory
-        ):
-            return None
-        otherwise = ""
-        if str(path) not in _last_files(self._trainer):
-            does = f"goes on from {path}" if path else "begins anew"
-            otherwise = f'the training {does}, as the script says (ckpt_path="last" goes on)'
-        memory = self._memory = self._opened(directory, otherwise)
-        is_taken = memory.find() is not None and memory.take()
-        self.events = memory.events
-        if not is_taken:
-            return None
-        content, self._checkpoint.content = self._checkpoint.content, {}
-        found: dict[str, Any] = restored(content[KEY], unpickle=True)
-        places = {"places": self._places(content["ranks"])}
-        found.setdefault("callbacks", {})[self._outlast.state_key] = places
-        return found
-
-    def _places(self, ranks_before: int) -> list[list[dict[str, Any]]]:
-        """Positions of each rank in each loader; of another number of ranks, those of the first."""
-        # A rank that there was not has none.
-        told: list[list[dict[str, Any]]] = gather_objects(self._place.content.get("loaders", []))
-        self._place.content = {}
-        if len(told) == ranks_before:
-            return told
-        return [[*told[0]] for _ in range(ranks_before)]
-
-    def _opened(self, directory: RunDirectory, otherwise: str = "") -> MemoryCheckpoint:
-        ranks = ranks_here()
-        self._store = CheckpointStore(directory.checkpoints, collective=False)
-        state = {_CHECKPOINT: self._checkpoint, f"{_PLACE}{ranks.rank}": self._place}
-        return MemoryCheckpoint(
-            self._job, ranks, directory, self._store, state, note=self._note, otherwise=otherwise
-        )
-
-    def _note(self) -> None:
-        """Bring what is kept up to date."""
-        trainer, ranks = self._trainer, ranks_here()
-        self.taking = True
-        try:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        finally:
-            self.taking = False
-        places = places_of([trainer.lightning_module], trainer.optimizers)
-        found = settled(plain(checkpoint), places)
-        if ranks.local_rank > 0:
-            # Beside parameters, which are equal, a node keeps what its first rank has.
-            found = only_settled(found)
-        self._checkpoint.content = {KEY: found, "ranks": ranks.world_size}
-        self._place.content = {"loaders": self._outlast.places_here()}
-
-
 class KeepLast(Checkpoint):  # type: ignore[misc]
     """Part of `with_outlast`: a checkpoint callback, and so behind all that are none.
 
     Args:
-        memory: Where each step is kept.
+        outlast: Keeps each step.
     """
 
-    def __init__(self, memory: TrainerMemory) -> None:
+    def __init__(self, outlast: OutlastCallback) -> None:
         super().__init__()
-        self._memory = memory
+        self._outlast = outlast
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Begin to keep the state, when an optimizer has done a step."""
-        self._memory.after_batch()
-
-
-class _Entry:
-    """A dictionary as an entry of what is kept."""
-
-    may_be_missing = True
-
-    def __init__(self) -> None:
-        self.content: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.content
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.content = dict(state)
+        self._outlast.keep()
 
 
 def _counts(trainer: Trainer, path: Any, directory: RunDirectory) -> bool:
@@ -788,21 +679,21 @@ def with_outlast(
     default = type(job.checkpoint).model_fields["every_steps"].default
     store = job.checkpoint.model_copy(update={"every_steps": default})
     checkpoint_io = StoreCheckpointIO(directory.checkpoints, store)
-    memory = TrainerMemory(job) if is_kept(job.recover, ranks_from(os.environ)) else None
+    keeps = is_kept(job.recover, ranks_from(os.environ))
     outlast = OutlastCallback(
         job,
         checkpoint_io.files,
         tokens_per_step=tokens_per_step,
         prediction=prediction,
-        memory=memory,
+        keeps=keeps,
     )
     saving = [callback for callback in own if isinstance(callback, ModelCheckpoint)]
     if not saving:
         own.append(_last_checkpoint(job, directory.path / "lightning"))
     else:
         _check_own(job, saving)
-    if memory is not None:
-        own.append(KeepLast(memory))
+    if keeps:
+        own.append(KeepLast(outlast))
     return {"callbacks": [outlast, *own], "plugins": [checkpoint_io, *plugins]}
 
 
@@ -828,3 +719,201 @@ def _check_own(job: LoopJob, saving: Sequence[ModelCheckpoint]) -> None:
             f"checkpoint.every_steps = {job.checkpoint.every_steps!r} and a ModelCheckpoint both "
             "say when to save; remove the setting, and give ModelCheckpoint every_n_train_steps"
         )
+
+
+class GoOnFrom(ModelCheckpoint):  # type: ignore[misc]
+    """Saves what the next start goes on from, beside what the script's own callbacks save.
+
+    Args:
+        folder: Of its file.
+        every: How often.
+    """
+
+    def __init__(self, folder: Path, every: Every) -> None:
+        seconds = every.seconds or UNASKED_SECONDS
+        super().__init__(
+            dirpath=folder,
+            save_last=True,
+            save_top_k=0,
+            every_n_train_steps=every.steps,
+            train_time_interval=None if every.steps else timedelta(seconds=seconds),
+        )
+
+
+class _StopsForAnyScript(OutlastCallback):
+    """Stops with the file that the next start goes on from, whatever the script calls its last."""
+
+    def _save_last(self, trainer: Trainer) -> None:
+        last = [
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.save_last
+        ]
+        if not isinstance(last[0], GoOnFrom):
+            own = next(number for number in last if isinstance(number, GoOnFrom))
+            trainer.save_checkpoint(Path(own.dirpath) / _NAME)
+        super()._save_last(trainer)
+
+
+class _OwnStore(CheckpointIO):  # type: ignore[misc]
+    """Keeps the files of one folder in a store, and all others as the script has them.
+
+    Args:
+        folder: Of the files.
+        store: Keeps them.
+        others: Writes and reads the others.
+    """
+
+    def __init__(self, folder: Path, store: StoreCheckpointIO, others: CheckpointIO) -> None:
+        self._folder = folder
+        self._store = store
+        self._others = others
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save to a path."""
+        self._of(path).save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **more: Any) -> Any:
+        """Load a path."""
+        return self._of(path).load_checkpoint(path, *arguments, **more)
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Remove a path."""
+        self._of(path).remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for the save under way."""
+        self._store.teardown()
+        self._others.teardown()
+
+    def _of(self, path: str | os.PathLike[str]) -> CheckpointIO:
+        return self._store if Path(path).parent == self._folder else self._others
+
+
+def take_over(handed: HandedOver) -> Callable[[], None]:
+    """Have all trainers that are made from now on save to a store, resume from it and stop in time.
+
+    Args:
+        handed: What to tell them.
+
+    Returns:
+        A function that leaves those alone that are made afterwards.
+
+    Raises:
+        IntegrationError: When there is a time limit, which the trainer is not told.
+    """
+    if handed.limit_seconds is not None:
+        raise IntegrationError(
+            f"--time-limit {handed.limit_seconds:g}s has no effect on Lightning's Trainer; leave "
+            "it out: the end of a Slurm job's time and SIGTERM stop it in time"
+        )
+    own_init, own_fit = Trainer.__init__, Trainer.fit
+    numbers = itertools.count()
+
+    @functools.wraps(own_init)
+    def made(trainer: Trainer, *arguments: Any, **options: Any) -> None:
+        folder = handed.stores.parent / f"trainer{next(numbers)}"
+        options |= _options(handed, folder, options)
+        own_init(trainer, *arguments, **options)
+        trainer._outlast_folder = folder
+
+    @functools.wraps(own_fit)
+    def fit(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
+        _refuse_own_processes(trainer)
+        folder = trainer._outlast_folder
+        given = inspect.signature(own_fit).bind(trainer, *arguments, **options)
+        found = handed.begins(folder / "checkpoints") and (folder / _NAME).exists()
+        _note_model(folder, given.arguments["model"], resumes=found)
+        if found:
+            # What the script names is where the run begins, not where each of its starts does.
+            given.arguments |= {"ckpt_path": str(folder / _NAME), "weights_only": None}
+        try:
+            return own_fit(*given.args, **given.kwargs)
+        finally:
+            handed.step = trainer.global_step
+
+    def undo() -> None:
+        Trainer.__init__, Trainer.fit = own_init, own_fit
+
+    Trainer.__init__ = made
+    Trainer.fit = fit
+    return undo
+
+
+def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
+    """Write down what the trainer of a folder trains, and refuse to resume another model.
+
+    Trainers are known by the order in which they are made, which a script may change.
+    """
+    mine = {
+        "class": type(model).__qualname__,
+        "parameters": {
+            name: None if is_lazy(parameter) else [*parameter.shape]
+            for name, parameter in model.named_parameters()
+        },
+    }
+    file = folder / _MODEL
+    if resumes and file.exists():
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if saved != mine:
+            raise AutosaveError(
+                f"{folder / _NAME} holds a {saved['class']}, {_unlike(saved, mine)}; trainers "
+                "are told apart by the order in which the script makes them: make as many as "
+                "before, in the same order, or begin anew with --fresh"
+            )
+    elif os.environ.get("RANK", "0") == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps(mine).encode())
+
+
+def _unlike(saved: dict[str, Any], mine: dict[str, Any]) -> str:
+    """Describe how two models differ."""
+    if saved["class"] != mine["class"]:
+        return f"but this trainer is given a {mine['class']}"
+    old, new = saved["parameters"], mine["parameters"]
+    name = next(result for result in [*old, *new] if old.get(result, ()) != new.get(result, ()))
+    return f"whose parameter {name} is {old.get(name, 'missing')}, here {new.get(name, 'missing')}"
+
+
+def _refuse_own_processes(trainer: Trainer) -> None:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    count = trainer.num_devices * trainer.num_nodes
+    if count > 1 and not getattr(environment, "creates_processes_externally", False):
+        raise IntegrationError(
+            f"Lightning would start the other {count - 1} of {count} processes itself, without "
+            f"outlast run: start all of them with `outlast run --nproc {count}` or "
+            "`torchrun -m outlast run`"
+        )
+
+
+def _options(handed: HandedOver, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The callbacks and plugins of a trainer, ours among them."""
+    given = [f"run.directory={folder.parent}", f"run.name={folder.name}", "guard.policy=off"]
+    job = load_loop_job(None, given)
+    store = StoreCheckpointIO(directory_of(job).checkpoints, job.checkpoint)
+    callbacks, plugins = _listed(options.get("callbacks")), _listed(options.get("plugins"))
+    checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    if not checkpoints and options.get("enable_checkpointing", True):
+        # As the trainer does where it is given none.
+        callbacks.append(ModelCheckpoint())
+    others = next(
+        (plugin for plugin in plugins if isinstance(plugin, CheckpointIO)), TorchCheckpointIO()
+    )
+    kept = [plugin for plugin in plugins if plugin is not others]
+    return {
+        "callbacks": [
+            _StopsForAnyScript(job, store.files),
+            *callbacks,
+            GoOnFrom(folder, handed.every),
+        ],
+        "enable_checkpointing": True,
+        "plugins": [_OwnStore(folder, store, others), *kept],
+    }
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return [*value] if isinstance(value, (list, tuple)) else [value]

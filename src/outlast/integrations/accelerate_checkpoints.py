@@ -1,4 +1,7 @@
-"""Folders of `save_state`: the note that leads to a version of a store, and Accelerate's own."""
+"""`save_state` and `load_state` of an `Accelerator`, kept in a store.
+
+The folder that the framework names stands for a version; see `outlast.integrations.accelerate`.
+"""
 
 from __future__ import annotations
 
@@ -9,45 +12,78 @@ import os
 import sys
 import time
 import uuid
-import warnings
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from accelerate import DistributedType
-from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, SkipBatchSampler
 from torch import nn
 
 from outlast import cluster
 from outlast.autosave.resume.process import random_states, set_random_states, source_of
-from outlast.checkpoint import CheckpointStore, Compression, Reduction
+from outlast.checkpoint import CheckpointStore
 from outlast.checkpoint.version import SEAL
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError, IntegrationError
-from outlast.integrations.entries import TextEntry
-from outlast.records import CheckpointRestored
-from outlast.runtime.memory import MemoryCheckpoint
+from outlast.integrations import require
+from outlast.integrations.entries import EVERY_VERSION, TextEntry, read_facts
+from outlast.job import LoopJob
+from outlast.records import CheckpointRestored, RunDirectory
+from outlast.runtime.engine import Runtime
 from outlast.runtime.place import ranks_here, unwrapped
-from outlast.runtime.saves import AdapterSaves, close_at_exit
+from outlast.runtime.saves import close_at_exit, store_options
+
+require("accelerate", "1.15", "2")
+
+from accelerate import DistributedType  # noqa: E402
+from accelerate.data_loader import (  # noqa: E402
+    DataLoaderShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from accelerate import Accelerator
 
-    from outlast.job import CheckpointSection, LoopJob
-    from outlast.records import Event, RunDirectory
-
+    from outlast.job import CheckpointSection
 
 _NAME = "outlast.json"
 
-
 _OWN = "optimizer*"
+"""Accelerate's files of the optimizers, which are in every state that a store could hold."""
+
+_FACTS, _RANDOM = "accelerator", "random-"
+
+_HIDDEN = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 
 
-"""What Accelerate writes for the optimizers, which are in every state that a store could hold."""
+def runtime_of(accelerator: Accelerator) -> Runtime:
+    """The runtime of an accelerator, made when it is asked for first.
+
+    `Accelerator.end_training` ends it: the save under way is waited for.
+    """
+    found: Runtime | None = getattr(accelerator, "_outlast", None)
+    if found is not None:
+        return found
+    runtime = accelerator._outlast = Runtime(ranks_here(), chain=cluster)
+    own_end = accelerator.end_training
+
+    def end_training() -> None:
+        error: BaseException | None = None
+        try:
+            runtime.finish()
+            own_end()
+        except BaseException as problem:
+            error = problem
+            raise
+        finally:
+            runtime.close(error)
+
+    accelerator.end_training = end_training
+    return runtime
 
 
 @dataclass(frozen=True)
@@ -116,123 +152,6 @@ def newest_own_folder(parent: Path) -> OwnFolder | None:
         if not (folder / _NAME).exists() and (states := [*folder.glob(_OWN)])
     ]
     return max(found, default=None)
-
-
-_FACTS, _RANDOM = "accelerator", "random-"
-
-
-class Remembering:
-    """Keeps the state of a loop on an accelerator, and finds it again after a restart.
-
-    All processes make it before `Accelerator.load_state`, and call its methods together. From then
-    on, loading the newest state takes that from memory where it is newer than the store's.
-
-    Args:
-        accelerator: After `prepare`.
-        saving: Its store.
-        job: The settings; [recover] counts here.
-        directory: Of the run.
-
-    Attributes:
-        facts: What was found in memory beside the objects; empty where nothing was.
-        events: What there is to say and not yet said.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, saving: Saving, job: LoopJob, directory: RunDirectory
-    ) -> None:
-        self.facts: dict[str, Any] = {}
-        self.events: list[Event] = []
-        self._saving = saving
-        self._ranks = ranks_here()
-        self._text = TextEntry()
-        self._state: dict[str, Any] = {}
-        self._kept_steps = -1
-        self._names: list[str] = []
-        self._memory = MemoryCheckpoint(
-            job, self._ranks, directory, saving.store, self._state, note=self._note
-        )
-        for optimizer in accelerator._optimizers:
-            optimizer.optimizer.register_step_pre_hook(self._settle)
-        own_end = accelerator.end_training
-
-        def end_training() -> None:
-            own_end()
-            self.close()
-
-        accelerator.end_training = end_training
-        saving.memory = self
-
-    def keep(self) -> None:
-        """Keep the state of the step that was done last; called after each step of the loop.
-
-        It stands where `save_state` could stand. In the middle of a gradient accumulation it does
-        nothing.
-
-        Raises:
-            IntegrationError: When a process does not come to this step.
-        """
-        steps = self._saving.steps
-        if steps == self._kept_steps:
-            return
-        self._kept_steps = steps
-        warning = self._memory.keep(steps)
-        if warning is not None and self._ranks.is_first:
-            warnings.warn(warning.message, stacklevel=2)
-
-    def find(self) -> int | None:
-        """Steps of the state in memory that is newer than the store's newest; None without one.
-
-        Raises:
-            RecoverError: On all processes, when what was in memory is lost, and there is no
-                checkpoint.
-        """
-        found = self._memory.find()
-        self.events = self._memory.events
-        return found
-
-    def read(self) -> bool:
-        """Fill `facts` with what `find` has found; else the newest checkpoint must be taken."""
-        text = TextEntry()
-        found = self._memory.read({_FACTS: text})
-        self.facts = text.content if found else {}
-        return found
-
-    def take(self, wanted: dict[str, Any]) -> bool:
-        """Fill the live objects with what was found; else the newest checkpoint must be taken.
-
-        Args:
-            wanted: Objects by their names in the store, and the random numbers of a process.
-
-        Raises:
-            RecoverError: On all processes, when it does not fit, and there is no checkpoint.
-        """
-        self._state.clear()
-        self._state |= wanted
-        taken = self._memory.take()
-        self._state.clear()
-        return taken
-
-    def close(self, *, forget: bool = True) -> None:
-        """The loop has ended.
-
-        Args:
-            forget: Give the memory back. Otherwise it is kept for the next start.
-        """
-        self._memory.close(forget=forget)
-
-    def _settle(self, *_: Any) -> None:
-        self._memory.settle()
-
-    def _note(self) -> None:
-        if not self._state:
-            objects = self._saving.objects()
-            own = f"{_RANDOM}{self._ranks.rank}"
-            self._names = [*objects]
-            self._state |= {**objects, own: self._saving.own}
-            if self._ranks.is_first:
-                self._state[_FACTS] = self._text
-        self._text.content = self._saving.facts(self._names)
 
 
 @dataclass
@@ -521,13 +440,7 @@ def check_savable(accelerator: Accelerator) -> None:
         )
 
 
-_ALL = 10**9
-
-
-_HIDDEN = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
-
-
-class Saving(AdapterSaves):
+class Saving:
     """The store of one accelerator, in place of the files of its `save_state`.
 
     All processes make it, after `Accelerator.prepare`, and call its methods together.
@@ -542,7 +455,6 @@ class Saving(AdapterSaves):
             second save after the same step counts as of the next one.
         directory: Of the store.
         store: Of the versions.
-        memory: Keeps the state of each step, too; None without.
         own: What each process has for itself.
 
     Raises:
@@ -553,21 +465,29 @@ class Saving(AdapterSaves):
         self, accelerator: Accelerator, directory: Path, settings: CheckpointSection
     ) -> None:
         check_savable(accelerator)
-        super().__init__(ranks_here(), cluster)
         self.steps = 0
-        self.memory: Remembering | None = None
-        self._accelerator = accelerator
         self.directory = directory
-        self._saved_steps = -1
-        self.store = raise_together(lambda: self._opened(settings))
+        self._accelerator = accelerator
+        self._runtime = runtime_of(accelerator)
+        self._saved_steps = self._kept_steps = -1
+        # As in Accelerate, folders that the script names are limited by nobody.
+        project = accelerator.project_configuration
+        limit = project.total_limit if project.automatic_checkpoint_naming else None
+        self.store = raise_together(
+            lambda: CheckpointStore(
+                directory, keep=limit or EVERY_VERSION, **store_options(settings)
+            )
+        )
+        self._saves = self._runtime.save_to(self.store, raises=True)
         self._own_save, self._own_load = accelerator.save_state, accelerator.load_state
         self.own = ProcessEntry(accelerator)
-        own_end, own_skip = accelerator.end_training, accelerator.skip_first_batches
-        accelerator._optimizers[0].optimizer.register_step_post_hook(self._count)
-
-        def end_training() -> None:
-            self.close()
-            own_end()
+        self._kept: dict[str, Any] = {}
+        self._text = TextEntry()
+        own_skip = accelerator.skip_first_batches
+        for number, optimizer in enumerate(accelerator._optimizers):
+            optimizer.optimizer.register_step_pre_hook(lambda *_: self._runtime.before_update())
+            if number == 0:
+                optimizer.optimizer.register_step_post_hook(self._count)
 
         def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             loader = own_skip(dataloader, num_batches)
@@ -577,7 +497,6 @@ class Saving(AdapterSaves):
         accelerator.skip_first_batches = skip_first_batches
         accelerator.save_state = self.save_state
         accelerator.load_state = self.load_state
-        accelerator.end_training = end_training
         # A program may end without `end_training`.
         atexit.register(self._close_at_exit)
 
@@ -587,22 +506,24 @@ class Saving(AdapterSaves):
         Returns:
             The folder, which stands for the state that is in the store.
         """
-        self.collect(wait=True)
-        accelerator = self._accelerator
-        with self.watch("checkpoint"):
+        self._saves.collect(wait=True)
+        with self._runtime.watch("checkpoint"):
             with self._hidden():
                 folder = str(self._own_save(output_dir, *arguments, **options))
-            note = Note(self._next_number(), uuid.uuid4().hex, self.directory)
-            if accelerator.is_main_process:
+            # No version is overwritten, and a folder leads to the state that it was given.
+            again = self._saved_steps <= self.steps <= self._saves.begun
+            number = self._saves.begun + 1 if again else self.steps
+            note = Note(number, uuid.uuid4().hex, self.directory)
+            if self._accelerator.is_main_process:
                 write_note(Path(folder), note)
-            saved = self.objects()
+            saved = self._objects()
             entries = [*saved]
-            saved[f"{_RANDOM}{self._ranks.rank}"] = self.own
-            if self._ranks.is_first:
-                facts = {**self.facts(entries), "number": note.version, "save": note.save}
+            saved[f"{_RANDOM}{self._runtime.ranks.rank}"] = self.own
+            if self._runtime.ranks.is_first:
+                facts = {**self._facts(entries), "number": number, "save": note.save}
                 saved[_FACTS] = TextEntry(facts)
-            self._handle = self.store.save_async(note.version, saved)
-            self._saved_steps, self._number = self.steps, note.version
+            self._runtime.save(number, saved)
+            self._saved_steps = self.steps
         return folder
 
     def load_state(self, input_dir: str | None = None, *arguments: Any, **options: Any) -> None:
@@ -614,100 +535,134 @@ class Saving(AdapterSaves):
         Raises:
             OutlastError: When nothing can be used.
         """
-        self.collect(wait=True)
+        self._saves.collect(wait=True)
         looked = raise_together(lambda: self._looked(input_dir))
         (ours, note, folder), is_newest = gather_objects(looked)[0]
         if is_newest and self._loaded_from_memory():
-            self._saved_steps = self._number = -1
+            self._saved_steps = self._saves.begun = -1
         elif not ours:
             self._own_load(folder, *arguments, **options)
         elif note is None or os.path.realpath(note.store) == os.path.realpath(self.directory):
             self._load(self.store, note)
-            self._saved_steps = self._number = -1
+            self._saved_steps = self._saves.begun = -1
         else:
             other = raise_together(lambda: CheckpointStore(note.store, writer="thread"))
-            try:
+            with contextlib.closing(other):
                 self._load(other, note)
-            finally:
-                other.close()
+
+    def keep(self) -> None:
+        """Keep the state of the step that was done last in memory, where `add_recover` was called.
+
+        To be called after each step of the loop, where `save_state` could stand. In the middle of a
+        gradient accumulation it does nothing.
+
+        Raises:
+            IntegrationError: When a process does not come to this step.
+        """
+        if self.steps != self._kept_steps:
+            self._kept_steps = self.steps
+            self._runtime.keep(self.steps)
+
+    def newest(self) -> int | None:
+        """Number of the newest state that can be loaded; None where there is none."""
+        memory = self._runtime.memory
+        if memory is not None and (kept := memory.find()) is not None:
+            return kept
+        version = self.store.newest()
+        return None if version is None else version.step
+
+    def collect(self, *, wait: bool = False) -> None:
+        """See how the save under way went, if it is done; `wait`: wait for it."""
+        self._saves.collect(wait=wait)
+
+    def finish(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: When the last save has failed.
+        """
+        self._saves.wait()
+
+    def close(self) -> None:
+        """Wait for the save under way and give up the store, as `end_training` does.
+
+        Raises:
+            CheckpointError: When the last save has failed.
+        """
+        try:
+            self.finish()
+        finally:
+            self._saves.close(failed=False)
+
+    def _close_at_exit(self) -> None:
+        # After an error, other processes may never finish the save under way.
+        if getattr(sys, "last_value", None) is None and not self._saves.closed:
+            close_at_exit(self.close)
+
+    def remember(self, job: LoopJob, directory: RunDirectory) -> None:
+        """Keep states in memory from now on, and load from there; see `add_recover`."""
+        self._runtime.keep_in_memory(job, directory, self.store, self._kept, note=self._note)
+
+    def _note(self) -> None:
+        """Bring what is kept in memory up to date."""
+        if not self._kept:
+            self._kept |= {**self._objects(), f"{_RANDOM}{self._runtime.ranks.rank}": self.own}
+            if self._runtime.ranks.is_first:
+                self._kept[_FACTS] = self._text
+        self._text.content = self._facts(
+            [name for name in self._kept if name != _FACTS and not name.startswith(_RANDOM)]
+        )
 
     def _load(self, store: CheckpointStore, note: Note | None) -> None:
         """Load what `note` leads to; None: the newest."""
         begun = time.perf_counter()
-        facts, number = self._facts(store, note)
+        version = None if note is None else note.version
+        facts, number = read_facts(store, _FACTS, version, or_newest=True)
+        if note is not None and number is None:
+            self._runtime.tell(
+                f"the state of step {version} was never published, as one that is cut short is "
+                f"not; that of step {facts['number']} is loaded"
+            )
+        elif note is not None and facts["save"] != note.save:
+            self._runtime.tell(
+                f"the folder's own state of step {version} was never published, or the run went "
+                "back and saved that step again; the one that was saved last is loaded"
+            )
         while True:
-            wanted = self._wanted(facts)
-            restored = store.restore(wanted, step=number)
+            restored = store.restore(self._wanted(facts), step=number)
             assert restored is not None
             for name in restored.skipped:
-                self._tell(f"{name}; the version of step {restored.step} was loaded")
+                self._runtime.tell(f"{name}; the version of step {restored.step} was loaded")
             if restored.step == facts["number"]:
                 break
             # The newest is damaged, beyond what was read of it first.
-            facts, number = _read_facts(store, restored.step), restored.step
+            facts, number = read_facts(store, _FACTS, restored.step)
         self._take_over(facts)
         seconds = time.perf_counter() - begun
-        self.events.append(CheckpointRestored(restored.step, seconds, restored.skipped))
+        self._runtime.tell(CheckpointRestored(restored.step, seconds, restored.skipped))
 
     def _loaded_from_memory(self) -> bool:
         """Load the state in memory, where that is newer than the store's newest."""
-        if self.memory is None or self.memory.find() is None or not self.memory.read():
-            self._take_over_events()
+        memory, text = self._runtime.memory, TextEntry()
+        if memory is None:
             return False
-        taken = self.memory.take(self._wanted(self.memory.facts))
-        self._take_over_events()
+        taken = memory.find() is not None and memory.read({_FACTS: text})
         if taken:
-            self._take_over(self.memory.facts)
+            self._kept |= self._wanted(text.content)
+            taken = memory.take()
+            self._kept.clear()
+        self._runtime.tell(*memory.events)
+        if taken:
+            self._take_over(text.content)
         return taken
-
-    def _take_over_events(self) -> None:
-        self._tell_all(() if self.memory is None else self.memory.events)
 
     def _take_over(self, facts: dict[str, Any]) -> None:
         """Go on where the objects that were loaded are from."""
         self.steps = facts["steps"]
         self._accelerator.step = facts["step"]
         self._accelerator.project_configuration.iteration = facts["iteration"]
-        for sentence in self.own.resume(as_before=facts["ranks"] == self._ranks.world_size):
-            self._tell(sentence)
-
-    def newest(self) -> int | None:
-        """Number of the newest state that can be loaded; None where there is none."""
-        kept = None if self.memory is None else self.memory.find()
-        if kept is not None:
-            return kept
-        version = self.store.newest()
-        return None if version is None else version.step
-
-    def close(self) -> None:
-        """Wait for the save under way and give up the store; `end_training` calls it.
-
-        Raises:
-            CheckpointError: When the last save has failed.
-        """
-        atexit.unregister(self._close_at_exit)
-        try:
-            self.finish()
-        finally:
-            self.store.close()
-
-    def _close_at_exit(self) -> None:
-        # After an error, other processes may never finish the save under way.
-        if getattr(sys, "last_value", None) is None:
-            close_at_exit(self.close)
-
-    def _opened(self, settings: CheckpointSection) -> CheckpointStore:
-        project = self._accelerator.project_configuration
-        # As in Accelerate, folders that the script names are limited by nobody.
-        limit = project.total_limit if project.automatic_checkpoint_naming else None
-        return CheckpointStore(
-            self.directory,
-            keep=limit or _ALL,
-            reduction=Reduction(Compression(settings.compression), chain=settings.delta_chain),
-            asynchronous=settings.asynchronous,
-            writer=settings.writer,
-            timeout_seconds=settings.timeout_seconds,
-        )
+        as_before = facts["ranks"] == self._runtime.ranks.world_size
+        self._runtime.tell(*self.own.resume(as_before=as_before))
 
     @contextlib.contextmanager
     def _hidden(self) -> Iterator[None]:
@@ -723,7 +678,7 @@ class Saving(AdapterSaves):
             for name, kept_item in kept.items():
                 setattr(accelerator, name, kept_item)
 
-    def facts(self, entries: Sequence[str]) -> dict[str, Any]:
+    def _facts(self, entries: Sequence[str]) -> dict[str, Any]:
         """Facts that are saved beside the objects.
 
         Args:
@@ -731,13 +686,13 @@ class Saving(AdapterSaves):
         """
         return {
             "entries": [*entries],
-            "ranks": self._ranks.world_size,
+            "ranks": self._runtime.ranks.world_size,
             "steps": self.steps,
             "step": self._accelerator.step,
             "iteration": self._accelerator.project_configuration.iteration,
         }
 
-    def objects(self) -> dict[str, Any]:
+    def _objects(self) -> dict[str, Any]:
         """The live objects that are saved and restored, of all processes the same."""
         accelerator = self._accelerator
         models = [unwrapped(model) for model in accelerator._models]
@@ -757,7 +712,7 @@ class Saving(AdapterSaves):
 
     def _wanted(self, facts: dict[str, Any]) -> dict[str, Any]:
         """The live objects to load into, with what is this process's own."""
-        found = self.objects()
+        found = self._objects()
         saved = {fact for fact in facts["entries"] if not fact.startswith(_RANDOM)}
         if differing := saved ^ {*found}:
             name = min(differing)
@@ -767,31 +722,7 @@ class Saving(AdapterSaves):
                 "same objects as where it was saved"
             )
         # A process that was not there draws as one that was.
-        return {**found, f"{_RANDOM}{self._ranks.rank % facts['ranks']}": self.own}
-
-    def _facts(
-        self, store: CheckpointStore, note: Note | None
-    ) -> tuple[dict[str, Any], int | None]:
-        """Facts that were saved beside the objects, and the version to load; None: the newest."""
-        if note is None:
-            return _read_facts(store, None), None
-        try:
-            facts = _read_facts(store, note.version)
-        except CheckpointError:
-            newest = store.newest()
-            if newest is None or newest.step >= note.version:
-                raise
-            self._tell(
-                f"the state of step {note.version} was never published, as one that is cut short "
-                f"is not; that of step {newest.step} is loaded"
-            )
-            return _read_facts(store, None), None
-        if facts["save"] != note.save:
-            self._tell(
-                f"the folder's own state of step {note.version} was never published, or the run "
-                "went back and saved that step again; the one that was saved last is loaded"
-            )
-        return facts, note.version
+        return {**found, f"{_RANDOM}{self._runtime.ranks.rank % facts['ranks']}": self.own}
 
     def _looked(self, input_dir: str | None) -> tuple[tuple[bool, Note | None, str | None], bool]:
         """Return what `_chosen` says, and whether that is the newest state of this run."""
@@ -818,30 +749,12 @@ class Saving(AdapterSaves):
         seal = published / SEAL
         if own is None or own.seconds <= (seal if seal.exists() else published).stat().st_mtime:
             return True, None, None
-        self._tell(
+        self._runtime.tell(
             f"{own.path}, which Accelerate itself has written, is newer than the newest state in "
             f"{self.directory}, of step {newest.step}, and is loaded; to load the latter, name "
             "its folder"
         )
         return False, None, str(own.path)
 
-    def _next_number(self) -> int:
-        """Number of the next version: the steps done, or one more than that of the save before.
-
-        No version is overwritten, and a folder leads to the state that it was given.
-        """
-        if self._saved_steps <= self.steps <= self._number:
-            return self._number + 1
-        return self.steps
-
     def _count(self, *_: Any) -> None:
         self.steps += 1
-
-
-def _read_facts(store: CheckpointStore, number: int | None) -> dict[str, Any]:
-    """Read what was saved beside the objects of a version; None for the newest."""
-    entry = TextEntry()
-    if store.restore({_FACTS: entry}, step=number) is None:
-        raise CheckpointError(f"there is no complete state in {store.storage.location} to load")
-    content: dict[str, Any] = entry.content
-    return content
