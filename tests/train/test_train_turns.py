@@ -265,7 +265,7 @@ class Clock:
 @pytest.mark.distributed
 def test_a_run_saves_when_the_job_before_it_has_ended(tmp_path: Path) -> None:
     folder = tmp_path / "turns"
-    other = ask(folder, 1e6, heartbeat_seconds=0.2)
+    other = ask(folder, 1e6)
     assert other.ready()
     settings = (f'checkpoint.turns="{folder}"', "checkpoint.every_steps=2", "train.steps=100000")
     job = tiny_job(tmp_path, "polite", *settings)

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from outlast.records import replace_file
 from outlast.tensorize.contraction import LayerPlan
 from outlast.tensorize.network import Route
 from outlast.tensorize.prices import (
@@ -129,6 +128,8 @@ def load(setting: Setting) -> PriceTable | None:
 
 def store(table: PriceTable) -> Path | None:
     """Write a table; None if the directory cannot be written, for then each run measures anew."""
+    from outlast.records import replace_file
+
     path = Setting(table.machine, table.dtype, table.threads, table.torch).file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +189,9 @@ def store_timed(setting: Setting, plans: dict[str, LayerPlan]) -> None:
             for key, plan in {**load_timed(setting), **plans}.items()
         },
     }
+    # Reading a factored model needs no records.
+    from outlast.records import replace_file
+
     with contextlib.suppress(OSError):
         setting.file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(setting.plans_file, json.dumps(content).encode())
