@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from outlast.errors import IntegrationError
 from outlast.runtime import agreement as agreement_module
 from outlast.runtime.agreement import BoundaryAgreement, host_group
-from outlast.runtime.engine import NowAndThen, Runtime, StepResult
+from outlast.runtime.engine import PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import ranks_here
 
 pytestmark = pytest.mark.distributed
@@ -195,7 +195,7 @@ def test_one_group_serves_all_and_ends_with_the_default_one(ranks, tmp_path):
 def _ends(steps):
     """Ranks with different numbers of steps, of which one meets the others at its end."""
     dist.init_process_group("gloo")
-    runtime = Runtime(ranks_here(), NowAndThen())
+    runtime = Runtime(ranks_here(), PeriodicConsensus())
     runtime.take_signals()
     runtime.begin(0)
     said = ""

@@ -38,7 +38,7 @@ from outlast.errors import (
     AutosaveError,
     OutlastError,
 )
-from outlast.runtime.engine import NowAndThen, Runtime, StepResult
+from outlast.runtime.engine import PeriodicConsensus, Runtime, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
@@ -410,7 +410,7 @@ class ScriptKeeper:
         self._cadence = cadence
         self._ranks = ranks
         self._keep = keep
-        self._consensus = NowAndThen(stop=stop)
+        self._consensus = PeriodicConsensus(stop=stop)
         if "OUTLAST_CHAIN" not in os.environ:
             chain = None
         self._runtime = Runtime(ranks, self._consensus, chain, save_told=self._tell_of_save)

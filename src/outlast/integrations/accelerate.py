@@ -25,7 +25,7 @@ from outlast.job import LoopJob
 from outlast.job.section import toml_value
 from outlast.records import RunDirectory
 from outlast.runtime.energy import TrainingEnergy
-from outlast.runtime.engine import NowAndThen, StepResult
+from outlast.runtime.engine import PeriodicConsensus, StepResult
 from outlast.runtime.guarding import RunGuard
 from outlast.runtime.place import device_of, parameters_in, ranks_here, unwrapped
 from outlast.runtime.recording import LoopFacts, directory_of
@@ -159,7 +159,7 @@ class AskStop:
     def __init__(self, accelerator: Accelerator, limit_seconds: float | None) -> None:
         self._accelerator = accelerator
         self._runtime = runtime_of(accelerator)
-        self._consensus = self._runtime.consensus = NowAndThen(limit_seconds, cluster)
+        self._consensus = self._runtime.consensus = PeriodicConsensus(limit_seconds, cluster)
         self._why = ""
         self._calls = 0
         self._runtime.take_signals()

@@ -23,7 +23,7 @@ from outlast.plan import Configuration, Training, cluster_of, predict, transform
 from outlast.plan.cluster_file import this_cluster
 from outlast.plan.prediction import as_record
 from outlast.runtime.energy import TrainingEnergy
-from outlast.runtime.engine import GOES_ON, Decision, NowAndThen, Runtime, StepResult
+from outlast.runtime.engine import GOES_ON, Decision, PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import device_of, ranks_here
 from outlast.runtime.recording import LoopFacts
 
@@ -259,7 +259,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         error: BaseException | None = None
         try:
             if self.stops:
-                runtime.consensus = NowAndThen(self.limit_seconds, cluster)
+                runtime.consensus = PeriodicConsensus(self.limit_seconds, cluster)
                 runtime.take_signals()
             if self.saving is None:
                 return own(resume_from_checkpoint, *arguments, **options)

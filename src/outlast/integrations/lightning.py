@@ -35,7 +35,7 @@ from outlast.job import load_loop_job
 from outlast.records import CheckpointRestored, Warned, replace_file
 from outlast.runtime.cadence import UNASKED_SECONDS
 from outlast.runtime.energy import TrainingEnergy
-from outlast.runtime.engine import Decision, NowAndThen, Runtime, StepResult
+from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.memory import is_kept, only_settled, places_of, settled
 from outlast.runtime.place import ranks_here
 from outlast.runtime.recording import LoopFacts, directory_of
@@ -311,7 +311,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         if "process_dataloader" not in vars(trainer.strategy):
             process = trainer.strategy.process_dataloader
             trainer.strategy.process_dataloader = lambda loader: self._placed(process(loader))
-        self._runtime = Runtime(ranks_here(), NowAndThen(chain=cluster), cluster, keeps_later=True)
+        self._runtime = Runtime(
+            ranks_here(), PeriodicConsensus(chain=cluster), cluster, keeps_later=True
+        )
         self._kept_step, self._left_out = -1, 0
         if self._keeps:
             self._look_into_memory(trainer)

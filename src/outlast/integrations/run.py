@@ -30,7 +30,7 @@ from outlast.errors import IntegrationError
 from outlast.integrations import loop_job_of
 from outlast.records import Warned, read_run
 from outlast.runtime.cadence import job_cadence
-from outlast.runtime.engine import NowAndThen, Runtime, StepResult
+from outlast.runtime.engine import PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import device_of, parameters_in, ranks_here, unwrapped
 from outlast.runtime.recording import LoopFacts, Recording
 from outlast.runtime.saves import open_store
@@ -323,7 +323,7 @@ class Run:
                 self._logged.metrics = {**(self._logged.metrics or {}), str(name): figure}
 
     def __enter__(self) -> Run:
-        runtime = self._runtime = Runtime(self._ranks, NowAndThen(chain=cluster), cluster)
+        runtime = self._runtime = Runtime(self._ranks, PeriodicConsensus(chain=cluster), cluster)
         try:
             runtime.take_signals()
             device = device_of(self._models.values())

@@ -51,7 +51,7 @@ from outlast.errors import (
 )
 from outlast.integrations.entries import Entry
 from outlast.records import CheckpointRestored, StateRecovered, Warned
-from outlast.runtime.engine import Decision, NowAndThen, Runtime, StepResult
+from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import ranks_here
 from outlast.runtime.recording import directory_of
 from outlast.state.live import module_tensors, reshard
@@ -460,7 +460,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._store = raise_together(lambda: self._opened(self.folder))
         self._saves = self.runtime.save_to(self._store, raises=True)
         if config.stop_in_time and not config.load_only:
-            self.runtime.consensus = NowAndThen(chain=cluster)
+            self.runtime.consensus = PeriodicConsensus(chain=cluster)
             self.runtime.take_signals()
 
     def _load(self, step: int = -1) -> bool:

@@ -23,8 +23,8 @@ A driver (the trainer, `outlast.Run`, an adapter in `outlast.integrations`, `out
 A framework that decides itself when and where to save calls `save` then; one that writes files of
 its own tells `save_ended`. What is not asked for is None, and its phases do nothing.
 
-Ranks agree in one of two ways: `EveryStep` in the trainer, whose ranks sum the loss up anyway, and
-`NowAndThen` in a loop that is not ours.
+Ranks agree in one of two ways: `StepConsensus` in the trainer, whose ranks sum the loss up anyway,
+and `PeriodicConsensus` in a loop that is not ours.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _always() -> bool:
 
 
 @dataclass
-class EveryStep:
+class StepConsensus:
     """Agreement at every step, in the all-reduce that sums the loss up.
 
     Attributes:
@@ -222,7 +222,7 @@ class EveryStep:
         """Nothing: every step was agreed on."""
 
 
-class NowAndThen:
+class PeriodicConsensus:
     """Agreement about once a second, for a loop that is not ours.
 
     Args:
@@ -351,7 +351,7 @@ class Runtime:
 
     def take_signals(self) -> None:
         """Let the stop signals ask for a stop, until `close`."""
-        assert isinstance(self.consensus, NowAndThen)
+        assert isinstance(self.consensus, PeriodicConsensus)
         self._signals.enter_context(self.consensus.signals())
 
     def open_records(
@@ -565,7 +565,9 @@ class Runtime:
         """
         if self.memory is None or not self.memory.is_on:
             return
-        agreement = self.consensus.agreement if isinstance(self.consensus, NowAndThen) else None
+        agreement = (
+            self.consensus.agreement if isinstance(self.consensus, PeriodicConsensus) else None
+        )
         self.mark("memory")
         warned = self.memory.keep(step, agreement, plan=plan)
         if self.records is not None:

@@ -29,7 +29,7 @@ from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.runtime.agreement import StepAgreement
 from outlast.runtime.cadence import job_cadence
 from outlast.runtime.energy import run_meter
-from outlast.runtime.engine import EveryStep, Runtime
+from outlast.runtime.engine import Runtime, StepConsensus
 from outlast.runtime.guarding import RunGuard
 from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.recording import MemoryWatch, StepRecords
@@ -262,7 +262,11 @@ def _engine(
 
 
 def _runtime(
-    setup: SetUp, store: CheckpointStore, state: State, records: StepRecords, consensus: EveryStep
+    setup: SetUp,
+    store: CheckpointStore,
+    state: State,
+    records: StepRecords,
+    consensus: StepConsensus,
 ) -> Runtime:
     """The runtime of `outlast train`."""
     job, ranks, directory = setup.job, setup.ranks, setup.directory
@@ -286,7 +290,7 @@ def _runtime(
     return runtime
 
 
-def _consensus(setup: SetUp, waits: CommunicationWait, *, coded: bool) -> EveryStep:
+def _consensus(setup: SetUp, waits: CommunicationWait, *, coded: bool) -> StepConsensus:
     ranks, layout = setup.ranks, setup.plan.layout
     agreement = StepAgreement(
         setup.device, alone=ranks.world_size == 1, counts=layout.counts_loss(ranks.rank)
@@ -294,7 +298,7 @@ def _consensus(setup: SetUp, waits: CommunicationWait, *, coded: bool) -> EveryS
     # Stages need not take equally long, and codes have their own word on who is slow.
     compares = ranks.world_size > 1 and layout.pipeline == 1 and not coded
     slowness = SlownessWatch(ranks.rank, ranks.world_size) if compares else None
-    return EveryStep(agreement, setup.stop, waits, slowness=slowness)
+    return StepConsensus(agreement, setup.stop, waits, slowness=slowness)
 
 
 def _loader(job: Job, layout: Layout, data: Prepared, data_rank: int) -> BatchLoader:

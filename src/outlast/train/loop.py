@@ -11,7 +11,7 @@ import torch
 
 from outlast.errors import WrongNumbersError
 from outlast.records import AttemptEnded, TrainingStarted
-from outlast.runtime.engine import EveryStep, Runtime, StepResult
+from outlast.runtime.engine import Runtime, StepConsensus, StepResult
 from outlast.train.gradients import clip, global_norm
 from outlast.train.optimizer import set_learning_rate
 
@@ -107,7 +107,7 @@ class Trainer:
     loader: BatchLoader
     runtime: Runtime
     records: StepRecords
-    consensus: EveryStep
+    consensus: StepConsensus
     evaluation: Evaluation | None = None
     pipeline_group: ProcessGroup | None = None
     replay: ReplayLog | None = None
