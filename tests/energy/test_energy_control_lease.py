@@ -26,6 +26,8 @@ from outlast.hardware.figure import Unavailable
 HERE = Path(__file__).parent
 HEAD = f"""
 import os, signal, sys, time
+# Under nohup, a program starts with a hang-up that is ignored.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 sys.path.insert(0, {str(HERE)!r})
 from energy_fakes import FileController
 from outlast.energy.control import Setting, applied
