@@ -46,3 +46,15 @@ def test_every_path_that_is_named_is_there() -> None:
     named = {each for each in named if "NAME" not in each}
     missing = [each for each in named if not any((place / each).exists() for place in places)]
     assert sorted(missing) == []
+
+
+def test_no_package_reaches_into_the_modules_of_another_ones_subpackage() -> None:
+    reached = set()
+    for file in (ROOT / "src" / "outlast").glob("*/**/*.py"):
+        package = file.relative_to(ROOT / "src" / "outlast").parts[0]
+        for other, rest in re.findall(
+            r"^\s*(?:from|import) outlast\.(\w+)((?:\.\w+)*)", file.read_text(), re.MULTILINE
+        ):
+            if other != package and rest.count(".") > 1:
+                reached.add(f"{file.relative_to(ROOT)}: outlast.{other}{rest}")
+    assert sorted(reached) == []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from outlast.autosave.cost import MeasuredState
-    from outlast.autosave.program.source import Rewritten, Site
+    from outlast.autosave.program import Rewritten, Site
     from outlast.autosave.run import RunOptions
 
 
@@ -115,7 +115,7 @@ def explain_program(asked: RunOptions) -> None:
     """
     from outlast.autosave.cost import measured_file, read_measured
     from outlast.autosave.libraries import read_and_rewrite
-    from outlast.autosave.program.training import explain, find_training
+    from outlast.autosave.program import explain, find_training
     from outlast.autosave.run_folder import folder_of
 
     rewritten, library = read_and_rewrite(asked.script, asked.loop)
@@ -144,7 +144,7 @@ def explain_program(asked: RunOptions) -> None:
 
 def _alive(files: list[Rewritten]) -> Iterator[str]:
     """Of each loop, the names that a save needs of its body, and those that it does not."""
-    from outlast.autosave.program.scopes import defined_names
+    from outlast.autosave.program import defined_names
 
     for file in files:
         defined = frozenset(defined_names(file.source.tree))
@@ -154,7 +154,7 @@ def _alive(files: list[Rewritten]) -> Iterator[str]:
 
 
 def _alive_at(site: Site, file: str, of_module: frozenset[str]) -> str:
-    from outlast.autosave.program.source import RUNTIME
+    from outlast.autosave.program import RUNTIME
 
     # What a definition or import makes is made again by set-up.
     known = site.defined | (of_module if site.body.endswith(":<module>") else frozenset())

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from outlast import cluster
-from outlast.autosave.resume.process import random_states, set_random_states, source_of
+from outlast.autosave.resume import random_states, set_random_states, source_of
 from outlast.checkpoint import CheckpointStore
 from outlast.checkpoint.version import SEAL
 from outlast.distributed.group import gather_objects, raise_together

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outlast.autosave.resume.process import random_states
+from outlast.autosave.resume import random_states
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

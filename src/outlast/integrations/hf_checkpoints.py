@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from outlast.autosave.resume.process import set_random_states
+from outlast.autosave.resume import set_random_states
 from outlast.checkpoint import CheckpointStore, Retention, list_versions
 from outlast.checkpoint.version import is_published
 from outlast.distributed.group import gather_objects, raise_together

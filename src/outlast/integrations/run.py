@@ -24,7 +24,7 @@ from torch import nn
 
 from outlast import cluster
 from outlast.autosave.position import Position
-from outlast.autosave.program.source import RUNTIME
+from outlast.autosave.program import RUNTIME
 from outlast.distributed.group import raise_together
 from outlast.errors import IntegrationError
 from outlast.integrations import loop_job_of
