@@ -24,7 +24,7 @@ PURPOSES = (
     "restart",
     "other",
 )
-"""What a run's seconds are spent on; the reader adds ``lost`` for steps that were done again."""
+"""Purposes of a run's seconds; the reader adds ``lost`` for steps that were done again."""
 KINDS: dict[str, type[Event]] = {}
 """All kinds of event by name, here and in `outlast.records.forecast`."""
 

@@ -49,7 +49,7 @@ class OwnerLock:
     stale_after_seconds = 120.0
     heartbeat_seconds = 10.0
     watch_seconds = 25.0
-    """How long an old heartbeat of another host is watched before its lock is broken."""
+    """Time for which an old heartbeat of another host is watched before its lock is broken."""
 
     def __init__(self, path: Path, *, subject: str, remedy: str) -> None:
         self._path = path

@@ -89,7 +89,7 @@ def backward_flops(
 
 
 def _described(x: Tensor, network: str) -> tuple[Network, LayerPlan, int]:
-    """What the operators for compiled code do: network, plan and tokens."""
+    """Work of the operators for compiled code: network, plan and tokens."""
     description, tokens = Network.parse(network), x.shape[0]
     return description, plan_for(description, tokens, x.dtype, x.device, True), tokens
 

@@ -533,7 +533,7 @@ def perplexity(model: Any, sequences: Tensor, progress: Callable[[int, int], Non
 
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is, and how much there is."""
+"""Stage under way, units done, and units in all."""
 
 _MOMENT_BYTES = 2 << 30
 """Second moments that are held at a time; with more, the text is read once more."""

@@ -62,7 +62,7 @@ class TablePart:
     shape: tuple[int, ...]
 
     def merged(self, cores: Sequence[Tensor], network: Network) -> Tensor:
-        """What the part's cores make, with the rows first."""
+        """Product of the part's cores, with the rows first."""
         own, wanted = [cores[core] for core in self.cores], self.rows + self.rest
         if torch.compiler.is_compiling():
             # The search for a path cannot be traced, and torch.einsum has its own.

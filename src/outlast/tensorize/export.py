@@ -47,7 +47,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-"""What tokenizers of Hugging Face consist of."""
+"""Files of Hugging Face's tokenizers."""
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:

@@ -63,7 +63,7 @@ _LEARNS = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _LEARN = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 _KEEP = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
-"""What asks something of the very tensor, which nobody has."""
+"""Operations that need the very tensor, which nobody has."""
 
 
 class _Weight(Tensor):
@@ -362,7 +362,7 @@ class StructuredLinear(StructuredLayer):
 
 
 class Factory(TypedDict, total=False):
-    """Where the parameters of a new layer lie, and of which type they are."""
+    """Device and type of a new layer's parameters."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 QUANTITIES = ("parameters", "flops", "error")
-"""What a budget can be of."""
+"""Quantities that a budget can limit."""
 
 _WORTH_ROUNDING = 2
 """A rank below so many multiples is left as it is: rounding would change it by much."""

@@ -459,7 +459,7 @@ class _Settings:
         return self.dtype or target.weight.dtype, device
 
     def multiple_of(self, target: Target) -> int:
-        """What an aligned rank of a layer shall be a multiple of."""
+        """The number that an aligned rank of a layer is a multiple of."""
         kind, _ = self.computed(target)
         return self.multiple or MULTIPLE_OF_PRECISION.get(dtype_name(kind), 1)
 

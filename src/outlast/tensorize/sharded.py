@@ -52,7 +52,7 @@ class _Look:
     """State of `as_stored`."""
 
     stored: ClassVar[int] = 0
-    """How many `as_stored` are open."""
+    """Number of `as_stored` that are open."""
 
 
 @contextlib.contextmanager

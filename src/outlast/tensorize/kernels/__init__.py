@@ -67,7 +67,7 @@ SMALLEST_DOT = 16
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU, for tests."""
+    """True if kernels run in Triton's interpreter, on the CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
