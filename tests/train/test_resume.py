@@ -107,7 +107,7 @@ def test_a_signal_saves_at_the_next_step_boundary(tmp_path: Path, signal_name: s
     assert stopped.reason == signal_name
     assert list_versions(storage_of(run_directory(job).checkpoints))[-1].step == stopped.step
     assert run.losses()[-1][0] == stopped.step
-    assert not run_directory(job).lock_file.exists()
+    assert not (run_directory(job).path / "lock").exists()
 
 
 LONG = ("train.steps=90", "checkpoint.every_steps=10")
