@@ -130,7 +130,7 @@ def test_a_checkpoint_has_the_figures_of_its_own_step_alone(tmp_path: Path) -> N
     assert train(job, 1) == EXIT_DONE
     storage = storage_of(run_directory(job).checkpoints)
     measured = {
-        version.step: set(load(storage, version).metrics) for version in list_versions(storage)
+        version.step: set(load(storage, version).seal.metrics) for version in list_versions(storage)
     }
     assert measured == {
         step: {"validation_loss"} if step % 2 == 0 else set() for step in range(1, 7)
