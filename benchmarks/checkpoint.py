@@ -94,10 +94,12 @@ class Engine:
             start += -(-array.nbytes // 64) * 64
         self._saves += 1
         job = PartJob(arena, Version(1, self._saves), 0, 1, Catalogue(facts), pieces)
+        begun = time.process_time()
         written = self._encoder.write(job, lambda: None)
+        cpu_seconds = time.process_time() - begun
         return (
             written.raw_bytes / written.stored_bytes,
-            written.raw_bytes / written.cpu_seconds / MEGABYTE,
+            written.raw_bytes / cpu_seconds / MEGABYTE,
         )
 
     def load(self, state: dict[str, np.ndarray]) -> float:

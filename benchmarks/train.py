@@ -103,7 +103,7 @@ def measure(job: Job, blocks: int, steps: int) -> list[Pair]:
         data = load_data(setup)
         records = RecordWriter(setup.directory.path) if ranks.is_first else None
         trainer, _ = build(setup, data, records)
-        trainer.watch.lap()
+        trainer.records.watch.lap()
         hand = HandLoop(job, data.train.tokens, ranks.world_size, ranks.rank, device)
         pairs = []
         with trainer.consensus.waits.in_collectives():
