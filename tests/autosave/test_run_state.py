@@ -430,7 +430,8 @@ def test_what_set_up_reads_from_the_environment_is_that_of_the_new_start(tmp_pat
 
 
 RATE = """
-import os, signal
+import os, signal, time
+from pathlib import Path
 import torch
 RATE = float(os.environ["RATE"])
 DIE = os.environ.get("DIE")
@@ -441,6 +442,10 @@ for step in range(9):
     loss = model(torch.ones(1, 2)).square().sum() * RATE
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     if DIE == str(step):
+        end = time.monotonic() + 60
+        here = Path(__file__).parent
+        while time.monotonic() < end and not any(here.glob(".outlast/**/version.json")):
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 print("END")
 """
