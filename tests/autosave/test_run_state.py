@@ -463,3 +463,35 @@ def test_results_that_differ_by_a_value_from_the_environment_stop_the_run(tmp_pa
     ended = outlast(*wanted, environment={"RATE": "0.5", "DIE": ""})
     assert ended.code == 0, ended.said
     assert "END" in ended.said
+
+
+ONE_STEP = """
+import os, signal, time
+from pathlib import Path
+import torch
+HERE = Path(__file__).parent
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    # One life has time for one step, and for its save.
+    life = HERE / f"life-{os.getpid()}"
+    if life.exists():
+        end = time.monotonic() + 60
+        saved = f".outlast/*/checkpoints/step-*{step}-*/version.json"
+        while time.monotonic() < end and not any(HERE.glob(saved)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    life.touch()
+    loss = model(torch.ones(1, 2)).square().sum()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+print("END")
+"""
+
+
+def test_the_first_step_of_a_resumed_program_is_saved(tmp_path):
+    script = staged(tmp_path / "run", ONE_STEP)
+    lives = [outlast("run", "--every", 1, script) for _ in range(4)]
+    assert [life.code for life in lives[:3]] == [-signal.SIGKILL] * 3, lives[-1].said
+    assert lives[3].code == 0, lives[3].said
+    assert "END" in lives[3].said

@@ -450,13 +450,16 @@ class ScriptKeeper:
         # This is done at every step: where nothing is to be done, it must cost next to nothing.
         if self.stopped or self._problem is not None:
             self._refuse_to_go_on()
-        self.step = step
+        restored, self.step = self.step, step
         if not self._begun:
-            # The first boundary of this process.
             self._begun = True
             _ = self._saves
-            self._runtime.begin(step)
-            return False
+            if not self._resumed:
+                # The boundary before the first step: set-up is done again for nothing.
+                self._runtime.begin(step)
+                return False
+            # The restored boundary itself is not come to again, so a step is done.
+            self._runtime.begin(restored)
         self._windows.close()
         try:
             decision = self._runtime.after_update(StepResult(step))

@@ -422,6 +422,8 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         """
         assert self._runtime is not None
         self._runtime.end_steps(self._runtime.step)
+        # Before Lightning puts back the handlers that it has found, which are under these.
+        self._runtime.give_back_signals()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All is saved: the run is complete."""

@@ -401,9 +401,6 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     before a stop, raise. At SIGTERM, SIGUSR1 and SIGINT, and before a Slurm job's time is up, all
     ranks save after the same step and end with exit code 3: the same command goes on from there.
 
-    Attributes:
-        stopped: Why the run was ended before its last step; empty for one that was not.
-
     Raises:
         IntegrationError: When a setting cannot be followed.
     """
@@ -462,6 +459,11 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if config.stop_in_time and not config.load_only:
             self.runtime.consensus = PeriodicConsensus(chain=cluster)
             self.runtime.take_signals()
+
+    @property
+    def stopped(self) -> str:
+        """Reason to end the run before its last step; empty for one that was not ended so."""
+        return self.runtime.stopped if self.enable else ""
 
     def _load(self, step: int = -1) -> bool:
         """Restore the newest version or that of `step`, or what the run is to begin with.

@@ -770,6 +770,10 @@ class Runtime:
             print(f"outlast: stopped after step {self.step} ({self.stopped}); {remedy}", flush=True)
         raise SystemExit(code)
 
+    def give_back_signals(self) -> None:
+        """Let signals do again what they did before `take_signals`."""
+        self._signals.close()
+
     def close(self, error: BaseException | None = None) -> None:
         """Give everything back; a second call does nothing.
 
@@ -782,7 +786,8 @@ class Runtime:
         Raises:
             CheckpointError: When the last save has failed, and there is no other error.
         """
-        failed = error is not None and not self.stopped
+        # A run that is to stop ends by an exit; another error has come between.
+        failed = error is not None and not (self.stopped and isinstance(error, SystemExit))
         wrong = isinstance(error, WrongNumbersError)
         with self._signals:
             try:
