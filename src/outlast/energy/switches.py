@@ -274,27 +274,6 @@ class GroupedProgram:
                 row[place] += self._delays.switch_seconds
         return row
 
-    def _one_clock_each(self) -> Floats:
-        rows = np.zeros((len(self._first) - 1, len(self._columns) + len(self._pairs) + 1))
-        for group, (start, end) in enumerate(itertools.pairwise(self._first)):
-            rows[group, start:end] = 1
-        return rows
-
-    def _switch_rules(self) -> Floats:
-        places = {column: i for i, column in enumerate(self._columns)}
-        rows = []
-        for number, (one, other) in enumerate(self._pairs):
-            # Both ways, for clocks that only one of the two groups has.
-            for first, second in ((one, other), (other, one)):
-                for clock in [clock for group, clock in self._columns if group == first]:
-                    row = np.zeros(len(self._columns) + len(self._pairs) + 1)
-                    row[places[first, clock]] = 1
-                    if (second, clock) in places:
-                        row[places[second, clock]] = -1
-                    row[len(self._columns) + number] = -1
-                    rows.append(row)
-        return np.array(rows)
-
     def _seconds(self, weights: Floats) -> list[float]:
         """(operations,) durations of possibly fractional weights, changes of clock included."""
         columns = len(self._columns)

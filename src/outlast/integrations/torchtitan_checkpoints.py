@@ -52,7 +52,7 @@ from outlast.errors import (
 from outlast.integrations.entries import Entry
 from outlast.records import CheckpointRestored, StateRecovered, Warned
 from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepResult
-from outlast.runtime.place import ranks_here
+from outlast.runtime.place import made_submodule, ranks_here
 from outlast.runtime.recording import directory_of
 from outlast.state.live import module_tensors, reshard
 
@@ -99,13 +99,8 @@ def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """A module whose buffers are `tensors`, under their full names; nothing is copied."""
     whole = nn.Module()
     for name, tensor in tensors.items():
-        *path, own = name.split(".")
-        module = whole
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_buffer(own, tensor)
+        owner, _, own = name.rpartition(".")
+        made_submodule(whole, owner).register_buffer(own, tensor)
     return whole
 
 

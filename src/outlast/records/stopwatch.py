@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 
 class Stopwatch:
@@ -78,10 +78,5 @@ class _Purpose:
     def __enter__(self) -> None:
         self._watch.enter(self._purpose)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._watch.leave()

@@ -49,7 +49,6 @@ from outlast.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import TracebackType
 
     from outlast.records.events import Event
     from outlast.recover.quorum import Member, Membership
@@ -135,12 +134,7 @@ class Lighthouse:
     def __enter__(self) -> Lighthouse:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, port: int) -> tuple[subprocess.Popen[bytes], int]:
@@ -632,12 +626,7 @@ class LiveGroups:
     def __enter__(self) -> LiveGroups:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _linked(self) -> tuple[QuorumClient, Connections]:

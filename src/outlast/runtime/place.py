@@ -56,14 +56,19 @@ def trained_part(model: nn.Module) -> nn.Module:
     root = nn.Module()
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:
-            *parents, name = path.split(".")
-            owner = root
-            for parent in parents:
-                if parent not in owner._modules:
-                    owner.add_module(parent, nn.Module())
-                owner = owner.get_submodule(parent)
-            owner.register_parameter(name, parameter)
+            owner, _, name = path.rpartition(".")
+            made_submodule(root, owner).register_parameter(name, parameter)
     return root
+
+
+def made_submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path` below `root`; what is missing on the way is made, and empty."""
+    owner = root
+    for name in path.split(".") if path else ():
+        if name not in owner._modules:
+            owner.add_module(name, nn.Module())
+        owner = owner.get_submodule(name)
+    return owner
 
 
 def device_of(models: Iterable[nn.Module]) -> torch.device:

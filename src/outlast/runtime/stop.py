@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from outlast.errors import EXIT_CRASHED, EXIT_TO_BE_CONTINUED
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -178,12 +178,7 @@ class StopFlag:
             self.reason = self.reason or os.environ.get(TOLD_TO_STOP)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

@@ -67,7 +67,6 @@ from outlast.tensorize.svd import (
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from torch.utils.hooks import RemovableHandle
 
@@ -136,12 +135,7 @@ class InputMoments:
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
