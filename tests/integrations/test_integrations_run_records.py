@@ -21,6 +21,7 @@ from outlast.integrations.run import entries_of
 from outlast.job import LoopJob, load_job, to_toml
 from outlast.records import (
     AttemptEnded,
+    CheckpointCopied,
     CheckpointRestored,
     CorruptionDetected,
     Guarded,
@@ -340,3 +341,17 @@ def test_a_script_that_outlast_run_saves_already_is_refused(tmp_path: Path) -> N
     assert ended.code == 2, ended.said
     assert "outlast.Run and `outlast run` would both save this script" in ended.said
     assert "Traceback" not in ended.said
+
+
+@pytest.mark.distributed
+def test_a_run_that_stops_records_the_last_copy_before_its_end(tmp_path: Path) -> None:
+    mirror = tmp_path / "mirror"
+    # The copy takes longer than the run needs to end.
+    settings = (f'checkpoint.mirror="{mirror}"', "checkpoint.mirror_megabytes_per_s=0.05")
+    assert start(tmp_path, *settings, plan="7 SIGTERM").code == 3
+    run = records(tmp_path)
+    [(ended, end)] = run.of(AttemptEnded)
+    assert end.outcome == "to_be_continued"
+    copied, copy = run.of(CheckpointCopied)[-1]
+    assert copy.step == end.step
+    assert copied.monotonic <= ended.monotonic

@@ -752,6 +752,8 @@ class Runtime:
     def leave(self, remedy: str = GOES_ON, *, code: int = EXIT_TO_BE_CONTINUED) -> NoReturn:
         """End the program after this step, to be continued, when its save is on disk.
 
+        The driver calls `close` on the way out, which drains the store and then ends the records.
+
         Args:
             remedy: How it is continued.
             code: The exit code.
@@ -764,8 +766,6 @@ class Runtime:
             self.saves.wait()
         self.forget()
         self.tell_findings()
-        if isinstance(self.records, Recording):
-            self.records.close("to_be_continued", self.stopped)
         if self.ranks.is_first:
             print(f"outlast: stopped after step {self.step} ({self.stopped}); {remedy}", flush=True)
         raise SystemExit(code)
