@@ -114,3 +114,20 @@ def test_a_loop_of_ones_own_goes_on_from_memory(tmp_path: Path) -> None:
     steps = [int(each) for each in re.findall(r"step (\d+): loss", done.stdout)]
     assert steps == [*range(1, 7), *range(int(found) + 1, 11)]
     assert list((tmp_path / "memory").rglob("rank-*")) == []
+
+
+@pytest.mark.distributed
+def test_three_kills_leave_no_trace_in_the_curve(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "three_kills.py"), "--steps=40", "--picture=kills.svg"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kill -9 after step") == 3
+    assert done.stdout.count("the same bits") == 2
+    assert "kill -9" in (tmp_path / "kills.svg").read_text()
