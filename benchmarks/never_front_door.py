@@ -225,8 +225,9 @@ def _outlast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _own_loop(folder: Path) -> int:
-    """Failures of README's own-loop diff with the files that `outlast init` writes."""
-    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """Failures of the page's own-loop diff with the files that `outlast init` writes."""
+    page = ROOT / "docs" / "integrations" / "pytorch.md"
+    diffs = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
     [diff] = [each for each in diffs if "outlast.Run" in each]
     body = "\n".join(
         line[1:] for line in diff.splitlines() if line[:1] in ("+", " ") and "import" not in line
@@ -285,7 +286,7 @@ def _interrupted(folder: Path, seconds: float, arguments: list[str]) -> bool:
 
 
 def dead_ends() -> int:
-    """Failures outside of clusters: the own loop of the README, Ctrl-C, a text for a list."""
+    """Failures outside of clusters: the own loop of its page, Ctrl-C, a text for a list."""
     plan = ["plan", "llama-3-8b", "--cluster", "h100x64", "--tokens", "300B"]
     train = ["train", "train.steps=100000"]
     with tempfile.TemporaryDirectory() as name:

@@ -219,8 +219,8 @@ def _files(support: Support, framework: str) -> dict[str, list[str]]:
 
 
 def paragraph(support: Support) -> str:
-    """The same in a few words, for the README."""
-    parts = []
+    """The same in a few words, for the README: frameworks with the same mechanisms together."""
+    titles: dict[str, list[str]] = defaultdict(list)
     for framework, title in FRAMEWORKS.items():
         there = [each for each in MECHANISMS if support.works(framework, each)]
         missing = [each for each in MECHANISMS if each not in there]
@@ -228,8 +228,9 @@ def paragraph(support: Support) -> str:
         if len(missing) > len(there) / 2:
             what = ", ".join(there)
         if there:
-            parts.append(f"[{title}](docs/integrations/{framework}.md) ({what})")
-    return f"Of {', '.join(MECHANISMS)}, shown by tests: {'; '.join(parts)}."
+            titles[what].append(f"[{title}](docs/integrations/{framework}.md)")
+    groups = "; ".join(f"{what} in {', '.join(found)}" for what, found in titles.items())
+    return f"Of {', '.join(MECHANISMS)}, tests show {groups}."
 
 
 def with_block(text: str, block: str) -> str:
