@@ -4,6 +4,7 @@
 # make test-all     run both
 # make test-float8    install torchao and test the layers with float8 products
 # make check   formatting, lint, types, layers
+# make package build sdist and wheel into dist/, and check them
 # make docs    build the documentation into docs/_build/html
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,7 +19,7 @@ NEWCOMER := smoke or not (slow or distributed or slurm or alone)
 WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-rest test-all test-float8 check docs clean
+.PHONY: train test test-rest test-all test-float8 check docs package clean
 
 train: .venv/.installed
 	$(BIN)/outlast train
@@ -48,6 +49,13 @@ check: .venv/.installed-test
 docs: .venv/.installed-test
 	$(BIN)/sphinx-build --fail-on-warning --quiet docs docs/_build/html
 
+package: .venv/.installed
+	@$(PIP) build twine
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist >/dev/null
+	$(BIN)/twine check --strict dist/*
+	@test "$$(stat -c %s dist/*.whl)" -le 2500000 || { echo "the wheel has more than 2.5 MB"; exit 1; }
+
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "Setting up .venv (a few minutes the first time) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Outlast needs Python 3.11 or newer; say e.g. make PYTHON=python3.11 train")'
@@ -67,4 +75,4 @@ docs: .venv/.installed-test
 	@touch $@
 
 clean:
-	rm -rf .venv docs/_build
+	rm -rf .venv docs/_build dist
