@@ -3,6 +3,7 @@
 # make test-rest    run all others: slow ones, those of several processes, Slurm's where it is installed
 # make test-all     run both
 # make test-float8    install torchao and test the layers with float8 products
+# make gpu     on a machine with a GPU: its tests and benchmarks, in calls of 9 minutes
 # make check   formatting, lint, types, layers
 # make package build sdist and wheel into dist/, and check them
 # make docs    build the documentation into docs/_build/html
@@ -19,7 +20,7 @@ NEWCOMER := smoke or not (slow or distributed or slurm or alone)
 WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-rest test-all test-float8 check docs package clean
+.PHONY: train test test-rest test-all test-float8 gpu check docs package clean
 
 train: .venv/.installed
 	$(BIN)/outlast train
@@ -39,6 +40,10 @@ test-all: test test-rest
 test-float8: .venv/.installed-test
 	@$(PIP) --editable '.[float8]'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/tensorize/test_tensorize_precision.py
+
+# GPU_ARGS="--part guard --again" runs one part again.
+gpu: .venv/.installed-test
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
 check: .venv/.installed-test
 	$(BIN)/ruff format --check src tests benchmarks examples
