@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_wrong_arguments_are_refused_with_what_would_be_right(tmp_path: Path) ->
         outlast.Run(**small(), epochs=0)
     with pytest.raises(IntegrationError, match=r"settings = \['run.seed=1'\] change a file's"):
         outlast.Run(LoopJob(), **small(), settings=["run.seed=1"])
-    with pytest.raises(IntegrationError, match=r"state\['optimizer'\] is a name of the run's own"):
+    with pytest.raises(IntegrationError, match=r"state\['optimizer'\] is the name of another"):
         outlast.Run(**small(), state={"optimizer": nn.Linear(1, 1)})
     with pytest.raises(IntegrationError, match=r"state\['count'\] is a int, which has no state"):
         outlast.Run(**small(), state={"count": 3})
@@ -355,3 +356,95 @@ def test_a_run_that_stops_records_the_last_copy_before_its_end(tmp_path: Path) -
     copied, copy = run.of(CheckpointCopied)[-1]
     assert copy.step == end.step
     assert copied.monotonic <= ended.monotonic
+
+
+def trained(run: outlast.Run, parts: dict[str, Any]) -> Iterator[None]:
+    """Each step of the run, done."""
+    for batch in run:
+        loss = parts["model"](batch).sum()
+        loss.backward()
+        parts["optimizer"].step()
+        yield
+
+
+def test_a_run_is_named_by_its_directory_and_set_by_keywords(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, parts = tmp_path / "runs" / "a", small()
+    saving = {"every_steps": 2, "keep": 5}
+    with outlast.Run(
+        runs, **parts, steps=4, epochs=9, checkpoint=saving, log={"every_steps": 1}
+    ) as run:
+        for _ in trained(run, parts):
+            run.log(loss=1.0, accuracy=0.5)
+    assert run.directory == runs
+    assert run.job.checkpoint.every_steps == 2
+    assert len(list(runs.glob("checkpoints/step-*"))) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"outlast: {runs} started: 4 steps"
+    assert any(line.startswith("step 4/4  loss 1.0000") for line in said)
+    assert (
+        said[-1] == f"outlast: {runs} is complete after 4 steps; `outlast report {runs}` draws it"
+    )
+    with outlast.Run(
+        runs, **parts, steps=6, epochs=9, checkpoint=saving, log={"every_steps": 1}
+    ) as run:
+        for _ in trained(run, parts):
+            pass
+    said = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        rf"outlast: {runs} resumed at step 4 of 6 from its checkpoint, saved \d+ s ago", said[0]
+    )
+    assert any(re.match(r"step 6/6  \S+ ms/step  eta 0 s", line) for line in said), "no loss"
+    with outlast.Run(runs, **small(), steps=6, checkpoint=saving, progress=False) as run:
+        pass
+    assert "is complete: step 6" in capsys.readouterr().out
+
+
+def test_wrong_keywords_and_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"checkpoint.every_step.*did you mean.*every_steps"):
+        outlast.Run(tmp_path / "a", **small(), checkpoint={"every_step": 2})
+    with pytest.raises(JobError, match=r"run.name"):
+        outlast.Run(tmp_path / "a b", **small())
+    with pytest.raises(IntegrationError, match=r"a job file ends in .toml"):
+        outlast.Run(tmp_path / "job.yaml", **small())
+    with pytest.raises(IntegrationError, match=r"guard = .* change a file's settings"):
+        outlast.Run(LoopJob(), **small(), guard={"policy": "off"})
+
+
+class Counter:
+    """Something of the script's with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_state_added_in_the_run_comes_back_before_the_first_batch(tmp_path: Path) -> None:
+    def train(steps: int) -> tuple[int, int]:
+        counter, parts = Counter(), small()
+        with outlast.Run(tmp_path / "a", **parts, epochs=9, steps=steps, progress=False) as run:
+            run.state["counter"] = counter
+            begun = counter.count
+            for _ in trained(run, parts):
+                counter.count += 1
+        return begun, counter.count
+
+    assert train(3) == (0, 3)
+    assert train(5) == (3, 5)
+    with outlast.Run(tmp_path / "a", **small(), epochs=9, steps=7, progress=False) as run:
+        with pytest.raises(IntegrationError, match="name of another entry"):
+            run.state["model"] = Counter()
+        with pytest.raises(IntegrationError, match="has no state_dict"):
+            run.state["number"] = 3
+        with pytest.raises(CheckpointError, match="other"):
+            run.state["other"] = Counter()
+        for _ in run:
+            with pytest.raises(IntegrationError, match="after the first batch"):
+                run.state["late"] = Counter()
+            break

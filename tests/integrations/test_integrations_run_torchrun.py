@@ -37,6 +37,7 @@ data = TensorDataset(torch.randn(96, 8), torch.randn(96, 4))
 torch.manual_seed(100 + rank)
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+average = torch.optim.swa_utils.AveragedModel(model)
 loader = DataLoader(data, 8, sampler=DistributedSampler(data))
 settings = [f'run.directory="{HERE}/runs"', f"run.name={name}", f'recover.memory="{HERE}/memory"']
 settings += ["checkpoint.writer=thread", "energy.measure=false", "log.every_steps=1"]
@@ -44,15 +45,18 @@ first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 with outlast.Run(
     model=wrapped, optimizer=optimizer, loader=loader, epochs=3, settings=settings, fresh=True
 ) as run:
+    run.state["average"] = average
     for features, targets in run:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(wrapped(features), targets)
         loss.backward()
         optimizer.step()
+        average.update_parameters(model)
         run.log(loss)
         if name == "killed" and first and rank == 1 and run.step == 10:
             os.kill(os.getpid(), signal.SIGKILL)
-torch.save(model.state_dict(), HERE / f"{name}{rank}.pt")
+found = {**model.state_dict(), **{f"of {key}": mean for key, mean in average.state_dict().items()}}
+torch.save(found, HERE / f"{name}{rank}.pt")
 del wrapped, run, loss
 dist.destroy_process_group()
 """

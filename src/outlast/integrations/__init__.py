@@ -14,7 +14,7 @@ from outlast.errors import IntegrationError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from outlast.job import CheckpointSection, LoopJob
 
@@ -47,24 +47,40 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def loop_job_of(
-    job: str | os.PathLike[str] | LoopJob | None, settings: Sequence[str] = ()
+    job: str | os.PathLike[str] | LoopJob | None,
+    settings: Sequence[str] = (),
+    sections: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> LoopJob:
-    """The settings of a run, from a file and overrides or as they are.
+    """The settings of a run.
+
+    Args:
+        job: A file that ends in ``.toml``, a run directory, or the settings as they are; None: all
+            defaults.
+        settings: Overrides of the form ``section.key=value``.
+        sections: Values by section and key.
 
     Raises:
         JobError: When a setting is wrong, or is one that the script decides.
-        IntegrationError: When there are overrides and nothing that they go with.
+        IntegrationError: When there are overrides and nothing that they go with, or `job` names no
+            run directory.
     """
     from outlast.job import LoopJob, load_loop_job
 
-    if not isinstance(job, LoopJob):
-        return load_loop_job(None if job is None else Path(job), [*settings])
-    if settings:
-        raise IntegrationError(
-            f"settings = {[*settings]} change a file's settings, but job is a LoopJob already; "
-            "leave them out"
-        )
-    return job
+    if isinstance(job, LoopJob):
+        given = {**({"settings": [*settings]} if settings else {}), **(sections or {})}
+        if given:
+            said = ", ".join(f"{name} = {values}" for name, values in given.items())
+            raise IntegrationError(
+                f"{said} change a file's settings, but job is a LoopJob already; leave them out"
+            )
+        return job
+    if job is None or Path(job).suffix == ".toml" or Path(job).is_file():
+        return load_loop_job(None if job is None else Path(job), [*settings], sections)
+    folder = Path(job).absolute()
+    if folder.suffix in (".json", ".yaml", ".yml"):
+        raise IntegrationError(f"{job} is no run directory, and a job file ends in .toml")
+    own = {"name": folder.name, "directory": str(Path(job).parent)}
+    return load_loop_job(None, [*settings], {**(sections or {}), "run": own})
 
 
 def with_section(section: str, values: dict[str, Any]) -> LoopJob:
@@ -74,11 +90,8 @@ def with_section(section: str, values: dict[str, Any]) -> LoopJob:
         JobError: When a setting is wrong.
     """
     from outlast.job import load_loop_job
-    from outlast.job.section import toml_value
 
-    return load_loop_job(
-        None, [f"{section}.{key}={toml_value(value)}" for key, value in values.items()]
-    )
+    return load_loop_job(sections={section: values})
 
 
 def unfollowed(

@@ -1,12 +1,12 @@
 """All of Outlast beside a training loop that stays as it is: `outlast.Run`.
 
-with outlast.Run("job.toml", model=model, optimizer=optimizer, loader=loader, epochs=3) as run:
+with outlast.Run("runs/a", model=model, optimizer=optimizer, loader=loader, epochs=3) as run:
     for batch in run:
         loss = model(batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        run.log(loss)
+        run.log(loss=loss)
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import decimal
 import math
 import numbers
 import sys
+import time
+from collections import UserDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +28,10 @@ from outlast import cluster
 from outlast.autosave.position import Position
 from outlast.autosave.program import RUNTIME
 from outlast.distributed.group import raise_together
+from outlast.durations import duration_text
 from outlast.errors import IntegrationError
 from outlast.integrations import loop_job_of
-from outlast.records import Warned, read_run
+from outlast.records import CheckpointSaved, StateRecovered, Warned, read_run
 from outlast.runtime.cadence import job_cadence
 from outlast.runtime.engine import PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import device_of, parameters_in, ranks_here, unwrapped
@@ -37,7 +40,7 @@ from outlast.runtime.saves import open_store
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -122,15 +125,48 @@ def entries_of(
         **own,
     }
     for name, item in extra.items():
-        if name in found:
-            raise IntegrationError(f"state[{name!r}] is a name of the run's own; rename it")
-        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-            raise IntegrationError(
-                f"state[{name!r}] is a {type(item).__name__}, which has no state_dict and "
-                "load_state_dict; give it both, or put it into an object that has them"
-            )
-        found[name] = OtherModule(item) if isinstance(item, nn.Module) else item
+        found[name] = entry_of(name, item, found)
     return found
+
+
+def entry_of(name: str, item: Any, taken: Container[str]) -> Any:
+    """An object of the script's as an entry of the state.
+
+    Args:
+        name: Of the entry.
+        item: Has a `state_dict` and a `load_state_dict`.
+        taken: Names of other entries.
+
+    Raises:
+        IntegrationError: When the name is taken, or the object has no state.
+    """
+    if name in taken:
+        raise IntegrationError(f"state[{name!r}] is the name of another entry; choose another name")
+    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+        raise IntegrationError(
+            f"state[{name!r}] is a {type(item).__name__}, which has no state_dict and "
+            "load_state_dict; give it both, or put it into an object that has them"
+        )
+    return OtherModule(item) if isinstance(item, nn.Module) else item
+
+
+class ExtraState(UserDict[str, Any]):
+    """What a script saves beside its models and optimizers: name -> object with a state.
+
+    Args:
+        items: Known from the start.
+        add: Called with each one that comes later; raises IntegrationError.
+    """
+
+    def __init__(self, items: Mapping[str, Any], add: Callable[[str, Any], None]) -> None:
+        super().__init__(items)
+        self._add = add
+
+    def __setitem__(self, name: str, item: Any) -> None:
+        """Save `item` from now on; in a run that was resumed it gets back what was saved."""
+        if hasattr(self, "_add"):
+            self._add(name, item)
+        super().__setitem__(name, item)
 
 
 def number_in(value: Any) -> torch.Tensor | float | None:
@@ -194,7 +230,8 @@ class Run:
     optimizers' steps in the same iterations.
 
     Args:
-        job: A TOML file with the sections of `LoopJob`, or the settings themselves; None: defaults.
+        job: The run's directory, such as ``"runs/a"``; or a TOML file with the sections of
+            `LoopJob`, or the settings themselves. None: the directory is ``runs/run``.
         model: The model or its DDP wrapper, FSDP2 module; or several by name.
         optimizer: Its optimizer, or several.
         loader: What the loop goes through, once per epoch. Of a `DataLoader` no sample that was
@@ -203,13 +240,21 @@ class Run:
             such as a scheduler or a `GradScaler`.
         epochs: How often to go through the loader.
         steps: Iterations after which the run is complete, whatever the epoch; None: not limited.
+        checkpoint: Settings of [checkpoint], such as ``{"every_steps": 200, "keep": 5}``.
+        guard: Settings of [guard], such as ``{"policy": "linear"}``.
+        recover: Settings of [recover].
+        energy: Settings of [energy].
+        log: Settings of [log], such as ``{"every_steps": 1, "tensorboard": True}``.
         settings: Overrides of the form ``"section.key=value"``.
+        progress: Show progress on standard output, and say how the run began and how it ended.
         tokens_per_step: Of one iteration, over all processes; 0: not known.
         fresh: Move a run aside that is in the directory already.
         prediction: What the run is expected to need, to be shown beside what it needed.
 
     Attributes:
         job: The settings.
+        state: What else is saved. Entries may be added before the first batch, on all processes
+            alike: ``run.state["average"] = average``.
 
     Raises:
         JobError: When a setting is wrong, or is one that the script decides.
@@ -227,7 +272,13 @@ class Run:
         state: Mapping[str, Any] | None = None,
         epochs: int = 1,
         steps: int | None = None,
+        checkpoint: Mapping[str, Any] | None = None,
+        guard: Mapping[str, Any] | None = None,
+        recover: Mapping[str, Any] | None = None,
+        energy: Mapping[str, Any] | None = None,
+        log: Mapping[str, Any] | None = None,
         settings: Sequence[str] = (),
+        progress: bool = True,
         tokens_per_step: int = 0,
         fresh: bool = False,
         prediction: Predicted | None = None,
@@ -242,7 +293,15 @@ class Run:
             raise IntegrationError(
                 f"epochs = {epochs} and steps = {steps} leave nothing to do; give 1 or more"
             )
-        self.job = loop_job_of(job, settings)
+        sections = {
+            "checkpoint": checkpoint,
+            "guard": guard,
+            "recover": recover,
+            "energy": energy,
+            "log": log,
+        }
+        given = {name: dict(values) for name, values in sections.items() if values}
+        self.job = loop_job_of(job, settings, given)
         self._models = dict(model) if isinstance(model, Mapping) else {"model": model}
         self._optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
         self._loader = loader
@@ -257,6 +316,10 @@ class Run:
         # Of each process its own.
         own = {_PROGRESS: self._progress, f"{_POSITION}{self._ranks.rank}": self._position}
         self._state = entries_of(self._models, self._optimizers, own, state or {})
+        self.state = ExtraState(state or {}, self._add)
+        self._shows = progress
+        self._in_memory = False
+        self._began_at = 0
         self._runtime: Runtime | None = None
         self._iterator: Iterator[Any] | None = None
         self._resumes = self._iterating = self._in_step = False
@@ -328,7 +391,12 @@ class Run:
             runtime.take_signals()
             device = device_of(self._models.values())
             recording = runtime.open_records(
-                self.job, device, self._facts, fresh=self._fresh, prediction=self._prediction
+                self.job,
+                device,
+                self._facts,
+                fresh=self._fresh,
+                prediction=self._prediction,
+                display=self._shows,
             )
             directory, settings = recording.directory, self.job.checkpoint
             store = raise_together(lambda: open_store(settings, directory))
@@ -342,11 +410,14 @@ class Run:
                     optimizer.register_step_post_hook(self._after_update),
                 ]
             step, events = runtime.restore()
-            self._resumes = step > 0
+            self._resumes, self._began_at = step > 0, step
+            self._in_memory = any(isinstance(event, StateRecovered) for event in events)
             self._ranks_before, self._progress.ranks = self._progress.ranks, self._ranks.world_size
-            runtime.begin(step, events)
-            if step and (self.epoch >= self._epochs or self._has_all_steps()):
+            if step and self._is_complete():
                 self._say_complete()
+            else:
+                self._say_begun(step)
+            runtime.begin(step, events)
         except BaseException as error:
             self._close(error)
             raise
@@ -356,6 +427,61 @@ class Run:
         models = [*self._models.values()]
         guarded = models[0] if len(models) == 1 else nn.ModuleDict(self._models)
         runtime.install_guard(self.job.guard, self.job.run.seed, guarded, self._optimizers)
+
+    def _is_complete(self) -> bool:
+        return self.epoch >= self._epochs or self._has_all_steps()
+
+    def _add(self, name: str, item: Any) -> None:
+        """Take an entry of the state in, and give it what was saved of it.
+
+        Raises:
+            IntegrationError: When it has no state, its name is taken, or it comes too late.
+            OutlastError: When what was restored has no such entry.
+        """
+        if self._iterating:
+            raise IntegrationError(
+                f"state[{name!r}] was added after the first batch; add it before the loop, so that "
+                "a run that is resumed gets it back before it is used"
+            )
+        entry = self._state[name] = entry_of(name, item, self._state)
+        if not self._resumes:
+            return
+        runtime, part = self._engine, {name: entry}
+        if self._in_memory:
+            assert runtime.memory is not None
+            if runtime.memory.find() != self.step or not runtime.memory.read(part):
+                raise IntegrationError(
+                    f"state[{name!r}] is not in memory any more; give it to outlast.Run as "
+                    "state={...}"
+                )
+        else:
+            assert runtime.saves is not None
+            runtime.saves.store.restore(part, step=self.step)
+
+    def _say(self, sentence: str) -> None:
+        if self._shows and self._ranks.is_first:
+            print(f"outlast: {self.directory} {sentence}", flush=True)
+
+    def _say_begun(self, step: int) -> None:
+        total = self._facts.steps
+        if step:
+            of = f" of {total:,}" if total else ""
+            self._say(f"resumed at step {step:,}{of} from {self._source(step)}")
+        else:
+            self._say(f"started: {total:,} steps" if total else "started")
+
+    def _source(self, step: int) -> str:
+        """What was restored, and how old it is."""
+        if self._in_memory:
+            return "memory"
+        if not self._ranks.is_first:
+            return ""
+        saves = read_run(self.directory).of(CheckpointSaved)
+        ages = [time.time() - record.time for record, event in saves if event.step == step]
+        if not ages:
+            return "its checkpoint"
+        age = f"{ages[-1]:.0f} s" if ages[-1] < 100 else duration_text(ages[-1])
+        return f"its checkpoint, saved {age} ago"
 
     def _say_complete(self) -> None:
         if not self._ranks.is_first:
@@ -368,6 +494,13 @@ class Run:
             flush=True,
         )
 
+    def _say_ended(self) -> None:
+        if not self._is_complete():
+            self._say(f"was left after step {self.step:,}; the same command goes on from there")
+        elif self.step > self._began_at:
+            report = f"`outlast report {self.directory}` draws it"
+            self._say(f"is complete after {self.step:,} steps; {report}")
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -378,10 +511,11 @@ class Run:
             if error is None:
                 self._complete()
         except BaseException as late:
-            error = late
+            self._close(late)
             raise
-        finally:
-            self._close(error)
+        self._close(error)
+        if error is None:
+            self._say_ended()
 
     def _close(self, error: BaseException | None) -> None:
         # Its workers end with it.

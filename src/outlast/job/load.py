@@ -33,7 +33,7 @@ from outlast.job.sections import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Mapping, Sequence, Set
     from pathlib import Path
 
 
@@ -159,14 +159,25 @@ def job_from_text(text: str, source: str = "the job") -> Job:
     return _build(Job, _parse(text, source), source)
 
 
-def load_loop_job(path: Path | None = None, overrides: list[str] | None = None) -> LoopJob:
+def load_loop_job(
+    path: Path | None = None,
+    overrides: list[str] | None = None,
+    sections: Mapping[str, Mapping[str, Any]] | None = None,
+) -> LoopJob:
     """As `load_job`, for a training loop that is not Outlast's; all defaults when `path` is None.
+
+    Args:
+        path: A TOML job file.
+        overrides: As in `load_job`.
+        sections: Values by section and key, which replace the file's.
 
     Raises:
         JobError: With one sentence for every problem found.
     """
     source = "the settings" if path is None else str(path)
     tables = {} if path is None else _read(path, "outlast init --loop")
+    for name, values in (sections or {}).items():
+        tables[name] = {**tables.get(name, {}), **values}
     return _build(LoopJob, tables, source, overrides)
 
 

@@ -362,10 +362,18 @@ class Runtime:
         *,
         fresh: bool = False,
         prediction: Predicted | None = None,
+        display: bool = False,
     ) -> Recording:
         """Record the run in its directory; see `Recording`."""
         found = self.records = Recording(
-            job, self.ranks, device, facts, fresh=fresh, prediction=prediction, chain=self.chain
+            job,
+            self.ranks,
+            device,
+            facts,
+            fresh=fresh,
+            prediction=prediction,
+            chain=self.chain,
+            display=display,
         )
         return found
 

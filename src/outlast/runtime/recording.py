@@ -41,6 +41,7 @@ from outlast.records import (
 )
 from outlast.records.process import age_seconds
 from outlast.records.stopwatch import Stopwatch
+from outlast.runtime.display import Shown, progress_sink
 from outlast.runtime.energy import run_meter
 from outlast.version import __version__
 
@@ -314,6 +315,7 @@ class Recording(StepRecords):
             this one again.
         prediction: What the run is expected to need; recorded before the first step.
         chain: Told how the run stands; None: nobody is.
+        display: Show progress where standard output goes.
 
     Attributes:
         directory: Of the run.
@@ -333,6 +335,7 @@ class Recording(StepRecords):
         fresh: bool = False,
         prediction: Predicted | None = None,
         chain: JobChain | None = None,
+        display: bool = False,
     ) -> None:
         super().__init__(
             None,
@@ -347,6 +350,7 @@ class Recording(StepRecords):
         self._job = job
         self._facts = facts
         self._chain = chain
+        self._display = display
         self._lock: OwnerLock | None = None
         self._closed = False
         raise_together(lambda: self._open(fresh) if ranks.is_first else None)
@@ -403,6 +407,10 @@ class Recording(StepRecords):
         try:
             job, name = self._job, f"{self._job.run.name}-{directory.identifier}"
             sinks = open_sinks(job.log, directory, name, job.model_dump())
+            if self._display:
+                facts = self._facts
+                shown = Shown(job.run.name, facts.steps, facts.tokens_per_step, brief=True)
+                sinks.append(progress_sink(shown))
             self._writer = RecordWriter(directory.path, 0, directory.next_attempt(), sinks)
         except BaseException:
             lock.release()

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from outlast.job import load_job
 from outlast.records import (
     AttemptEnded,
     AttemptStarted,
@@ -22,8 +21,15 @@ from outlast.records import (
     TrainingStarted,
     Warned,
 )
-from outlast.train import run
-from outlast.train.run import LineDisplay, Rate, TerminalDisplay, message_of, progress_sink
+from outlast.runtime import display as displays
+from outlast.runtime.display import (
+    LineDisplay,
+    Rate,
+    Shown,
+    TerminalDisplay,
+    message_of,
+    progress_sink,
+)
 
 STARTED = AttemptStarted(
     fingerprint="f",
@@ -97,20 +103,20 @@ SAID = [
 
 
 @pytest.fixture
-def job():
-    return load_job(None, ["train.steps=40"])
+def shown():
+    return Shown("quickstart", steps=40, tokens_per_step=2048)
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that a test sets."""
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(displays, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
 
-def test_lines_say_every_event_in_words(job, capsys):
-    display = LineDisplay(job)
+def test_lines_say_every_event_in_words(shown, capsys):
+    display = LineDisplay(shown)
     for event in EVENTS:
         display.write(event)
     display.close()
@@ -119,8 +125,8 @@ def test_lines_say_every_event_in_words(job, capsys):
     assert [message_of(event) for event in EVENTS if message_of(event)] == SAID
 
 
-def test_a_log_gets_one_line_per_interval_and_the_last_step(job, clock, capsys):
-    display = LineDisplay(job)
+def test_a_log_gets_one_line_per_interval_and_the_last_step(shown, clock, capsys):
+    display = LineDisplay(shown)
     for step in range(1, 41):
         clock.seconds += 1.0
         display.write(steps_done(step))
@@ -132,17 +138,17 @@ def test_a_log_gets_one_line_per_interval_and_the_last_step(job, clock, capsys):
     assert lines[1] == "step 6/40  loss 2.2500  4,096 tokens/s  500.0 ms/step  eta 17 s"
 
 
-def test_one_process_is_called_one(job, capsys):
+def test_one_process_is_called_one(shown, capsys):
     event = AttemptStarted(**(STARTED.__dict__ | {"world_size": 1, "parallel": {"shard": 1}}))
-    LineDisplay(job).write(event)
+    LineDisplay(shown).write(event)
     assert capsys.readouterr().out == "model: 1,234,567 parameters on 1 process\n"
 
 
-def test_a_terminal_shows_the_same_and_a_bar(job, monkeypatch):
+def test_a_terminal_shows_the_same_and_a_bar(shown, monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160, color_system=None)
-    monkeypatch.setattr(run, "Console", lambda: console)
-    display = TerminalDisplay(job)
+    monkeypatch.setattr(displays, "Console", lambda: console)
+    display = TerminalDisplay(shown)
     for event in EVENTS:
         display.write(event)
     display._progress.refresh()
@@ -154,11 +160,11 @@ def test_a_terminal_shows_the_same_and_a_bar(job, monkeypatch):
     assert "saved at 4" in shown
 
 
-def test_a_bar_names_a_save_after_the_last_step(job, monkeypatch):
+def test_a_bar_names_a_save_after_the_last_step(shown, monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=160, color_system=None)
-    monkeypatch.setattr(run, "Console", lambda: console)
-    display = TerminalDisplay(job)
+    monkeypatch.setattr(displays, "Console", lambda: console)
+    display = TerminalDisplay(shown)
     display.write(TrainingStarted(0, 1.0, {}))
     display.write(steps_done(40))
     display.write(CheckpointSaved(40, 0.1, 0.2, 1000))
@@ -168,20 +174,20 @@ def test_a_bar_names_a_save_after_the_last_step(job, monkeypatch):
     assert "saved at 40" in last
 
 
-def test_a_terminal_display_that_never_became_ready_closes(job, monkeypatch):
+def test_a_terminal_display_that_never_became_ready_closes(shown, monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr(run, "Console", lambda: console)
-    display = TerminalDisplay(job)
+    monkeypatch.setattr(displays, "Console", lambda: console)
+    display = TerminalDisplay(shown)
     display.write(steps_done(1))
     display.close()
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, TerminalDisplay), (False, LineDisplay)])
-def test_the_display_fits_where_the_output_goes(job, monkeypatch, terminal, kind):
+def test_the_display_fits_where_the_output_goes(shown, monkeypatch, terminal, kind):
     stream = io.StringIO()
     stream.isatty = lambda: terminal
     monkeypatch.setattr("sys.stdout", stream)
-    assert isinstance(progress_sink(job), kind)
+    assert isinstance(progress_sink(shown), kind)
 
 
 def test_the_rate_is_that_of_the_last_steps():
