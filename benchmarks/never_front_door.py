@@ -239,7 +239,7 @@ def _own_loop(folder: Path) -> int:
         "        return SimpleNamespace(loss=super().forward(x).square().mean())\n"
         "model = Model(2, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         f"loader = [{{'x': torch.ones(4, 2)}}] * 4\n{body}\nprint('trained', run.step)\n"
-    )
+    ).replace('"runs/a"', '"job.toml"')
     made = _outlast(folder, "init", "--loop")
     failures = made.returncode != 0 or "trained 12" not in _python(script, folder)
     _outlast(folder, "init", "--force")

@@ -143,7 +143,7 @@ def test_the_loop_of_the_readme_resumes_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"{loop}\nprint('trained', run.step)\n")
     command = [sys.executable, "train.py"]
     with subprocess.Popen(command, cwd=tmp_path) as killed:
-        while not list(tmp_path.glob("runs/run/checkpoints/step-*")) and killed.poll() is None:
+        while not list(tmp_path.glob("runs/a/checkpoints/step-*")) and killed.poll() is None:
             time.sleep(0.02)
         killed.kill()
     assert killed.returncode == -signal.SIGKILL, "it was killed in the middle"
@@ -151,30 +151,32 @@ def test_the_loop_of_the_readme_resumes_after_a_kill(tmp_path: Path) -> None:
         command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
     assert "trained 1280" in again.stdout, again.stderr
-    run = read_run(tmp_path / "runs" / "run")
+    run = read_run(tmp_path / "runs" / "a")
     assert [attempt.outcome for attempt in run.attempts] == ["died", "completed"]
     assert run.attempts[1].first_step in range(100, 1280)
 
 
 @pytest.mark.distributed
-def test_the_own_loop_runs_as_written_with_the_file_that_init_writes(tmp_path: Path) -> None:
+def test_the_own_loop_runs_as_written_and_with_the_file_that_init_writes(tmp_path: Path) -> None:
     page = ROOT / "docs" / "integrations" / "pytorch.md"
     [diff] = [each for each in blocks(page, "diff") if "outlast.Run" in each]
     lines = [line[1:] for line in diff.splitlines() if line[:1] in ("+", " ")]
     body = "\n".join(line for line in lines if "..." not in line)
-    (tmp_path / "train.py").write_text(f"{OWN_LOOP}{body}\nprint('trained', run.step)\n")
     command = [sys.executable, "-m", "outlast", "init", "--loop"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
-    run = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert "trained 12" in run.stdout, run.stderr
-    assert (tmp_path / "runs" / "job" / "checkpoints").is_dir()
+    for given, name in (('"runs/a"', "a"), ('"job.toml"', "job")):
+        loop = body.replace('"runs/a"', given)
+        (tmp_path / "train.py").write_text(f"{OWN_LOOP}{loop}\nprint('trained', run.step)\n")
+        run = subprocess.run(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert "trained 12" in run.stdout, run.stderr
+        assert (tmp_path / "runs" / name / "checkpoints").is_dir()
 
 
 @every_document
