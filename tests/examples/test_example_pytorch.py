@@ -29,9 +29,12 @@ def run(folder: Path, *arguments: str) -> str:
 @pytest.mark.distributed
 def test_a_loop_goes_on_and_can_be_shown(tmp_path: Path) -> None:
     settings = ["guard.policy=linear", "log.every_steps=5", "checkpoint.writer=thread"]
-    assert run(tmp_path, str(SCRIPT), *settings, "--steps=10").startswith("0 steps are done\n")
-    said = run(tmp_path, str(SCRIPT), *settings, "--steps=30")
-    assert said == "10 steps are done\n30 steps are done; see runs/bytes\n"
+    assert "\n0 steps are done\n" in run(tmp_path, str(SCRIPT), *settings, "--steps=10")
+    said = run(tmp_path, str(SCRIPT), *settings, "--steps=30").splitlines()
+    begun = said.index("10 steps are done")
+    assert said[begun - 1].startswith("outlast: runs/bytes resumed at step 10 of 30 from its check")
+    assert said[-2].startswith("outlast: runs/bytes is complete after 30 steps")
+    assert said[-1] == "30 steps are done; see runs/bytes"
     losses = dict(read_run(tmp_path / "runs" / "bytes").losses())
     assert list(losses) == [5, 10, 15, 20, 25, 30]
     assert losses[30] < losses[5] < 5.6
