@@ -100,7 +100,10 @@ class OutlastTracker(GeneralTracker):  # type: ignore[misc]
         runtime = self._runtime = runtime_of(accelerator)
         self._records = runtime.open_records(job, device_of(models), facts, prediction=prediction)
         self._due = False
+        # What `add_stop` has begun counts calls, not the run's steps.
+        consensus, runtime.consensus = runtime.consensus, None
         runtime.begin(0 if saving is None else saving.steps)
+        runtime.consensus = consensus
         optimizer = accelerator._optimizers[0].optimizer
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
@@ -164,6 +167,7 @@ class AskStop:
         self._calls = 0
         self._runtime.take_signals()
         self._consensus.begin(0)
+        self._runtime.clock.begin()
         own_end = accelerator.end_training
 
         def end_training() -> None:
@@ -209,6 +213,9 @@ def add_checkpoints(
         settings: ``asynchronous``, ``compression``, ``delta_chain``, ``timeout_seconds`` and
             ``writer`` of [checkpoint]. With ``automatic_checkpoint_naming``,
             ``ProjectConfiguration.total_limit`` says how many states are kept; else all are.
+
+    Returns:
+        The store; its ``steps`` are those done in the run, ``newest`` says what can be loaded.
 
     Raises:
         JobError: When a setting is wrong.
@@ -262,7 +269,7 @@ def add_recover(
 
 def add_guard(
     accelerator: Accelerator, policy: str = "light", *, seed: int = 0, **settings: Any
-) -> RunGuard:
+) -> RunGuard | None:
     """Check the numbers of each step of the first prepared model.
 
     What can be put right in place is; other wrong numbers raise `WrongNumbersError` before the
@@ -270,9 +277,12 @@ def add_guard(
 
     Args:
         accelerator: After `prepare`.
-        policy: ``light``, ``linear`` or ``full``.
+        policy: ``light``, ``linear``, ``full``, or ``off``.
         seed: Of the slices that are checked.
         settings: Other keys of [guard].
+
+    Returns:
+        The guard of the run, whose ``guard`` is the `Guard` itself; None with ``off``.
 
     Raises:
         JobError: When a setting is wrong.
@@ -282,9 +292,7 @@ def add_guard(
     models = accelerator._models
     model = models[0] if len(models) == 1 else nn.ModuleList([unwrapped(model) for model in models])
     optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
-    guard = runtime_of(accelerator).install_guard(section, seed, model, optimizers)
-    assert guard is not None
-    return guard
+    return runtime_of(accelerator).install_guard(section, seed, model, optimizers)
 
 
 def add_records(
@@ -309,6 +317,9 @@ def add_records(
         guard: What `add_guard` gave; its findings are recorded in any case.
         saving: What `add_checkpoints` gave.
         prediction: What the run is expected to need, to be shown beside what it needed.
+
+    Returns:
+        The tracker, which is among those of the accelerator.
 
     Raises:
         JobError: When a setting is wrong.
@@ -364,5 +375,8 @@ def add_stop(
         limit_seconds: How long the program may run from now on; None: as long as it needs.
         saving: What `add_checkpoints` gave; its save is waited for in any case.
         tracker: What `add_records` gave; it is closed in any case.
+
+    Returns:
+        What is asked after each step.
     """
     return AskStop(accelerator, limit_seconds)

@@ -72,15 +72,9 @@ def runtime_of(accelerator: Accelerator) -> Runtime:
     own_end = accelerator.end_training
 
     def end_training() -> None:
-        error: BaseException | None = None
-        try:
+        with runtime:
             runtime.finish()
             own_end()
-        except BaseException as problem:
-            error = problem
-            raise
-        finally:
-            runtime.close(error)
 
     accelerator.end_training = end_training
     return runtime

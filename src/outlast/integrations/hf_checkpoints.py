@@ -188,7 +188,7 @@ class Saving:
     @property
     def results(self) -> list[SaveResult]:
         """Of the saves of the last training that have ended."""
-        return [] if self._runtime.saves is None else self._runtime.saves.results
+        return [] if self._runtime.saves is None else [*self._runtime.saves.results]
 
     def collect(self, *, wait: bool = False) -> None:
         """See how the save under way went, if it is done; `wait`: wait for it."""

@@ -256,8 +256,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         """The trainer's own `train` within all that was added."""
         runtime = self.runtime = Runtime(ranks_here(), chain=cluster, keeps_later=True)
         self._stop, self._pending = None, 0
-        error: BaseException | None = None
-        try:
+        with runtime:
             if self.stops:
                 runtime.consensus = PeriodicConsensus(self.limit_seconds, cluster)
                 runtime.take_signals()
@@ -266,11 +265,6 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             return self.saving.train(
                 runtime, lambda place: own(place, *arguments, **options), resume_from_checkpoint
             )
-        except BaseException as problem:
-            error = problem
-            raise
-        finally:
-            runtime.close(error)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -531,6 +525,9 @@ def add_checkpoints(trainer: Trainer, **settings: Any) -> Saving:
         trainer: A `Trainer`, or one derived from it.
         settings: Keys of [checkpoint], such as ``delta_chain=8``.
 
+    Returns:
+        The store; its ``has_checkpoint`` says whether there is something to resume from.
+
     Raises:
         JobError: When a setting is wrong.
         IntegrationError: When something in `TrainingArguments` cannot be kept.
@@ -583,9 +580,13 @@ def add_guard(
 
     Args:
         trainer: A `Trainer`, or one derived from it.
-        policy: ``light``, ``linear`` or ``full``.
+        policy: ``light``, ``linear``, ``full``, or ``off``.
         seed: Of the slices that are checked.
         settings: Other keys of [guard].
+
+    Returns:
+        What drives the trainer, the same for each part; its ``runtime`` is that of the training
+        under way, or of the last one.
 
     Raises:
         JobError: When a setting is wrong.
@@ -611,6 +612,10 @@ def add_records(
         tokens_per_step: Over all processes; 0: not known.
         prediction: What the run is expected to need, to be shown beside what it needed.
 
+    Returns:
+        What drives the trainer, the same for each part; its ``runtime`` is that of the training
+        under way, or of the last one.
+
     Raises:
         JobError: When a setting is wrong.
         IntegrationError: When the job names another run directory.
@@ -631,6 +636,10 @@ def add_stop(trainer: Trainer, limit_seconds: float | None = None) -> Adapter:
     Args:
         trainer: A `Trainer`, or one derived from it.
         limit_seconds: How long a training may take; None: as long as it needs.
+
+    Returns:
+        What drives the trainer, the same for each part; its ``runtime`` is that of the training
+        under way, or of the last one.
 
     Raises:
         IntegrationError: When something in `TrainingArguments` contradicts.

@@ -427,9 +427,13 @@ class OutlastCallback(Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All is saved: the run is complete."""
-        if stage == "fit" and self._runtime is not None:
+        if stage != "fit" or self._runtime is None:
+            return
+        memory = self._runtime.memory
+        # Where all steps were done before, what was in memory may be on no disk.
+        if self._runtime.records is not None or memory is None or not memory.unsaved:
             self._runtime.finish()
-            self._close(None)
+        self._close(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

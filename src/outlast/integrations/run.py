@@ -378,10 +378,9 @@ class Run:
             if error is None:
                 self._complete()
         except BaseException as late:
-            error = late
+            self._close(late)
             raise
-        finally:
-            self._close(error)
+        self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         # Its workers end with it.

@@ -186,26 +186,17 @@ class OutlastTrainer(Trainer):  # type: ignore[misc]
             runtime, manager.job = manager.runtime, self._job
         self._runtime, self._has_begun = runtime, False
         runtime.open_records(self._job, self.device, _facts_of(self))
-        error: BaseException | None = None
-        with contextlib.ExitStack() as undo:
+        closing = contextlib.closing(manager) if ours else runtime
+        with closing, contextlib.ExitStack() as undo:
+            undo.callback(setattr, self, "_runtime", None)
             self._time(undo, manager, "save", "checkpoint")
             if hasattr(self, "validator"):
                 self._time(undo, self.validator, "validate", "evaluation")
             self._replace(undo, self.metrics_processor, "log", self._note_figures)
-            try:
-                super().train()
-                # The loop has come to its end; what the guard's last checks find is told.
-                runtime.end_steps(runtime.step)
-                manager.maybe_wait_for_saving()
-            except BaseException as problem:
-                error = problem
-                raise
-            finally:
-                if ours:
-                    manager.close()
-                else:
-                    runtime.close(error)
-                self._runtime = None
+            super().train()
+            # The loop has come to its end; what the guard's last checks find is told.
+            runtime.end_steps(runtime.step)
+            manager.maybe_wait_for_saving()
 
     def should_continue_training(self) -> bool:
         """True if a step is to follow; asked before each, the first time with everything loaded."""

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -137,7 +138,7 @@ class RunSaves:
         metrics: Figures of the step that is saved next, where `begin` is given none.
         newest: Steps of the newest version that is known to be published, -1: none.
         begun: Steps of the newest version that was begun and has not failed, -1: none.
-        results: Of the saves that have ended.
+        results: Of the last saves that have ended, 1000 at most.
         closed: Whether the store was given up.
     """
 
@@ -156,7 +157,7 @@ class RunSaves:
         self.cadence = cadence
         self.metrics: Mapping[str, float] = {}
         self.newest = self.begun = -1
-        self.results: list[SaveResult] = []
+        self.results: deque[SaveResult] = deque(maxlen=1000)
         self.closed = False
         self._ended = ended
         self.state = state
