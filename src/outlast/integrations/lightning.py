@@ -28,9 +28,9 @@ from outlast.distributed.group import gather_objects, raise_together
 from outlast.distributed.ranks import ranks_from
 from outlast.errors import EXIT_TO_BE_CONTINUED, AutosaveError, IntegrationError
 from outlast.integrations import loop_job_of, require
-from outlast.integrations.content import KEY, plain, restored
 from outlast.integrations.entries import Entry
 from outlast.integrations.fabric import StoreCheckpointIO
+from outlast.integrations.files import KEY, plain, restored
 from outlast.job import load_loop_job
 from outlast.records import CheckpointRestored, Warned, replace_file
 from outlast.runtime.cadence import UNASKED_SECONDS
@@ -315,11 +315,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             ranks_here(), PeriodicConsensus(chain=cluster), cluster, keeps_later=True
         )
         self._kept_step, self._left_out = -1, 0
-        if self._keeps:
-            self._look_into_memory(trainer)
-
-    def _look_into_memory(self, trainer: Trainer) -> None:
-        """Let this fit begin with what is in memory, where that is newer than its file."""
+        if not self._keeps:
+            return
+        # Let this fit begin with what is in memory, where that is newer than its file.
         connector = trainer._checkpoint_connector
         from_file = connector.resume_start
 
@@ -348,10 +346,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Positions of every rank in the training data; all ranks call it together."""
-        if self._trainer is None or self._trainer.fit_loop._combined_loader is None:
-            return {}
-        if self._is_keeping:
-            # Each rank keeps its own.
+        has_data = self._trainer is not None and self._trainer.fit_loop._combined_loader is not None
+        # In memory each rank keeps its own.
+        if not has_data or self._is_keeping:
             return {}
         return {"places": gather_objects(self.places_here())}
 
@@ -696,37 +693,28 @@ def with_outlast(
         keeps=keeps,
     )
     saving = [callback for callback in own if isinstance(callback, ModelCheckpoint)]
-    if not saving:
-        own.append(_last_checkpoint(job, directory.path / "lightning"))
-    else:
-        _check_own(job, saving)
-    if keeps:
-        own.append(KeepLast(outlast))
-    return {"callbacks": [outlast, *own], "plugins": [checkpoint_io, *plugins]}
-
-
-def _last_checkpoint(job: LoopJob, place: Path) -> ModelCheckpoint:
     every = job.checkpoint.every_steps
-    if every == "auto":
-        raise IntegrationError(
-            'checkpoint.every_steps = "auto" cannot be followed here, since it is ModelCheckpoint '
-            "that counts the steps; give a number"
-        )
-    return ModelCheckpoint(dirpath=place, save_last=True, save_top_k=0, every_n_train_steps=every)
-
-
-def _check_own(job: LoopJob, saving: Sequence[ModelCheckpoint]) -> None:
-    if not any(checkpoint.save_last for checkpoint in saving):
+    if not saving:
+        if every == "auto":
+            raise IntegrationError(
+                'checkpoint.every_steps = "auto" cannot be followed here, since it is '
+                "ModelCheckpoint that counts the steps; give a number"
+            )
+        place = directory.path / "lightning"
+        own.append(ModelCheckpoint(place, save_last=True, save_top_k=0, every_n_train_steps=every))
+    elif not any(checkpoint.save_last for checkpoint in saving):
         raise IntegrationError(
             "no ModelCheckpoint has save_last=True: a training that is stopped saves under that "
             'name, and ckpt_path="last" goes on from it; add save_last=True to one of them'
         )
-    default = type(job.checkpoint).model_fields["every_steps"].default
-    if job.checkpoint.every_steps != default:
+    elif every != default:
         raise IntegrationError(
-            f"checkpoint.every_steps = {job.checkpoint.every_steps!r} and a ModelCheckpoint both "
-            "say when to save; remove the setting, and give ModelCheckpoint every_n_train_steps"
+            f"checkpoint.every_steps = {every!r} and a ModelCheckpoint both say when to save; "
+            "remove the setting, and give ModelCheckpoint every_n_train_steps"
         )
+    if keeps:
+        own.append(KeepLast(outlast))
+    return {"callbacks": [outlast, *own], "plugins": [checkpoint_io, *plugins]}
 
 
 class GoOnFrom(ModelCheckpoint):  # type: ignore[misc]
@@ -855,7 +843,7 @@ def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
 
     Trainers are known by the order in which they are made, which a script may change.
     """
-    mine = {
+    mine: dict[str, Any] = {
         "class": type(model).__qualname__,
         "parameters": {
             name: None if is_lazy(parameter) else [*parameter.shape]
@@ -865,24 +853,22 @@ def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
     file = folder / _MODEL
     if resumes and file.exists():
         saved = json.loads(file.read_text(encoding="utf-8"))
-        if saved != mine:
-            raise AutosaveError(
-                f"{folder / _NAME} holds a {saved['class']}, {_unlike(saved, mine)}; trainers "
-                "are told apart by the order in which the script makes them: make as many as "
-                "before, in the same order, or begin anew with --fresh"
-            )
-    elif os.environ.get("RANK", "0") == "0":
+        if saved == mine:
+            return
+        differs = f"but this trainer is given a {mine['class']}"
+        if saved["class"] == mine["class"]:
+            old, new = saved["parameters"], mine["parameters"]
+            name = next(name for name in [*old, *new] if old.get(name, ()) != new.get(name, ()))
+            here = new.get(name, "missing")
+            differs = f"whose parameter {name} is {old.get(name, 'missing')}, here {here}"
+        raise AutosaveError(
+            f"{folder / _NAME} holds a {saved['class']}, {differs}; trainers are told apart by the "
+            "order in which the script makes them: make as many as before, in the same order, or "
+            "begin anew with --fresh"
+        )
+    if os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps(mine).encode())
-
-
-def _unlike(saved: dict[str, Any], mine: dict[str, Any]) -> str:
-    """Describe how two models differ."""
-    if saved["class"] != mine["class"]:
-        return f"but this trainer is given a {mine['class']}"
-    old, new = saved["parameters"], mine["parameters"]
-    name = next(result for result in [*old, *new] if old.get(result, ()) != new.get(result, ()))
-    return f"whose parameter {name} is {old.get(name, 'missing')}, here {new.get(name, 'missing')}"
 
 
 def _refuse_own_processes(trainer: Trainer) -> None:

@@ -320,14 +320,17 @@ def use_outlast(
         )
     if job is not None or overrides:
         # The same recipe for an OutlastTrainer; what is not given stays as it is.
-        ours: OutlastTrainer.Config = config
-        if not isinstance(config, OutlastTrainer.Config):
-            ours = _of_our_trainer(config)
-        if job is not None:
-            ours.outlast_job = str(job)
-        if overrides:
-            ours.outlast_settings = [*overrides]
-        config = ours
+        if type(config) is Trainer.Config:
+            recipe = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+            config = OutlastTrainer.Config(**recipe)
+        elif not isinstance(config, OutlastTrainer.Config):
+            raise IntegrationError(
+                f"the recipe is a {type(config).__qualname__}, whose trainer has steps of its own; "
+                "derive that trainer and its Config from OutlastTrainer, or leave out job and "
+                "overrides"
+            )
+        config.outlast_job = config.outlast_job if job is None else str(job)
+        config.outlast_settings = [*overrides] or config.outlast_settings
     before = config.checkpoint
     given = {}
     for setting in dataclasses.fields(before):
@@ -341,16 +344,6 @@ def use_outlast(
             )
     config.checkpoint = OutlastCheckpointManager.Config(**given | settings)
     return config
-
-
-def _of_our_trainer(config: Any) -> OutlastTrainer.Config:
-    if type(config) is not Trainer.Config:
-        raise IntegrationError(
-            f"the recipe is a {type(config).__qualname__}, whose trainer has steps of its own; "
-            "derive that trainer and its Config from OutlastTrainer, or leave out job and overrides"
-        )
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return OutlastTrainer.Config(**given)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -391,7 +391,7 @@ class Runtime:
     ) -> RunSaves:
         """Save to `store`; see `RunSaves`."""
         found = self.saves = RunSaves(
-            store, self.save_ended, state or {}, cadence, self.watch, note=note, raises=raises
+            store, self.save_ended, state, cadence, self.watch, note=note, raises=raises
         )
         return found
 

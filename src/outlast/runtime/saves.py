@@ -146,9 +146,9 @@ class RunSaves:
         self,
         store: CheckpointStore,
         ended: Callable[[SaveResult, bool], None],
-        state: State,
-        cadence: SaveCadence | None,
-        watch: Callable[[str], AbstractContextManager[Any]],
+        state: State | None = None,
+        cadence: SaveCadence | None = None,
+        watch: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
         *,
         note: Callable[[], None] | None = None,
         raises: bool = False,
@@ -160,7 +160,7 @@ class RunSaves:
         self.results: deque[SaveResult] = deque(maxlen=1000)
         self.closed = False
         self._ended = ended
-        self.state = state
+        self.state = state or {}
         self._watch = watch
         self._note = note
         self._raises = raises
