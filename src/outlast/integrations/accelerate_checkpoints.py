@@ -30,6 +30,7 @@ from outlast.integrations.entries import EVERY_VERSION, TextEntry, read_facts
 from outlast.job import LoopJob
 from outlast.records import CheckpointRestored, RunDirectory
 from outlast.runtime.engine import Runtime
+from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import ranks_here, unwrapped
 from outlast.runtime.saves import close_at_exit, store_options
 
@@ -571,7 +572,9 @@ class Saving:
 
     def remember(self, job: LoopJob, directory: RunDirectory) -> None:
         """Keep states in memory from now on, and load from there; see `add_recover`."""
-        self._runtime.keep_in_memory(job, directory, self.store, self._kept, note=self._note)
+        self._runtime.memory = MemoryCheckpoint(
+            job, self._runtime.ranks, directory, self.store, self._kept, note=self._note
+        )
 
     def _note(self) -> None:
         """Bring what is kept in memory up to date."""

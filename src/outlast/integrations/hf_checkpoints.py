@@ -24,6 +24,7 @@ from outlast.errors import IntegrationError
 from outlast.integrations.entries import EVERY_VERSION, RandomEntry, TextEntry, read_facts
 from outlast.records import CheckpointRestored, RunDirectory
 from outlast.runtime.engine import Runtime
+from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import ranks_here, trained_part, unwrapped
 from outlast.runtime.saves import open_store
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint import SaveResult
     from outlast.job import CheckpointSection, LoopJob
     from outlast.runtime.cadence import SaveCadence
-    from outlast.runtime.memory import MemoryCheckpoint
 
 
 _MARK = "outlast.json"
@@ -263,16 +263,16 @@ class Saving:
                 return True
             if self.kept is None:
                 return False
-            memory = self._open_memory(Runtime(ranks_here()), store)
+            memory = self._open_memory(store)
             try:
                 return memory.find() is not None
             finally:
                 memory.close(forget=False)
 
-    def _open_memory(self, runtime: Runtime, store: CheckpointStore) -> MemoryCheckpoint:
+    def _open_memory(self, store: CheckpointStore) -> MemoryCheckpoint:
         assert self.kept is not None
-        return runtime.keep_in_memory(
-            self.kept, self._directory, store, self._state, note=self._note
+        return MemoryCheckpoint(
+            self.kept, ranks_here(), self._directory, store, self._state, note=self._note
         )
 
     def _note(self) -> None:
@@ -287,7 +287,7 @@ class Saving:
         """
         if self.kept is None:
             return False
-        memory = self._open_memory(self._runtime, store)
+        memory = self._runtime.memory = self._open_memory(store)
         step = memory.find() if is_newest else None
         # The Trainer itself may have written something newer, without Outlast.
         written = choice.step if choice.kind == "trainer" else None

@@ -36,8 +36,14 @@ from outlast.records import CheckpointRestored, Warned, replace_file
 from outlast.runtime.cadence import UNASKED_SECONDS
 from outlast.runtime.energy import TrainingEnergy
 from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepResult
-from outlast.runtime.memory import is_kept, only_settled, places_of, settled
-from outlast.runtime.place import ranks_here
+from outlast.runtime.memory import (
+    MemoryCheckpoint,
+    is_kept,
+    only_settled,
+    places_of,
+    settled,
+)
+from outlast.runtime.place import parameters_in, ranks_here
 from outlast.runtime.recording import LoopFacts, directory_of
 
 require("lightning", "2.6", "2.7")
@@ -70,7 +76,6 @@ if TYPE_CHECKING:
     from outlast.job import LoopJob
     from outlast.records import Predicted, RunDirectory
     from outlast.runtime.cadence import Every
-    from outlast.runtime.memory import MemoryCheckpoint
 
 
 _CHECKPOINT, _PLACE = "lightning.checkpoint", "lightning.place"
@@ -370,7 +375,16 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             # It came to Lightning during the set-up: there is nothing to save.
             raise SystemExit(EXIT_TO_BE_CONTINUED)
         step, self._result = trainer.global_step, StepResult(0)
-        facts = self._facts(trainer, pl_module)
+        steps = trainer.estimated_stepping_batches
+        batch = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None) or 0
+        facts = LoopFacts(
+            framework="lightning",
+            steps=int(steps) if 0 < steps < math.inf else 0,
+            samples_per_step=batch * trainer.accumulate_grad_batches * trainer.world_size,
+            tokens_per_step=self._tokens_per_step,
+            parameters=parameters_in([pl_module]),
+            versions={"lightning": lightning.__version__},
+        )
         device = trainer.strategy.root_device
         recording = runtime.open_records(job, device, facts, prediction=self._prediction)
         # Failures it has told of itself.
@@ -483,18 +497,6 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         ranks = ranks_here()
         return PlacedLoader(loader, Place(loader, resumed, ranks.rank, ranks.world_size))
 
-    def _facts(self, trainer: Trainer, pl_module: LightningModule) -> LoopFacts:
-        steps = trainer.estimated_stepping_batches
-        batch = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None) or 0
-        return LoopFacts(
-            framework="lightning",
-            steps=int(steps) if 0 < steps < math.inf else 0,
-            samples_per_step=batch * trainer.accumulate_grad_batches * trainer.world_size,
-            tokens_per_step=self._tokens_per_step,
-            parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
-            versions={"lightning": lightning.__version__},
-        )
-
     def _end(self, trainer: Trainer, decision: Decision) -> None:
         """Save under the last name, and end the program."""
         runtime = self._runtime
@@ -547,10 +549,15 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         """The checkpoint in memory, where it counts and is newer; None without one."""
         runtime, directory = self._runtime, directory_of(self._job)
         assert runtime is not None
-        if trainer.state.fn != TrainerFn.FITTING or not _counts(trainer, path, directory):
+        # A script that torchrun has started again names what it named at first. One that was
+        # started by hand goes on where it asks for the last checkpoint.
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        asks_for_last = str(path) in _last_files(trainer)
+        counts = directory.exists() and (restarted or asks_for_last)
+        if trainer.state.fn != TrainerFn.FITTING or not gather_objects(counts)[0]:
             return None
         otherwise = ""
-        if str(path) not in _last_files(trainer):
+        if not asks_for_last:
             does = f"goes on from {path}" if path else "begins anew"
             otherwise = f'the training {does}, as the script says (ckpt_path="last" goes on)'
         memory = self._open_memory(runtime, directory, otherwise)
@@ -575,9 +582,16 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         store = CheckpointStore(directory.checkpoints, collective=False)
         self._undo.callback(store.close)
         state = {_CHECKPOINT: self._checkpoint, f"{_PLACE}{runtime.ranks.rank}": self._place}
-        return runtime.keep_in_memory(
-            self._job, directory, store, state, note=self._note, otherwise=otherwise
+        memory = runtime.memory = MemoryCheckpoint(
+            self._job,
+            runtime.ranks,
+            directory,
+            store,
+            state,
+            note=self._note,
+            otherwise=otherwise,
         )
+        return memory
 
     def _note(self) -> None:
         """Bring what is kept up to date."""
@@ -618,18 +632,6 @@ class KeepLast(Checkpoint):  # type: ignore[misc]
     ) -> None:
         """Begin to keep the state, when an optimizer has done a step."""
         self._outlast.keep()
-
-
-def _counts(trainer: Trainer, path: Any, directory: RunDirectory) -> bool:
-    """True if a training goes on from memory, and not from what the script names, on all ranks.
-
-    A script that torchrun has started again names what it named at first. One that was started by
-    hand goes on where it asks for the last checkpoint.
-    """
-    counts = directory.exists()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        counts = counts and str(path) in _last_files(trainer)
-    return gather_objects(counts)[0]
 
 
 def _last_files(trainer: Trainer) -> list[str]:
@@ -817,7 +819,14 @@ def take_over(handed: HandedOver) -> Callable[[], None]:
 
     @functools.wraps(own_fit)
     def fit(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
-        _refuse_own_processes(trainer)
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        count = trainer.num_devices * trainer.num_nodes
+        if count > 1 and not getattr(environment, "creates_processes_externally", False):
+            raise IntegrationError(
+                f"Lightning would start the other {count - 1} of {count} processes itself, without "
+                f"outlast run: start all of them with `outlast run --nproc {count}` or "
+                "`torchrun -m outlast run`"
+            )
         folder = trainer._outlast_folder
         given = inspect.signature(own_fit).bind(trainer, *arguments, **options)
         found = handed.begins(folder / "checkpoints") and (folder / _NAME).exists()
@@ -869,17 +878,6 @@ def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
     if os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps(mine).encode())
-
-
-def _refuse_own_processes(trainer: Trainer) -> None:
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    count = trainer.num_devices * trainer.num_nodes
-    if count > 1 and not getattr(environment, "creates_processes_externally", False):
-        raise IntegrationError(
-            f"Lightning would start the other {count - 1} of {count} processes itself, without "
-            f"outlast run: start all of them with `outlast run --nproc {count}` or "
-            "`torchrun -m outlast run`"
-        )
 
 
 def _options(handed: HandedOver, folder: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from outlast.errors import (
 from outlast.integrations.entries import Entry
 from outlast.records import CheckpointRestored, StateRecovered, Warned
 from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepResult
+from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import made_submodule, ranks_here
 from outlast.runtime.recording import directory_of
 from outlast.state.live import module_tensors, reshard
@@ -496,8 +497,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """Keep the state in memory as the job's [recover] says; False where nothing is kept."""
         if self.job is None or self.config.exclude_from_loading or self.config.load_only:
             return False
-        memory = self.runtime.keep_in_memory(
+        memory = self.runtime.memory = MemoryCheckpoint(
             self.job,
+            self.runtime.ranks,
             directory_of(self.job),
             store,
             wanted,

@@ -51,7 +51,6 @@ from outlast.recover.resize import RESIZE
 from outlast.runtime.agreement import BoundaryAgreement, StepAgreement, StepMessage
 from outlast.runtime.cadence import StepClock
 from outlast.runtime.guarding import RunGuard
-from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.recording import Recording, StepRecords
 from outlast.runtime.saves import RunSaves
 from outlast.runtime.stop import JobChain, Stop, StopFlag
@@ -67,8 +66,9 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
     from outlast.distributed.ranks import Ranks
     from outlast.job import GuardSection, LoopJob
-    from outlast.records import Event, Predicted, RunDirectory, TrainingStarted
+    from outlast.records import Event, Predicted, TrainingStarted
     from outlast.runtime.cadence import SaveCadence
+    from outlast.runtime.memory import MemoryCheckpoint
     from outlast.runtime.recording import LoopFacts
     from outlast.runtime.watching import CommunicationWait, SlownessWatch
     from outlast.state.live import State
@@ -392,22 +392,6 @@ class Runtime:
         """Save to `store`; see `RunSaves`."""
         found = self.saves = RunSaves(
             store, self.save_ended, state, cadence, self.watch, note=note, raises=raises
-        )
-        return found
-
-    def keep_in_memory(
-        self,
-        job: LoopJob,
-        directory: RunDirectory,
-        store: CheckpointStore,
-        state: State,
-        *,
-        note: Callable[[], None],
-        otherwise: str = "",
-    ) -> MemoryCheckpoint:
-        """Keep the state of each step in memory; see `MemoryCheckpoint`."""
-        found = self.memory = MemoryCheckpoint(
-            job, self.ranks, directory, store, state, note=note, otherwise=otherwise
         )
         return found
 

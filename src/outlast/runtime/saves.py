@@ -47,28 +47,27 @@ def open_store(
     )
     # Elsewhere, an earlier run of this name may have left its checkpoints.
     run = f"{directory.path.name}-{directory.identifier}"
-    pacings = pacings or {}
-    tiers = []
-    if settings.fast:
-        tiers.append(
-            Tier(
-                directory.checkpoints,
-                every=settings.drain_every,
-                keep=keep,
-                bytes_per_second=1e6 * settings.drain_megabytes_per_s or None,
-                pacing=pacings.get(RUN),
-            )
+    pacings, mirror = pacings or {}, settings.mirror and f"{settings.mirror}/{run}"
+    places = [
+        (
+            RUN,
+            settings.fast and directory.checkpoints,
+            settings.drain_every,
+            settings.drain_megabytes_per_s,
+        ),
+        (MIRROR, mirror, settings.mirror_every, settings.mirror_megabytes_per_s),
+    ]
+    tiers = [
+        Tier(
+            place,
+            every=every,
+            keep=keep,
+            bytes_per_second=1e6 * megabytes_per_s or None,
+            pacing=pacings.get(name),
         )
-    if settings.mirror:
-        tiers.append(
-            Tier(
-                f"{settings.mirror}/{run}",
-                every=settings.mirror_every,
-                keep=keep,
-                bytes_per_second=1e6 * settings.mirror_megabytes_per_s or None,
-                pacing=pacings.get(MIRROR),
-            )
-        )
+        for name, place, every, megabytes_per_s in places
+        if place
+    ]
     return CheckpointStore(
         f"{settings.fast}/{run}" if settings.fast else directory.checkpoints,
         keep=settings.fast_keep if settings.fast else keep,
