@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ class Plan:
         dies_at: Steps done when the process kills itself; 0: it does not.
         waits: Whether the save under way is waited for before that.
         signals_at: Steps done when `signals_rank` sends itself SIGTERM; 0: it does not.
+        exits_at: Steps done when a callback calls `sys.exit(4)`; 0: none does.
         form: Of the tensorized layers; empty: none are.
         patience: Of an `EarlyStoppingCallback`, which has a state; 0: there is none.
         options: Of TrainingArguments.
@@ -63,6 +65,7 @@ class Plan:
     waits: bool = True
     signals_at: int = 0
     signals_rank: int = 0
+    exits_at: int = 0
     form: str = ""
     patience: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -121,6 +124,8 @@ class Fate(TrainerCallback):  # type: ignore[misc]
             if self._plan.waits:
                 self._saving.collect(wait=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._plan.exits_at and state.global_step == self._plan.exits_at:
+            sys.exit(4)
         own = args.process_index == self._plan.signals_rank
         if self._plan.signals_at and state.global_step == self._plan.signals_at and own:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -273,6 +274,51 @@ def test_a_signal_in_the_second_epoch_stops_all_processes() -> None:
     assert code == 3
     assert restored
     assert [each[2] for each in run_ranks(2, asked, False)] == [True, True]
+
+
+def prepared(folder: Path) -> tuple[Accelerator, Any]:
+    """An accelerator of a small model, and its store."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saving = add_checkpoints(accelerator, folder / "store", writer="thread")
+    kept.extend([accelerator, saving])
+    return accelerator, saving
+
+
+def stopped_first(folder: Path) -> int:
+    """After how many steps a loop stops that is asked to before its first, far in its run."""
+    accelerator, saving = prepared(folder)
+    saving.steps = 10**6
+    stop = add_stop(accelerator)
+    job = load_loop_job(None, [f'run.directory="{folder}"', "energy.measure=false"])
+    add_records(accelerator, job, saving=saving)
+    if accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    calls = next((call for call in range(1, 1000) if stop(call)), 0)
+    accelerator.end_training()
+    return calls
+
+
+@pytest.mark.supports("accelerate", "chain")
+def test_a_stop_that_is_added_before_the_records_is_seen_after_a_resume(tmp_path: Path) -> None:
+    assert run_ranks(2, stopped_first, tmp_path) == [1, 1]
+
+
+def test_the_first_step_has_no_set_up_in_it_and_no_guard_is_one(tmp_path: Path) -> None:
+    def work() -> tuple[bool, Any]:
+        accelerator, saving = prepared(tmp_path)
+        guard = add_guard(accelerator, "off")
+        time.sleep(0.5)
+        stop = add_stop(accelerator)
+        stop(1)
+        seconds = saving._runtime.clock.seconds
+        accelerator.end_training()
+        return seconds < 0.5, guard
+
+    assert run_ranks(1, _plain, work) == [(True, None)]
 
 
 def _plain(work: Any, *arguments: Any) -> Any:

@@ -182,7 +182,8 @@ def _save_where_nothing_can_be_written(place):
             engine.save_checkpoint(place)
         told.append([str(each.message) for each in caught if "was not saved" in str(each.message)])
         if step == 1:
-            keeper._handle.result()
+            for handle, _ in keeper._saves._handles:
+                handle.result()
             store.unlink()
             (keeper.directory / "aside").rename(store)
     keeper.cleanup()
@@ -191,7 +192,8 @@ def _save_where_nothing_can_be_written(place):
 
 def test_a_save_that_fails_stops_no_training_and_is_told(tmp_path):
     ((told, steps),) = run_ranks(1, _save_where_nothing_can_be_written, str(tmp_path))
-    assert [len(each) for each in told] == [0, 0, 1]
+    # By the save itself where it fails at once, else by the next one.
+    assert [len(each) for each in told] in ([0, 0, 1], [0, 1, 0])
     assert steps == [1, 3]
 
 

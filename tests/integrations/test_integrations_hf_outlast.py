@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate")
 
@@ -78,6 +82,30 @@ def test_a_signal_to_any_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     assert [each.code for each in outcomes] == [3, 3]
     assert outcomes[0].saved == outcomes[1].saved
     assert 4 <= outcomes[0].saved[0] < 400
+
+
+def test_a_program_that_ends_itself_ends_with_its_save(tmp_path: Path) -> None:
+    ended = alone(Plan(str(tmp_path), exits_at=2))
+    assert ended is not None
+    assert (ended.code, ended.saved) == (4, [2])
+
+
+def test_an_error_of_a_training_keeps_no_tensors_alive(tmp_path: Path) -> None:
+    adapter = add_stop(trainer_of(Plan(str(tmp_path))))
+    gone: list[Any] = []
+
+    def fails(*_: Any) -> None:
+        tensor = torch.zeros(4)
+        gone.append(weakref.ref(tensor))
+        raise ValueError("it went wrong")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            adapter._train(fails)
+        assert gone[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.supports("transformers", "guard")

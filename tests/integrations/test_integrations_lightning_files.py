@@ -20,9 +20,8 @@ from lightning_runs import Tiny, assert_same, finish, loaders, losses, start
 from outlast.checkpoint import list_versions, load, storage_of
 from outlast.checkpoint.version import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
-from outlast.integrations.content import read_content
 from outlast.integrations.fabric import StoreCheckpointIO
-from outlast.integrations.files import read_pointer
+from outlast.integrations.files import read_content, read_pointer
 from outlast.integrations.lightning import with_outlast
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]

@@ -171,6 +171,17 @@ def test_a_command_that_is_given_again_goes_on_from_memory_where_it_asks_for_the
     assert warned.startswith("it has gone; the training begins anew, as the script says")
 
 
+def test_what_is_on_no_disk_stays_in_memory_where_all_steps_were_done(
+    tmp_path: Path, restarts: Any
+) -> None:
+    assert restarts(0, tmp_path, *SAVED, plan="8 SIGKILL") == [None]
+    assert restarts(1, tmp_path, *SAVED, steps=7) == [0]
+    assert restarts(2, tmp_path, *SAVED, steps=12) == [0]
+    assert recovered(tmp_path) in ([7], [8])
+    assert read(tmp_path) == []
+    assert not list((tmp_path / "memory").rglob("rank-*"))
+
+
 def test_a_command_that_begins_anew_is_not_restarted_into_the_training_before(
     tmp_path: Path, restarts: Any
 ) -> None:

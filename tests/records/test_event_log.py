@@ -130,6 +130,19 @@ def test_event_is_on_file_when_write_returns(directory: Path) -> None:
     writer.close()
 
 
+def test_an_event_after_the_end_is_lost_and_in_no_other_file(directory: Path) -> None:
+    writer = RecordWriter(directory)
+    writer.close()
+    # It gets the number that the event log had.
+    with (directory / "other").open("w") as other:
+        writer.write(Warned("late"))
+        writer.close()
+        assert not other.closed
+    assert writer.lost_events == 1
+    assert messages(directory) == []
+    assert (directory / "other").read_text() == ""
+
+
 def test_file_cut_at_any_byte_of_its_last_line_keeps_the_lines_before(directory: Path) -> None:
     writer = RecordWriter(directory)
     for message in ("one", "two\nlines", "three \u00fc\U0001f600"):

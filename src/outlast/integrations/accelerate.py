@@ -25,10 +25,9 @@ from outlast.job import LoopJob
 from outlast.job.section import toml_value
 from outlast.records import RunDirectory
 from outlast.runtime.energy import TrainingEnergy
-from outlast.runtime.engine import PeriodicConsensus, StepResult
-from outlast.runtime.guarding import RunGuard
+from outlast.runtime.engine import PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import device_of, parameters_in, ranks_here, unwrapped
-from outlast.runtime.recording import LoopFacts, directory_of
+from outlast.runtime.recording import LoopFacts, Recording, directory_of
 
 require("accelerate", "1.15", "2")
 
@@ -39,69 +38,46 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from accelerate import Accelerator
+    from torch.optim import Optimizer
 
     from outlast.energy.sources import Source
     from outlast.records import Predicted
+    from outlast.runtime.guarding import RunGuard
 
 _FOLLOWED = ("asynchronous", "compression", "delta_chain", "timeout_seconds", "writer")
 
 _FIGURES = {
-    "loss": ("train_loss", "loss"),
-    "gradient_norm": ("gradient_norm", "grad_norm"),
-    "learning_rate": ("lr", "learning_rate"),
+    "train_loss": "loss",
+    "loss": "loss",
+    "gradient_norm": "gradient_norm",
+    "grad_norm": "gradient_norm",
+    "lr": "learning_rate",
+    "learning_rate": "learning_rate",
 }
-"""Figures of a step, and what scripts call them."""
+"""What scripts call the figures of a step -> the figure."""
 
 
 class OutlastTracker(GeneralTracker):  # type: ignore[misc]
     """Records every optimizer step; the figures are those that `Accelerator.log` was given.
 
-    All processes make it after `Accelerator.prepare`. A step takes the figures that are logged
-    after it: ``loss``, ``grad_norm``, ``lr`` or ``learning_rate``, and other numbers by their own
-    names.
+    A step takes the figures that are logged after it: ``loss``, ``grad_norm``, ``lr`` or
+    ``learning_rate``, and other numbers by their own names.
 
     Args:
-        accelerator: Whose optimizers are counted.
-        job: The settings; where they lead, the run directory is made.
-        steps: Optimizer steps of the whole run; 0: not known.
-        tokens_per_step: Over all processes; 0: not known.
-        saving: Whose saves and loads are recorded.
-        prediction: What the run is expected to need.
+        runtime: Of the accelerator.
+        records: Of the run.
+        optimizer: Whose steps are counted.
     """
 
     name = "outlast"
     requires_logging_directory = False
     main_process_only = False
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        job: LoopJob,
-        *,
-        steps: int = 0,
-        tokens_per_step: int = 0,
-        saving: Saving | None = None,
-        prediction: Predicted | None = None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, records: Recording, optimizer: Optimizer) -> None:
         super().__init__()
-        if not accelerator._optimizers:
-            raise IntegrationError(
-                "add_records counts the steps of a prepared optimizer, and there is none; call it "
-                "after accelerator.prepare(...)"
-            )
-        models = accelerator._models
-        facts = LoopFacts(
-            framework="accelerate",
-            steps=steps,
-            tokens_per_step=tokens_per_step,
-            parameters=parameters_in(models),
-            versions={"accelerate": accelerate.__version__},
-        )
-        runtime = self._runtime = runtime_of(accelerator)
-        self._records = runtime.open_records(job, device_of(models), facts, prediction=prediction)
+        self._runtime = runtime
+        self._records = records
         self._due = False
-        runtime.begin(0 if saving is None else saving.steps)
-        optimizer = accelerator._optimizers[0].optimizer
         self._hook = optimizer.register_step_post_hook(self._stepped)
 
     @property
@@ -116,19 +92,16 @@ class OutlastTracker(GeneralTracker):  # type: ignore[misc]
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         """Figures of the step that was done last."""
-        result = StepResult(self.step)
-        for figure, names in _FIGURES.items():
-            for name in names:
-                if name in values:
-                    setattr(result, figure, float(values[name]))
-        known = {name for names in _FIGURES.values() for name in names}
+        figures: dict[str, Any] = {
+            figure: float(values[name]) for name, figure in _FIGURES.items() if name in values
+        }
         # Scripts log texts and pictures, too, for trackers that show them.
-        result.metrics = {
+        metrics = {
             name: number
             for name, value in values.items()
-            if name not in known and (number := number_in(value)) is not None
+            if name not in _FIGURES and (number := number_in(value)) is not None
         }
-        self._records.amend(result)
+        self._records.amend(StepResult(self.step, **figures, metrics=metrics))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """A run's settings are in its job.toml; the script's own are not recorded."""
@@ -164,6 +137,7 @@ class AskStop:
         self._calls = 0
         self._runtime.take_signals()
         self._consensus.begin(0)
+        self._runtime.clock.begin()
         own_end = accelerator.end_training
 
         def end_training() -> None:
@@ -209,6 +183,9 @@ def add_checkpoints(
         settings: ``asynchronous``, ``compression``, ``delta_chain``, ``timeout_seconds`` and
             ``writer`` of [checkpoint]. With ``automatic_checkpoint_naming``,
             ``ProjectConfiguration.total_limit`` says how many states are kept; else all are.
+
+    Returns:
+        The store; its ``steps`` are those done in the run, ``newest`` says what can be loaded.
 
     Raises:
         JobError: When a setting is wrong.
@@ -262,7 +239,7 @@ def add_recover(
 
 def add_guard(
     accelerator: Accelerator, policy: str = "light", *, seed: int = 0, **settings: Any
-) -> RunGuard:
+) -> RunGuard | None:
     """Check the numbers of each step of the first prepared model.
 
     What can be put right in place is; other wrong numbers raise `WrongNumbersError` before the
@@ -270,9 +247,12 @@ def add_guard(
 
     Args:
         accelerator: After `prepare`.
-        policy: ``light``, ``linear`` or ``full``.
+        policy: ``light``, ``linear``, ``full``, or ``off``.
         seed: Of the slices that are checked.
         settings: Other keys of [guard].
+
+    Returns:
+        The guard of the run, whose ``guard`` is the `Guard` itself; None with ``off``.
 
     Raises:
         JobError: When a setting is wrong.
@@ -282,9 +262,7 @@ def add_guard(
     models = accelerator._models
     model = models[0] if len(models) == 1 else nn.ModuleList([unwrapped(model) for model in models])
     optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
-    guard = runtime_of(accelerator).install_guard(section, seed, model, optimizers)
-    assert guard is not None
-    return guard
+    return runtime_of(accelerator).install_guard(section, seed, model, optimizers)
 
 
 def add_records(
@@ -310,18 +288,34 @@ def add_records(
         saving: What `add_checkpoints` gave.
         prediction: What the run is expected to need, to be shown beside what it needed.
 
+    Returns:
+        The tracker, which is among those of the accelerator.
+
     Raises:
         JobError: When a setting is wrong.
+        IntegrationError: When no optimizer is prepared.
         OutlastError: When the run directory is in use or belongs to another run.
     """
-    tracker = OutlastTracker(
-        accelerator,
-        loop_job_of(job),
+    if not accelerator._optimizers:
+        raise IntegrationError(
+            "add_records counts the steps of a prepared optimizer, and there is none; call it "
+            "after accelerator.prepare(...)"
+        )
+    models, runtime = accelerator._models, runtime_of(accelerator)
+    facts = LoopFacts(
+        framework="accelerate",
         steps=steps,
         tokens_per_step=tokens_per_step,
-        saving=saving,
-        prediction=prediction,
+        parameters=parameters_in(models),
+        versions={"accelerate": accelerate.__version__},
     )
+    settings = loop_job_of(job)
+    records = runtime.open_records(settings, device_of(models), facts, prediction=prediction)
+    # What `add_stop` has begun counts calls, not the run's steps.
+    consensus, runtime.consensus = runtime.consensus, None
+    runtime.begin(0 if saving is None else saving.steps)
+    runtime.consensus = consensus
+    tracker = OutlastTracker(runtime, records, accelerator._optimizers[0].optimizer)
     accelerator.trackers.append(tracker)
     return tracker
 
@@ -364,5 +358,8 @@ def add_stop(
         limit_seconds: How long the program may run from now on; None: as long as it needs.
         saving: What `add_checkpoints` gave; its save is waited for in any case.
         tracker: What `add_records` gave; it is closed in any case.
+
+    Returns:
+        What is asked after each step.
     """
     return AskStop(accelerator, limit_seconds)

@@ -13,11 +13,10 @@ import sys
 import time
 import uuid
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import nn
 
 from outlast import cluster
@@ -31,6 +30,7 @@ from outlast.integrations.entries import EVERY_VERSION, TextEntry, read_facts
 from outlast.job import LoopJob
 from outlast.records import CheckpointRestored, RunDirectory
 from outlast.runtime.engine import Runtime
+from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import ranks_here, unwrapped
 from outlast.runtime.saves import close_at_exit, store_options
 
@@ -44,10 +44,12 @@ from accelerate.data_loader import (  # noqa: E402
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    import torch
     from accelerate import Accelerator
 
+    from outlast.checkpoint import Version
     from outlast.job import CheckpointSection
 
 _NAME = "outlast.json"
@@ -72,22 +74,15 @@ def runtime_of(accelerator: Accelerator) -> Runtime:
     own_end = accelerator.end_training
 
     def end_training() -> None:
-        error: BaseException | None = None
-        try:
+        with runtime:
             runtime.finish()
             own_end()
-        except BaseException as problem:
-            error = problem
-            raise
-        finally:
-            runtime.close(error)
 
     accelerator.end_training = end_training
     return runtime
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """Note of what a folder leads to.
 
     Attributes:
@@ -101,17 +96,10 @@ class Note:
     store: Path
 
 
-class OwnFolder(NamedTuple):
-    """A folder that Accelerate itself has written, and when, in seconds of the epoch."""
-
-    seconds: float
-    path: Path
-
-
 def write_note(folder: Path, note: Note) -> None:
     """Let `folder` lead to a version."""
     store = os.path.relpath(os.path.realpath(note.store), os.path.realpath(folder))
-    content = json.dumps({**asdict(note), "store": store})
+    content = json.dumps({**note._asdict(), "store": store})
     (folder / _NAME).write_text(content + "\n", encoding="utf-8")
 
 
@@ -138,20 +126,6 @@ def read_note(folder: Path) -> Note | None:
             "the two together, or load another folder"
         )
     return Note(version, save, store)
-
-
-def newest_own_folder(parent: Path) -> OwnFolder | None:
-    """The folder in `parent` that Accelerate itself has written last.
-
-    Args:
-        parent: Of the folders that automatic names are given to.
-    """
-    found = [
-        OwnFolder(max(state.stat().st_mtime for state in states), folder)
-        for folder in (parent.iterdir() if parent.is_dir() else ())
-        if not (folder / _NAME).exists() and (states := [*folder.glob(_OWN)])
-    ]
-    return max(found, default=None)
 
 
 @dataclass
@@ -191,14 +165,24 @@ class ProcessEntry:
         self._gradients: dict[str, torch.Tensor] = {}
         for number, loader in enumerate(self._loaders):
             self._follow(loader, number, 0)
+        own_skip = accelerator.skip_first_batches
+
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            loader = own_skip(dataloader, num_batches)
+            for number, prepared in enumerate(self._loaders):
+                if prepared is dataloader:
+                    self._follow(loader, number, num_batches)
+            return loader
+
+        accelerator.skip_first_batches = skip_first_batches
 
     def state_dict(self) -> dict[str, Any]:
         """The random states, and what else there is now."""
-        gradients = {}
-        if not self._accelerator.sync_gradients:
-            gradients = {
-                name: item.grad for name, item in self._parameters() if item.grad is not None
-            }
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._parameters()
+            if parameter.grad is not None and not self._accelerator.sync_gradients
+        }
         return {**random_states(), "loaders": self._places(), "gradients": gradients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,14 +206,14 @@ class ProcessEntry:
         for number, loader in enumerate(self._loaders):
             if (place := places.get(str(number))) is not None:
                 loader.iteration = place["iteration"]
-                _set_sources(loader, place)
+                _sources(loader, place)
         set_random_states(self._random)
         for name, place in self._restored.items():
             if place["first"]:
                 # A loader that is none of the accelerator's, as `accelerate.skip_first_batches`
                 # makes one, draws the order of the samples from here, and is not followed.
                 set_random_states(place["begun"])
-                _set_sources(self._loaders[int(name)], place["begun"])
+                _sources(self._loaders[int(name)], place["begun"])
                 self._draw_again()
         if self._gradients and not as_before:
             warning = (
@@ -243,19 +227,7 @@ class ProcessEntry:
                 parameter.grad = gradient.to(parameter.device, parameter.dtype)
         return []
 
-    def skipping(self, whole: Any, loader: Any, batches: int) -> None:
-        """Follow a loader that skips the first batches of a prepared one.
-
-        Args:
-            whole: The prepared one.
-            loader: What Accelerate has made of it.
-            batches: How many.
-        """
-        number = next((n for n, loader in enumerate(self._loaders) if loader is whole), None)
-        if number is not None:
-            self._follow(loader, number, batches)
-
-    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for number, model in enumerate(self._accelerator._models):
             for name, parameter in model.named_parameters():
                 yield f"{number}.{name}", parameter
@@ -314,7 +286,7 @@ class ProcessEntry:
             restored = self._taken(number, skipped)
             if restored is not None:
                 set_random_states(restored["begun"])
-                _set_sources(loader, restored["begun"])
+                _sources(loader, restored["begun"])
                 if unread == restored["batches"]:
                     _set_before_first(loader, restored["before_batch"])
             begun = {**random_states(), **_sources(loader)}
@@ -383,30 +355,25 @@ def _set_before_first(loader: Any, states: dict[str, Any]) -> None:
     sampler.__class__ = Set
 
 
-def _sampler_of(loader: Any) -> Any:
-    """Return the sampler that orders a loader's samples, below all that shards and skips."""
-    found = loader.batch_sampler or loader.sampler
-    while (inner := getattr(found, "batch_sampler", None)) is not None:
-        found = inner
-    return getattr(found, "sampler", found)
+def _sources(loader: Any, restored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what decides the order of a loader's samples, beside the process's random numbers.
 
-
-def _sources(loader: Any) -> dict[str, Any]:
-    """Return what decides the order of a loader's samples, beside the process's random numbers."""
-    sampler = _sampler_of(loader)
+    Args:
+        loader: The loader.
+        restored: What it is set to before; None: it stays as it is.
+    """
+    # Below all that shards and skips.
+    sampler = loader.batch_sampler or loader.sampler
+    while (inner := getattr(sampler, "batch_sampler", None)) is not None:
+        sampler = inner
+    sampler, restored = getattr(sampler, "sampler", sampler), restored or {}
+    source = source_of(getattr(sampler, "generator", None))
+    if "generator" in restored and source is not None:
+        source.write(restored["generator"])
     if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = restored.get("seed", sampler.initial_seed)
         return {"seed": int(sampler.initial_seed)}
-    source = source_of(getattr(sampler, "generator", None))
     return {} if source is None else {"generator": source.read()}
-
-
-def _set_sources(loader: Any, found: Mapping[str, Any]) -> None:
-    sampler = _sampler_of(loader)
-    if "seed" in found and isinstance(sampler, SeedableRandomSampler):
-        sampler.initial_seed = found["seed"]
-    source = source_of(getattr(sampler, "generator", None))
-    if "generator" in found and source is not None:
-        source.write(found["generator"])
 
 
 def check_savable(accelerator: Accelerator) -> None:
@@ -438,6 +405,22 @@ def check_savable(accelerator: Accelerator) -> None:
             "ProjectConfiguration.save_on_each_node = True has no meaning for a store that all "
             "nodes write to together; leave it False"
         )
+
+
+class _Choice(NamedTuple):
+    """The state to load.
+
+    Attributes:
+        in_store: Whether it is in a store; else the Accelerator loads it.
+        note: Of its folder; None: the newest in the store.
+        folder: As named, or the one that Accelerate itself has written; None for neither.
+        is_newest: Whether it is the newest of this run.
+    """
+
+    in_store: bool
+    note: Note | None
+    folder: str | None
+    is_newest: bool
 
 
 class Saving:
@@ -483,18 +466,9 @@ class Saving:
         self.own = ProcessEntry(accelerator)
         self._kept: dict[str, Any] = {}
         self._text = TextEntry()
-        own_skip = accelerator.skip_first_batches
-        for number, optimizer in enumerate(accelerator._optimizers):
+        for optimizer in accelerator._optimizers:
             optimizer.optimizer.register_step_pre_hook(lambda *_: self._runtime.before_update())
-            if number == 0:
-                optimizer.optimizer.register_step_post_hook(self._count)
-
-        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-            loader = own_skip(dataloader, num_batches)
-            self.own.skipping(dataloader, loader, num_batches)
-            return loader
-
-        accelerator.skip_first_batches = skip_first_batches
+        accelerator._optimizers[0].optimizer.register_step_post_hook(self._count)
         accelerator.save_state = self.save_state
         accelerator.load_state = self.load_state
         # A program may end without `end_training`.
@@ -517,12 +491,8 @@ class Saving:
             if self._accelerator.is_main_process:
                 write_note(Path(folder), note)
             saved = self._objects()
-            entries = [*saved]
-            saved[f"{_RANDOM}{self._runtime.ranks.rank}"] = self.own
-            if self._runtime.ranks.is_first:
-                facts = {**self._facts(entries), "number": number, "save": note.save}
-                saved[_FACTS] = TextEntry(facts)
-            self._runtime.save(number, saved)
+            facts = {**self._facts(saved), "number": number, "save": note.save}
+            self._runtime.save(number, {**saved, **self._of_rank(TextEntry(facts))})
             self._saved_steps = self.steps
         return folder
 
@@ -536,18 +506,19 @@ class Saving:
             OutlastError: When nothing can be used.
         """
         self._saves.collect(wait=True)
-        looked = raise_together(lambda: self._looked(input_dir))
-        (ours, note, folder), is_newest = gather_objects(looked)[0]
-        if is_newest and self._loaded_from_memory():
+        choice = gather_objects(raise_together(lambda: self._chosen(input_dir)))[0]
+        note = choice.note
+        if choice.is_newest and self._loaded_from_memory():
             self._saved_steps = self._saves.begun = -1
-        elif not ours:
-            self._own_load(folder, *arguments, **options)
-        elif note is None or os.path.realpath(note.store) == os.path.realpath(self.directory):
+        elif not choice.in_store:
+            self._own_load(choice.folder, *arguments, **options)
+        elif self._is_here(note):
             self._load(self.store, note)
             self._saved_steps = self._saves.begun = -1
         else:
-            other = raise_together(lambda: CheckpointStore(note.store, writer="thread"))
-            with contextlib.closing(other):
+            assert note is not None
+            place = note.store
+            with raise_together(lambda: CheckpointStore(place, writer="thread")) as other:
                 self._load(other, note)
 
     def keep(self) -> None:
@@ -590,7 +561,7 @@ class Saving:
             CheckpointError: When the last save has failed.
         """
         try:
-            self.finish()
+            self._saves.wait()
         finally:
             self._saves.close(failed=False)
 
@@ -601,17 +572,16 @@ class Saving:
 
     def remember(self, job: LoopJob, directory: RunDirectory) -> None:
         """Keep states in memory from now on, and load from there; see `add_recover`."""
-        self._runtime.keep_in_memory(job, directory, self.store, self._kept, note=self._note)
+        self._runtime.memory = MemoryCheckpoint(
+            job, self._runtime.ranks, directory, self.store, self._kept, note=self._note
+        )
 
     def _note(self) -> None:
         """Bring what is kept in memory up to date."""
+        objects = self._objects()
         if not self._kept:
-            self._kept |= {**self._objects(), f"{_RANDOM}{self._runtime.ranks.rank}": self.own}
-            if self._runtime.ranks.is_first:
-                self._kept[_FACTS] = self._text
-        self._text.content = self._facts(
-            [name for name in self._kept if name != _FACTS and not name.startswith(_RANDOM)]
-        )
+            self._kept |= {**objects, **self._of_rank(self._text)}
+        self._text.content = self._facts(objects)
 
     def _load(self, store: CheckpointStore, note: Note | None) -> None:
         """Load what `note` leads to; None: the newest."""
@@ -678,12 +648,13 @@ class Saving:
             for name, kept_item in kept.items():
                 setattr(accelerator, name, kept_item)
 
-    def _facts(self, entries: Sequence[str]) -> dict[str, Any]:
-        """Facts that are saved beside the objects.
+    def _of_rank(self, facts: TextEntry) -> dict[str, Any]:
+        """Entries beside the objects: this process's own, and on the first one the facts."""
+        own = {f"{_RANDOM}{self._runtime.ranks.rank}": self.own}
+        return {**own, _FACTS: facts} if self._runtime.ranks.is_first else own
 
-        Args:
-            entries: Their names.
-        """
+    def _facts(self, entries: Iterable[str]) -> dict[str, Any]:
+        """Facts that are saved beside the objects of these names."""
         return {
             "entries": [*entries],
             "ranks": self._runtime.ranks.world_size,
@@ -696,10 +667,10 @@ class Saving:
         """The live objects that are saved and restored, of all processes the same."""
         accelerator = self._accelerator
         models = [unwrapped(model) for model in accelerator._models]
+        optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
         found: dict[str, Any] = {}
         if models:
             found["model"] = models[0] if len(models) == 1 else nn.ModuleList(models)
-        optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
         if optimizers:
             found["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
         for number, scheduler in enumerate(accelerator._schedulers):
@@ -724,37 +695,43 @@ class Saving:
         # A process that was not there draws as one that was.
         return {**found, f"{_RANDOM}{self._runtime.ranks.rank % facts['ranks']}": self.own}
 
-    def _looked(self, input_dir: str | None) -> tuple[tuple[bool, Note | None, str | None], bool]:
-        """Return what `_chosen` says, and whether that is the newest state of this run."""
-        _, note, folder = found = self._chosen(input_dir)
-        if note is None:
-            return found, folder is None
+    def _chosen(self, input_dir: str | None) -> _Choice:
+        """Choose the state that `load_state` is to load."""
         newest = self.store.newest()
-        own = os.path.realpath(note.store) == os.path.realpath(self.directory)
-        return found, own and (newest is None or newest.step <= note.version)
-
-    def _chosen(self, input_dir: str | None) -> tuple[bool, Note | None, str | None]:
-        """Choose a state: whether it is in a store, its note (None: newest), else its folder."""
         if input_dir is not None:
             note = read_note(Path(input_dir).expanduser())
-            return note is not None, note, input_dir
-        newest = self.store.newest()
-        if (
-            newest is None
-            or not self._accelerator.project_configuration.automatic_checkpoint_naming
-        ):
-            return newest is not None, None, None
-        own = newest_own_folder(Path(self._accelerator.project_dir) / "checkpoints")
+            is_newest = note is not None and (newest is None or newest.step <= note.version)
+            is_newest = is_newest and self._is_here(note)
+            return _Choice(note is not None, note, input_dir, is_newest)
+        if newest is not None and (folder := self._newer_own_folder(newest)) is not None:
+            self._runtime.tell(
+                f"{folder}, which Accelerate itself has written, is newer than the newest state in "
+                f"{self.directory}, of step {newest.step}, and is loaded; to load the latter, name "
+                "its folder"
+            )
+            return _Choice(False, None, str(folder), False)
+        return _Choice(newest is not None, None, None, True)
+
+    def _is_here(self, note: Note | None) -> bool:
+        """Return whether a note leads to this store; without a note, it is the newest state."""
+        return note is None or os.path.realpath(note.store) == os.path.realpath(self.directory)
+
+    def _newer_own_folder(self, newest: Version) -> Path | None:
+        """The folder that Accelerate itself has written after the newest version; None without."""
+        project = self._accelerator.project_configuration
+        if not project.automatic_checkpoint_naming:
+            return None
+        parent = Path(self._accelerator.project_dir) / "checkpoints"
+        written = [
+            (max(state.stat().st_mtime for state in states), folder)
+            for folder in (parent.iterdir() if parent.is_dir() else ())
+            if not (folder / _NAME).exists() and (states := [*folder.glob(_OWN)])
+        ]
+        seconds, folder = max(written, default=(-1.0, None))
         published = self.directory / newest.folder
         seal = published / SEAL
-        if own is None or own.seconds <= (seal if seal.exists() else published).stat().st_mtime:
-            return True, None, None
-        self._runtime.tell(
-            f"{own.path}, which Accelerate itself has written, is newer than the newest state in "
-            f"{self.directory}, of step {newest.step}, and is loaded; to load the latter, name "
-            "its folder"
-        )
-        return False, None, str(own.path)
+        is_newer = seconds > (seal if seal.exists() else published).stat().st_mtime
+        return folder if is_newer else None
 
     def _count(self, *_: Any) -> None:
         self.steps += 1

@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils import cpp_extension
 
 from outlast.checkpoint import CheckpointStore, list_versions, load, storage_of
@@ -56,6 +57,7 @@ from outlast.integrations.entries import Entry
 from outlast.records import StepsDone, Warned, read_run, replace_file
 from outlast.runtime.memory import places_of, settled
 from outlast.runtime.recording import directory_of
+from outlast.runtime.saves import RunSaves
 
 require("deepspeed", "0.19", "0.20")
 
@@ -70,9 +72,8 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
-    from outlast.checkpoint import Reduction, Retention, SaveHandle, Version
+    from outlast.checkpoint import Reduction, Retention, SaveResult, Version
     from outlast.job import LoopJob
-    from outlast.records import Predicted
     from outlast.runtime.engine import Runtime
 
 STORE = "outlast"
@@ -243,60 +244,47 @@ def repartitioned(
             f"a checkpoint of {len(states)} ranks can go on with {ranks} only where ZeRO 1 or 2 "
             "saved it, with elastic_checkpoint off"
         )
-    flats = {number: _Flat(size, rank, ranks) for number, size in enumerate(elements)}
+    aligned = _ALIGNMENT * ranks
+    lengths = [math.ceil(size / aligned) * aligned // ranks for size in elements]
+
+    def part(number: int, partitions: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rank's part of a parameter group's flat tensor, without padding."""
+        whole = torch.cat([partition.reshape(-1) for partition in partitions])[: elements[number]]
+        if whole.numel() != elements[number]:
+            raise CheckpointError(
+                f"the partitions of a parameter group hold {whole.numel()} of its "
+                f"{elements[number]} elements"
+            )
+        # Not a view: the others' parts need not stay in memory.
+        return whole[rank * lengths[number] :][: lengths[number]].clone()
+
+    def moment(number: int, name: str) -> Any:
+        """A state of the optimizer's: partitioned, or the same on all ranks."""
+        found = [state["base_optimizer_state"]["state"][number][name] for state in states]
+        if not isinstance(found[0], torch.Tensor) or found[0].dim() == 0:
+            return found[0]
+        own = part(number, found)
+        return nn.functional.pad(own, (0, lengths[number] - own.numel()))
+
+    # As DeepSpeed counts it: all of the padding is the last rank's.
+    paddings = [
+        length * ranks - size if rank == ranks - 1 else 0
+        for length, size in zip(lengths, elements, strict=True)
+    ]
+    weights = ([state[_WEIGHTS][number] for state in states] for number in range(len(elements)))
     return {
         **first,
-        _WEIGHTS: [
-            flat.part([state[_WEIGHTS][number] for state in states], padded=False)
-            for number, flat in flats.items()
-        ],
+        _WEIGHTS: [part(number, found) for number, found in enumerate(weights)],
         "base_optimizer_state": {
             **base,
             "state": {
-                number: {
-                    name: _of_all(flats[number], states, number, name)
-                    for name in base["state"][number]
-                }
-                for number in base["state"]
+                number: {name: moment(number, name) for name in moments}
+                for number, moments in base["state"].items()
             },
         },
-        "group_paddings": [flat.padding for flat in flats.values()],
-        "partition_count": [ranks] * len(flats),
+        "group_paddings": paddings,
+        "partition_count": [ranks] * len(elements),
     }
-
-
-class _Flat:
-    """A parameter group's flat tensor, and the part of it that one rank has."""
-
-    def __init__(self, size: int, rank: int, ranks: int) -> None:
-        aligned = _ALIGNMENT * ranks
-        self.size = size
-        self.length = math.ceil(size / aligned) * aligned // ranks
-        self.start = rank * self.length
-        # As DeepSpeed counts it: all of it is the last rank's.
-        self.padding = self.length * ranks - size if rank == ranks - 1 else 0
-
-    def part(self, partitions: Sequence[torch.Tensor], *, padded: bool) -> torch.Tensor:
-        """The rank's part of what `partitions` are; `padded`: with zeros up to the full length."""
-        whole = torch.cat([partition.reshape(-1) for partition in partitions])[: self.size]
-        if whole.numel() != self.size:
-            raise CheckpointError(
-                f"the partitions of a parameter group hold {whole.numel()} of its {self.size} "
-                "elements"
-            )
-        found = whole[self.start : self.start + self.length]
-        if padded and found.numel() < self.length:
-            found = torch.cat([found, found.new_zeros(self.length - found.numel())])
-        # Not a view: the others' parts need not stay in memory.
-        return found.clone()
-
-
-def _of_all(flat: _Flat, states: Sequence[Mapping[str, Any]], number: int, name: str) -> Any:
-    """A state of the optimizer's: partitioned, or the same on all ranks."""
-    found = [state["base_optimizer_state"]["state"][number][name] for state in states]
-    if isinstance(found[0], torch.Tensor) and found[0].dim() > 0:
-        return flat.part(found, padded=True)
-    return found[0]
 
 
 class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
@@ -347,10 +335,10 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._store = CheckpointStore(
             self.directory / STORE, keep=keep, reduction=reduction, timeout_seconds=timeout_seconds
         )
+        self._saves = RunSaves(self._store, self._ended, raises=True)
         self._reader = CheckpointStore(self.directory / STORE, collective=False)
         self._info: CheckpointCommitInfo | None = None
         self._files: dict[str, Any] = {}
-        self._handle: SaveHandle | None = None
         self._read: tuple[Path, Any] | None = None
         self._elements: list[int] = []
         raise_together(self._mend)
@@ -360,7 +348,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def create(self, info: CheckpointCommitInfo) -> None:
         """A save begins."""
         self._info, self._files = info, {}
-        self._collect()
+        self._saves.collect(wait=True)
 
     def save(self, state_dict: Mapping[str, Any], path: str) -> None:
         """Take one of the save's files; it is copied in `commit`.
@@ -400,9 +388,9 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         for name in files:
             replace_file(folder / name, _STUB)
         state = {name: Entry(content) for name, content in files.items()}
-        self._handle = self._store.save_async(_step_of(info.tag), state)
-        if not self._asynchronous:
-            self._handle.wait()
+        handle = self._saves.begin(_step_of(info.tag), state)
+        if handle is not None and not self._asynchronous:
+            handle.wait()
         return True
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -435,9 +423,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             CheckpointError: When it failed.
         """
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
+        self._saves.wait()
 
     def cleanup(self) -> None:
         """Wait for the last save and give the store up, at the latest at the script's end.
@@ -445,17 +431,12 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         To be called before the process group is destroyed, where the script does that.
         """
         atexit.unregister(self.cleanup)
-        try:
-            self._collect()
-        finally:
-            self._store.close()
-            self._reader.close()
+        self._saves.close(failed=False)
+        self._reader.close()
 
-    def _collect(self) -> None:
-        """Wait for the save before, and tell if it failed."""
-        handle, self._handle = self._handle, None
-        if handle is not None and (error := handle.result().error) is not None:
-            warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=3)
+    def _ended(self, result: SaveResult, told: bool) -> None:
+        if result.error is not None:
+            warnings.warn(f"a checkpoint was not saved: {result.error}", stacklevel=4)
 
     def _content(self, name: str, step: int) -> Any:
         """Return what was saved as a file of this name."""
@@ -487,10 +468,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"{len(saved)} ranks saved the optimizer's partitions of step {step}, without the "
                 f"shapes of what is in them: load it on as many, not on {ranks}"
             )
-        files = [self._content(name, step) for name in saved]
-        states = [file["optimizer_state_dict"] for file in files]
-        own = repartitioned(states, self._elements, dist.get_rank(), ranks)
-        return {**files[0], "optimizer_state_dict": own}
+        return _own_part([self._content(name, step) for name in saved], self._elements)
 
     def _versions(self) -> list[Version]:
         return list_versions(self._store.storage)
@@ -546,6 +524,13 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             and _STEP.search(folder.name)
             and any(map(_is_stub, folder.glob("*.pt")))
         ]
+
+
+def _own_part(files: Sequence[Mapping[str, Any]], elements: Sequence[int]) -> dict[str, Any]:
+    """This rank's file of the optimizer, from those of all ranks that saved."""
+    states = [file["optimizer_state_dict"] for file in files]
+    own = repartitioned(states, elements, dist.get_rank(), dist.get_world_size())
+    return {**files[0], "optimizer_state_dict": own}
 
 
 def _refusal(folder: Path, files: Mapping[str, Any]) -> str:
@@ -632,13 +617,9 @@ class EngineState:
 
     def note(self) -> None:
         """Bring the entries up to date; all ranks call it together between two steps."""
-        taken = _Taking()
-        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, taken
-        try:
-            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
-                self._engine.save_checkpoint(folder, tag=_TAG, save_latest=False)
-        finally:
-            self._engine.checkpoint_engine = before
+        taken = _InMemory({})
+        with self._using(taken) as folder:
+            self._engine.save_checkpoint(folder, tag=_TAG, save_latest=False)
         # They are as they are now until the optimizer of the next step changes them.
         places = places_of([self._engine.module], [self._engine.basic_optimizer])
         files = {name: settled(file, places) for name, file in taken.files.items()}
@@ -658,19 +639,24 @@ class EngineState:
         for states in shared.values():
             adapt_ranks(states, self._ranks)
         files = {**shared, **self._partition(shared, saved_ranks)}
-        giving = _Giving(files)
-        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, giving
-        try:
-            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
-                # DeepSpeed looks for the files before it asks for their content.
-                for name in shared:
-                    (Path(folder) / _TAG).mkdir(exist_ok=True)
-                    (Path(folder) / _TAG / name).touch()
-                self._engine.load_checkpoint(folder, tag=_TAG)
-        finally:
-            self._engine.checkpoint_engine = before
+        with self._using(_InMemory(files)) as folder:
+            # DeepSpeed looks for the files before it asks for their content.
+            for name in shared:
+                (Path(folder) / _TAG).mkdir(exist_ok=True)
+                (Path(folder) / _TAG / name).touch()
+            self._engine.load_checkpoint(folder, tag=_TAG)
         for part in (self._shared, *self._parts.values()):
             part.content = {}
+
+    @contextlib.contextmanager
+    def _using(self, files: _InMemory) -> Iterator[str]:
+        """Within, the engine saves and loads `files` in place of what is in the folder given."""
+        before, self._engine.checkpoint_engine = self._engine.checkpoint_engine, files
+        try:
+            with tempfile.TemporaryDirectory(prefix="outlast-deepspeed-") as folder:
+                yield folder
+        finally:
+            self._engine.checkpoint_engine = before
 
     def _partition(self, shared: Mapping[str, Any], saved_ranks: int) -> dict[str, Any]:
         """This rank's file of ZeRO's partitions, if there are any."""
@@ -686,19 +672,20 @@ class EngineState:
                 f"the checkpoint is of {saved_ranks} ranks, and the partitions of {len(saved)} are "
                 "there: start again, or on as many"
             )
-        files = [next(iter(name.values())) for name in saved]
-        states = [file["optimizer_state_dict"] for file in files]
         name = next(iter(saved[0])).replace("pp_rank_0_", f"pp_rank_{self._rank}_")
-        own = repartitioned(states, elements, self._rank, self._ranks)
-        return {name: {**files[0], "optimizer_state_dict": own}}
+        return {name: _own_part([next(iter(part.values())) for part in saved], elements)}
 
 
-class _Taking(CheckpointEngine):  # type: ignore[misc]
-    """Takes what is saved instead of writing it."""
+class _InMemory(CheckpointEngine):  # type: ignore[misc]
+    """Takes what is saved instead of writing it, and gives it in place of what is read.
 
-    def __init__(self) -> None:
+    Args:
+        files: Content by name.
+    """
+
+    def __init__(self, files: dict[str, Any]) -> None:
         super().__init__(None)
-        self.files: dict[str, Any] = {}
+        self.files = files
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Nothing is made."""
@@ -708,24 +695,12 @@ class _Taking(CheckpointEngine):  # type: ignore[misc]
         self.files[Path(path).name] = plain(state_dict)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Nothing can be loaded from here."""
-        raise CheckpointError(f"{path} cannot be read while the state is taken")
+        """The content of the file of this name."""
+        return self.files[Path(path).name]
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Everything is taken."""
         return True
-
-
-class _Giving(_Taking):
-    """Gives what was restored in place of files."""
-
-    def __init__(self, files: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._given = files
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of the file of this name."""
-        return self._given[Path(path).name]
 
 
 class Run(run.Run):
@@ -742,16 +717,10 @@ class Run(run.Run):
     All processes make it together, after `deepspeed.initialize`.
 
     Args:
-        job: A TOML file with the sections of `LoopJob`, or the settings themselves; None: defaults.
+        job: As in `outlast.Run`.
         engine: What `deepspeed.initialize` gave.
         loader: What the loop goes through, once per epoch.
-        state: What else is to be saved: name -> object with `state_dict` and `load_state_dict`.
-        epochs: How often to go through the loader.
-        steps: Iterations after which the run is complete, whatever the epoch; None: not limited.
-        settings: Overrides of the form ``"section.key=value"``.
-        tokens_per_step: Of one iteration, over all processes; 0: not known.
-        fresh: Move a run aside that is in the directory already.
-        prediction: What the run is expected to need, to be shown beside what it needed.
+        more: The further arguments of `outlast.Run`.
 
     Raises:
         JobError: When a setting is wrong, or is one that the script decides.
@@ -766,29 +735,13 @@ class Run(run.Run):
         *,
         engine: deepspeed.DeepSpeedEngine,
         loader: Iterable[Any],
-        state: Mapping[str, Any] | None = None,
-        epochs: int = 1,
-        steps: int | None = None,
-        settings: Sequence[str] = (),
-        tokens_per_step: int = 0,
-        fresh: bool = False,
-        prediction: Predicted | None = None,
+        **more: Any,
     ) -> None:
         _refuse(engine)
         self._deepspeed = engine
         self._judged = -1
         super().__init__(
-            job,
-            model=engine.module,
-            optimizer=engine.basic_optimizer,
-            loader=loader,
-            state=state,
-            epochs=epochs,
-            steps=steps,
-            settings=settings,
-            tokens_per_step=tokens_per_step,
-            fresh=fresh,
-            prediction=prediction,
+            job, model=engine.module, optimizer=engine.basic_optimizer, loader=loader, **more
         )
         ranks = self._ranks.world_size
         self._facts = dataclasses.replace(
@@ -815,8 +768,7 @@ class Run(run.Run):
 
         The newest version may turn out to be damaged.
         """
-        found = set()
-        directory = directory_of(self.job)
+        found, directory = set[int](), directory_of(self.job)
         storage = storage_of(directory.checkpoints)
         for version in list_versions(storage):
             with contextlib.suppress(CheckpointError):
@@ -916,28 +868,24 @@ def extensions_folder() -> Path:
     return Path(cpp_extension.get_default_build_root()) / f"{python}_{kind}"
 
 
-def operators() -> Collection[str]:
-    """Names of the extensions that DeepSpeed builds on this machine's kind of device."""
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    return [*ALL_OPS]
-
-
 def stale_locks(folder: Path, names: Collection[str]) -> list[Path]:
     """Locks of the extensions of these names below `folder` that no live build holds.
 
     A build keeps its lock open. On a file system of this machine's own, a lock that no process has
     open is stale; on one that other machines share, where it is an hour old as well.
     """
-    found = [each for name in names if (each := folder / name / "lock").exists()]
-    locks = {lock: _identity(lock) for lock in found}
+    locks = {}
+    for lock in (folder / name / "lock" for name in names):
+        with contextlib.suppress(OSError):
+            locks[lock] = lock.stat()
     if not locks:
         return []
     # After the locks were listed: whoever holds one of them has it open by now.
     held = set(_open_files("lock"))
-    free = [lock for lock, identity in locks.items() if identity not in held]
+    free = [lock for lock, found in locks.items() if (found.st_dev, found.st_ino) not in held]
     if not _sees_all_builds(folder):
-        free = [lock for lock in free if _age_seconds(lock) > _LONGEST_BUILD_SECONDS]
+        oldest = time.time() - _LONGEST_BUILD_SECONDS
+        free = [lock for lock in free if locks[lock].st_mtime < oldest]
     # Those that were given back meanwhile are gone.
     return sorted(lock for lock in free if lock.exists())
 
@@ -948,7 +896,10 @@ def refuse_stale_locks() -> None:
     Raises:
         IntegrationError: Naming the lock and what to do.
     """
-    if locks := stale_locks(extensions_folder(), operators()):
+    # The extensions that DeepSpeed builds on this machine's kind of device.
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    if locks := stale_locks(extensions_folder(), ALL_OPS):
         names = " ".join(map(str, locks))
         raise IntegrationError(
             "a build of a DeepSpeed operator was killed, and every start would wait without end "
@@ -962,19 +913,6 @@ def _sees_all_builds(folder: Path) -> bool:
     except OSError:
         return False
     return mount_of(folder.resolve(), mounts)[1] not in NETWORK_TYPES
-
-
-def _age_seconds(path: Path) -> float:
-    with contextlib.suppress(OSError):
-        return time.time() - path.stat().st_mtime
-    return 0.0
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    with contextlib.suppress(OSError):
-        found = path.stat()
-        return found.st_dev, found.st_ino
-    return -1, -1
 
 
 def _open_files(name: str) -> Iterator[tuple[int, int]]:

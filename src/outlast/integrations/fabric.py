@@ -17,9 +17,8 @@ import torch
 from outlast.distributed.group import raise_together
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations import require, run
-from outlast.integrations.content import plain, restored
 from outlast.integrations.entries import Entry
-from outlast.integrations.files import CheckpointFiles, is_pointer
+from outlast.integrations.files import CheckpointFiles, is_pointer, plain, restored
 
 require("lightning", "2.6", "2.7")
 

@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
+import pickle
 import sys
 import time
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from outlast.checkpoint import CheckpointStore, Retention, list_versions, load
-from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.restore import read_into, saved_in
 from outlast.checkpoint.storage import LocalStorage
 from outlast.checkpoint.store import wait_for_saves
@@ -31,17 +38,20 @@ from outlast.checkpoint.version import is_published, prune
 from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations import unfollowed
-from outlast.integrations.content import KEY, described, plain, read_content, restored
 from outlast.integrations.entries import EVERY_VERSION, Entry
 from outlast.job import CheckpointSection
 from outlast.records import OwnerLock, replace_file
 from outlast.runtime.saves import close_at_exit, store_options
+from outlast.state import values
+from outlast.state.box import whole
 from outlast.state.install import check_fit, find_targets, install
+from outlast.state.tensors import dtype_of, opaque_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from outlast.checkpoint import SaveHandle, SaveResult, Version
+    from outlast.checkpoint.storage import Storage
     from outlast.checkpoint.version import Contents, Seal
     from outlast.state.live import State
 
@@ -50,6 +60,14 @@ _FOLLOWED = {"asynchronous", "writer", "timeout_seconds", "compression", "delta_
 _FORMAT = "outlast checkpoint file 1"
 _START = f'{{"format": "{_FORMAT}"'.encode()
 _LIST = "files.json"
+
+KEY = "checkpoint"
+"""Name of the dictionary among what a version holds."""
+
+_PICKLED = "outlast.pickled"
+_WORDS = (type(None), bool, int, float, complex, str, bytes)
+_ARRAYS = (torch.Tensor, nn.Parameter, np.ndarray)
+_COMPARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,19 +98,9 @@ class Pointer:
 
 def is_pointer(path: Path) -> bool:
     """Return whether `path` is such a file."""
-    try:
-        return _is_pointer(path)
-    except OSError:
-        return False
-
-
-def _is_pointer(path: Path) -> bool:
-    """As `is_pointer`; raises OSError where a file is there, and cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_START)) == _START
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return False
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(_START)) == _START
+    return False
 
 
 def read_pointer(path: Path) -> Pointer:
@@ -118,13 +126,14 @@ def _look(path: Path) -> Pointer | None:
         CheckpointError: When it is damaged.
         OSError: When it cannot be read.
     """
-    if not _is_pointer(path):
-        return None
     try:
-        found = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            if file.read(len(_START)) != _START:
+                return None
+            found = json.loads(_START + file.read())
         entries = [Target(entry["version"], entry.get("values")) for entry in found["entries"]]
         return Pointer(Path(os.path.normpath(path.parent / found["store"])), entries)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
@@ -146,14 +155,6 @@ class PointerList:
         self._paths: list[Path] | None = None
         self._kept: set[str] = set()
 
-    def load(self) -> None:
-        """Read the list, if that has not been done.
-
-        Raises:
-            CheckpointError: When it cannot be read.
-        """
-        _ = self.paths
-
     @property
     def paths(self) -> list[Path]:
         """All of them, the oldest first; also where the store was moved or copied with them.
@@ -161,24 +162,31 @@ class PointerList:
         Raises:
             CheckpointError: When the list cannot be read.
         """
-        if self._paths is None:
-            listed, paths = self._listed(), list[Path]()
-            for name in listed or ():
-                if "version" in name:
-                    self._kept.add(name["version"])
-                    continue
-                near = os.path.normpath(self._storage.root / name["relative"])
-                found = {path: self._leads_here(path) for path in (Path(name["path"]), Path(near))}
-                # What cannot be read now may be one.
-                sure = [path for path, leads in found.items() if leads]
-                unsure = [path for path, leads in found.items() if leads is None]
-                paths += sure or unsure
-            if listed is None:
-                self._keep_all()
-            self._paths = [*dict.fromkeys(paths)]
-            if listed is None and self._kept:
-                with contextlib.suppress(OSError):
-                    self._write()
+        if self._paths is not None:
+            return self._paths
+        listed, paths = self._listed(), list[Path]()
+        for name in listed or ():
+            if "version" in name:
+                self._kept.add(name["version"])
+                continue
+            near = os.path.normpath(self._storage.root / name["relative"])
+            found = {path: self._leads_here(path) for path in (Path(name["path"]), Path(near))}
+            # What cannot be read now may be one.
+            sure = [path for path, leads in found.items() if leads]
+            paths += sure or [path for path, leads in found.items() if leads is None]
+        self._paths = [*dict.fromkeys(paths)]
+        if listed is None:
+            # Paths may lead to any of the versions that are there now.
+            versions = list_versions(self._storage)
+            self._kept = {item.folder for item in versions if is_published(self._storage, item)}
+        if listed is None and self._kept:
+            warnings.warn(
+                f"{self._file}, the list of the files that lead to this store, is lost: its "
+                f"{len(self._kept)} versions are kept, whether a file leads to them or not",
+                stacklevel=2,
+            )
+            with contextlib.suppress(OSError):
+                self._write()
         return self._paths
 
     def point(self, path: Path, entry: Target) -> None:
@@ -199,12 +207,10 @@ class PointerList:
         except CheckpointError:
             before = []
         before = [item for item in before if item.version != entry.version]
-        entries = [entry, *before[:1]]
-        listed = [{"version": entry.version, "values": entry.values} for entry in entries]
         content = {
             "format": _FORMAT,
             "store": os.path.relpath(self._storage.root, path.parent),
-            "entries": listed,
+            "entries": [vars(item) for item in (entry, *before[:1])],
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -280,9 +286,9 @@ class PointerList:
         pointer = _look(path)
         versions = {version.folder: version for version in list_versions(self._storage)}
         return [
-            name
-            for name in (pointer.entries if pointer else ())
-            if name.version in versions and is_published(self._storage, versions[name.version])
+            entry
+            for entry in (pointer.entries if pointer else ())
+            if entry.version in versions and is_published(self._storage, versions[entry.version])
         ]
 
     def _listed(self) -> list[dict[str, str]] | None:
@@ -305,19 +311,6 @@ class PointerList:
         )
         return found if whole else None
 
-    def _keep_all(self) -> None:
-        """Have all versions kept that are there now, since paths may lead to any of them."""
-        versions = list_versions(self._storage)
-        self._kept = {
-            version.folder for version in versions if is_published(self._storage, version)
-        }
-        if self._kept:
-            warnings.warn(
-                f"{self._file}, the list of the files that lead to this store, is lost: its "
-                f"{len(self._kept)} versions are kept, whether a file leads to them or not",
-                stacklevel=2,
-            )
-
     def _take_up(self) -> None:
         """Add what leads here from beside the known paths: copies, and files with new names."""
         known = {*self.paths}
@@ -328,7 +321,7 @@ class PointerList:
                 continue
             except OSError as error:
                 raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
-            self._paths = [*self.paths, *(item for item in beside if self._leads_here(item))]
+            self._paths = [*self.paths, *filter(self._leads_here, beside)]
         if known != {*self.paths}:
             with contextlib.suppress(OSError):
                 self._write()
@@ -548,7 +541,7 @@ class CheckpointFiles:
         if self._store is None:
             if self._keeps_house:
                 # Which versions paths lead to is seen before there is another one.
-                self._pointers.load()
+                _ = self._pointers.paths
             self._store = CheckpointStore(
                 self._storage.root,
                 # The paths say what stays.
@@ -655,3 +648,115 @@ class CheckpointFiles:
     def _first(self, problem: str) -> str:
         """The first rank's problem that is not empty."""
         return next((item for item in self._shared(problem) if item), "")
+
+
+def plain(value: Any, path: str = KEY) -> Any:
+    """`value` with bytes, which `restored` unpickles, in place of what JSON has no word for.
+
+    Raises:
+        CheckpointError: Naming the path of an object that cannot be pickled.
+    """
+    if type(value) in (*_WORDS, *_ARRAYS) or isinstance(value, (DTensor, np.generic)):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(plain(item, f"{path}.{n}") for n, item in enumerate(value))
+    if type(value) in (set, frozenset) and all(type(item) in _WORDS for item in value):
+        return value
+    if type(value) in (dict, OrderedDict) and all(type(key) in _WORDS for key in value):
+        found = type(value)((key, plain(item, f"{path}.{key}")) for key, item in value.items())
+        if attributes := getattr(value, "__dict__", None):
+            found.__dict__.update(plain(attributes, f"{path}.__dict__"))
+        return found
+    try:
+        return {_PICKLED: pickle.dumps(value, protocol=5)}
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"`{path}` is of type {type(value).__name__}, which cannot be saved: {error}"
+        ) from None
+
+
+def restored(value: Any, *, unpickle: bool) -> Any:
+    """Return what `plain` was given.
+
+    Raises:
+        CheckpointError: When there are pickled objects, and they must not be unpickled.
+    """
+    if isinstance(value, dict):
+        if value.keys() == {_PICKLED}:
+            if not unpickle:
+                raise CheckpointError(
+                    "the checkpoint has objects in it that can only be unpickled, which "
+                    "weights_only = True forbids; load it with weights_only = False"
+                )
+            return pickle.loads(value[_PICKLED])
+        found = type(value)((key, restored(item, unpickle=unpickle)) for key, item in value.items())
+        if attributes := getattr(value, "__dict__", None):
+            found.__dict__.update(restored(attributes, unpickle=unpickle))
+        return found
+    if type(value) in (list, tuple):
+        return type(value)(restored(item, unpickle=unpickle) for item in value)
+    return value
+
+
+def described(content: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """JSON of the content without its tensors, and marks that differ when these do.
+
+    Large tensors, and those on a device, are told apart by their memory and version counter, which
+    a change in place through ``.data`` does not count.
+    """
+    marks: list[Any] = []
+
+    def put(name: str, value: Any) -> str | None:
+        if isinstance(value, torch.Tensor):
+            marks.append((name, _mark(value)))
+            return "torch"
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            marks.append((name, str(value.dtype), value.shape, _digest(value.tobytes())))
+            return "numpy"
+        return None
+
+    return values.encode(content, KEY, put), tuple(marks)
+
+
+def read_content(storage: Storage, contents: Contents, tree: Any = None) -> dict[str, Any]:
+    """The dictionary that a version holds, its tensors on the CPU.
+
+    Args:
+        storage: Where the version lies.
+        contents: Its manifests.
+        tree: JSON of the content without its tensors; None: that of the version.
+
+    Raises:
+        CheckpointError: When a tensor is missing or damaged.
+    """
+    if KEY not in contents.values:
+        raise CheckpointError(
+            f"{storage.location}/{contents.version.folder} was saved from live modules; load it "
+            "into modules, not as a dictionary"
+        )
+    facts = contents.catalogue.tensors
+    tensors = {name: torch.empty(fact.shape, dtype=dtype_of(fact)) for name, fact in facts.items()}
+    with VersionReader(storage, contents) as reader:
+        boxes = {name: whole(fact.shape) for name, fact in facts.items()}
+        reader.read(
+            [Wanted(name, boxes[name], opaque_array(tensor)) for name, tensor in tensors.items()]
+        )
+
+    def get(name: str, kind: str) -> Any:
+        return tensors[name].numpy() if kind == "numpy" else tensors[name]
+
+    found: dict[str, Any] = values.decode(contents.values[KEY] if tree is None else tree, get)
+    return found
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    facts = (tensor.dtype, tuple(tensor.shape))
+    size = tensor.numel() * tensor.element_size()
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or size > _COMPARED_BYTES:
+        return (*facts, str(tensor.device), tensor.data_ptr(), tensor._version)
+    memory = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return (*facts, _digest(memory.numpy().tobytes()))
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -24,6 +24,7 @@ from outlast.errors import IntegrationError
 from outlast.integrations.entries import EVERY_VERSION, RandomEntry, TextEntry, read_facts
 from outlast.records import CheckpointRestored, RunDirectory
 from outlast.runtime.engine import Runtime
+from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import ranks_here, trained_part, unwrapped
 from outlast.runtime.saves import open_store
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint import SaveResult
     from outlast.job import CheckpointSection, LoopJob
     from outlast.runtime.cadence import SaveCadence
-    from outlast.runtime.memory import MemoryCheckpoint
 
 
 _MARK = "outlast.json"
@@ -54,14 +54,12 @@ class Choice(NamedTuple):
         place: Of the store, or a folder that the Trainer itself has written; empty: as named.
         step: Of the version, or of what the Trainer has written; None for the newest version.
         is_marked: Whether a folder stands for that version, be it published or not.
-        is_newest: Whether the newest state is asked for, wherever it is.
     """
 
     kind: str
     place: str = ""
     step: int | None = None
     is_marked: bool = False
-    is_newest: bool = False
 
 
 def chosen(resume: str | bool | None, directory: RunDirectory, newest: int | None) -> Choice:
@@ -72,11 +70,6 @@ def chosen(resume: str | bool | None, directory: RunDirectory, newest: int | Non
         directory: The trainer's output directory.
         newest: Step of the newest version in its store; None without any.
     """
-    is_newest = resume is True or _is_store(resume, directory)
-    return _chosen(resume, directory, newest)._replace(is_newest=is_newest)
-
-
-def _chosen(resume: str | bool | None, directory: RunDirectory, newest: int | None) -> Choice:
     if newest is not None and _is_store(resume, directory):
         return Choice("store", str(directory.checkpoints))
     if resume is True and newest is not None:
@@ -123,7 +116,7 @@ def last_folder(directory: RunDirectory) -> Path | None:
 
 
 def stands_for_version(folder: Path) -> bool:
-    """Return whether a folder was made by `mark`."""
+    """Return whether a folder stands for a version in a store."""
     return (folder / _MARK).exists()
 
 
@@ -131,13 +124,6 @@ def step_of(folder: Path) -> int | None:
     """The step of the version that a folder stands for; None for any other folder."""
     step = _FOLDER.fullmatch(folder.name)
     return int(step[1]) if step is not None and stands_for_version(folder) else None
-
-
-def mark(folder: Path, directory: RunDirectory) -> None:
-    """Make a folder that stands for a version in the store of `directory`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    said = {"store": os.path.relpath(directory.checkpoints, folder)}
-    (folder / _MARK).write_text(json.dumps(said) + "\n", encoding="utf-8")
 
 
 _MODEL, _OPTIMIZER, _SCHEDULER, _SCALER = "model", "optimizer", "scheduler", "scaler"
@@ -188,7 +174,7 @@ class Saving:
     @property
     def results(self) -> list[SaveResult]:
         """Of the saves of the last training that have ended."""
-        return [] if self._runtime.saves is None else self._runtime.saves.results
+        return [] if self._runtime.saves is None else [*self._runtime.saves.results]
 
     def collect(self, *, wait: bool = False) -> None:
         """See how the save under way went, if it is done; `wait`: wait for it."""
@@ -217,12 +203,14 @@ class Saving:
         store = self._source = self._open_store()
         runtime.save_to(store, cadence=self.cadence, raises=True)
 
-        def choose() -> Choice:
+        def choose() -> tuple[Choice, bool]:
             newest = store.newest()
-            return chosen(resume, self._directory, None if newest is None else newest.step)
+            is_newest = resume is True or _is_store(resume, self._directory)
+            step = None if newest is None else newest.step
+            return chosen(resume, self._directory, step), is_newest
 
-        choice = gather_objects(raise_together(choose))[0]
-        self._in_memory = self._is_in_memory(store, choice)
+        choice, is_newest = gather_objects(raise_together(choose))[0]
+        self._in_memory = self._is_in_memory(store, choice, is_newest=is_newest)
         if choice.kind == "nothing" and not self._in_memory:
             runtime.tell(
                 f"checkpoint-{choice.step} was never published, and there is none before it: the "
@@ -275,23 +263,23 @@ class Saving:
                 return True
             if self.kept is None:
                 return False
-            memory = self._open_memory(Runtime(ranks_here()), store)
+            memory = self._open_memory(store)
             try:
                 return memory.find() is not None
             finally:
                 memory.close(forget=False)
 
-    def _open_memory(self, runtime: Runtime, store: CheckpointStore) -> MemoryCheckpoint:
+    def _open_memory(self, store: CheckpointStore) -> MemoryCheckpoint:
         assert self.kept is not None
-        return runtime.keep_in_memory(
-            self.kept, self._directory, store, self._state, note=self._note
+        return MemoryCheckpoint(
+            self.kept, ranks_here(), self._directory, store, self._state, note=self._note
         )
 
     def _note(self) -> None:
         if self._runtime.ranks.is_first:
             self._text.note(state_of(self._trainer), self._runtime.ranks.world_size)
 
-    def _is_in_memory(self, store: CheckpointStore, choice: Choice) -> bool:
+    def _is_in_memory(self, store: CheckpointStore, choice: Choice, *, is_newest: bool) -> bool:
         """True if the newest state is asked for and lies in memory; its facts are read then.
 
         Raises:
@@ -299,8 +287,8 @@ class Saving:
         """
         if self.kept is None:
             return False
-        memory = self._open_memory(self._runtime, store)
-        step = memory.find() if choice.is_newest else None
+        memory = self._runtime.memory = self._open_memory(store)
+        step = memory.find() if is_newest else None
         # The Trainer itself may have written something newer, without Outlast.
         written = choice.step if choice.kind == "trainer" else None
         text = StateText()
@@ -369,42 +357,39 @@ class Saving:
 
     def _restore(self) -> None:
         """Load all that was saved into what the Trainer has made."""
-        ranks, before = self._runtime.ranks, self._content["ranks"]
+        runtime, ranks, before = self._runtime, self._runtime.ranks, self._content["ranks"]
         random = self._random = RandomEntry()
-        wanted = {**self.objects(), f"{_RANDOM}{ranks.rank % before}": random}
+        wanted: dict[str, Any] = {**self.objects(), f"{_RANDOM}{ranks.rank % before}": random}
         if self._in_memory:
-            self._restore_memory(wanted)
+            memory = runtime.memory
+            assert memory is not None
+            if before == ranks.world_size:
+                wanted[f"{_UNLOGGED}{ranks.rank}"] = self._unlogged
+            self._state.clear()
+            self._state |= wanted
+            taken = memory.take()
+            self._tell_of_memory()
+            if not taken:
+                self._in_memory = False
+                raise _WentBackError(None)
             return
         assert self._source is not None
         begun = time.perf_counter()
         entries = self._content["entries"]
         state = {name: item for name, item in wanted.items() if name in entries}
         if _OPTIMIZER not in entries:
-            self._runtime.tell(
+            runtime.tell(
                 "only the model was saved (save_only_model): the optimizer and the schedule begin "
                 "anew"
             )
         restored = self._source.restore(state, step=self._step)
         assert restored is not None
         for item in restored.skipped:
-            self._runtime.tell(f"{item}; the training goes on from step {restored.step}")
+            runtime.tell(f"{item}; the training goes on from step {restored.step}")
         if restored.step != self._content["state"]["global_step"]:
             raise _WentBackError(restored.step)
         seconds = time.perf_counter() - begun
-        self._runtime.tell(CheckpointRestored(restored.step, seconds, restored.skipped))
-
-    def _restore_memory(self, wanted: Mapping[str, Any]) -> None:
-        memory, ranks = self._runtime.memory, self._runtime.ranks
-        assert memory is not None
-        self._state.clear()
-        self._state |= wanted
-        if self._content["ranks"] == ranks.world_size:
-            self._state[f"{_UNLOGGED}{ranks.rank}"] = self._unlogged
-        taken = memory.take()
-        self._tell_of_memory()
-        if not taken:
-            self._in_memory = False
-            raise _WentBackError(None)
+        runtime.tell(CheckpointRestored(restored.step, seconds, restored.skipped))
 
     def objects(self) -> dict[str, Any]:
         """The live objects, of all ranks the same."""
@@ -468,7 +453,11 @@ class Saving:
             if not self._within_save:
                 own_save_model(*arguments, **options)
             elif trainer.args.should_save:
-                mark(Path(arguments[0]), self._directory)
+                # The folder stands for a version in the store.
+                folder = Path(arguments[0])
+                folder.mkdir(parents=True, exist_ok=True)
+                said = {"store": os.path.relpath(self._directory.checkpoints, folder)}
+                (folder / _MARK).write_text(json.dumps(said) + "\n", encoding="utf-8")
 
         def load_best_model() -> None:
             step = gather_objects(step_of(Path(trainer.state.best_model_checkpoint)))[0]
@@ -526,14 +515,10 @@ class Saving:
         has_best, has_any = gather_objects((step in found, bool(found)))[0]
         if has_best:
             return True
-        if has_any:
-            follows = "it goes on from its newest checkpoint, not from memory"
-        else:
-            content["state"] |= {
-                "best_model_checkpoint": None,
-                "best_global_step": None,
-                "best_metric": None,
-            }
+        follows = "it goes on from its newest checkpoint, not from memory"
+        if not has_any:
+            for name in ("best_model_checkpoint", "best_global_step", "best_metric"):
+                content["state"][name] = None
             follows = "with no other checkpoint, it goes on from memory and looks for the best anew"
         self._runtime.tell(
             f"the best checkpoint, of step {step}, was not complete when the training ended: "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -161,14 +161,14 @@ def check_stop(trainer: Trainer) -> None:
 
 
 class LogFigures(TrainerCallback):  # type: ignore[misc]
-    """Adds figures to the next log, before other callbacks send it on.
+    """Adds figures to a log, before other callbacks send it on.
 
-    Attributes:
-        figures: To be added.
+    Args:
+        take: Gives the figures of a log after so many steps.
     """
 
-    def __init__(self) -> None:
-        self.figures: dict[str, float] = {}
+    def __init__(self, take: Callable[[int], dict[str, float]]) -> None:
+        self._take = take
 
     def on_log(
         self,
@@ -179,26 +179,12 @@ class LogFigures(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         """Add the figures to this log and to the trainer's history."""
-        if logs is None or not self.figures:
+        if logs is None:
             return
-        logs.update(self.figures)
+        found = self._take(state.global_step)
+        logs.update(found)
         if state.log_history:
-            state.log_history[-1].update(self.figures)
-        self.figures = {}
-
-
-class Recorded(NamedTuple):
-    """Recording of a trainer's runs.
-
-    Attributes:
-        job: The settings, with the output directory as the run's.
-        tokens_per_step: Over all processes; 0: not known.
-        prediction: What a run is expected to need.
-    """
-
-    job: LoopJob
-    tokens_per_step: int
-    prediction: Predicted | None
+            state.log_history[-1].update(found)
 
 
 class Adapter(TrainerCallback):  # type: ignore[misc]
@@ -212,7 +198,8 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         runtime: Of the training under way, or of the last one.
         saving: Its store; None without.
         guarded: Settings and seed of the guard; None without.
-        recorded: How it is recorded; None: it is not.
+        recorded: Settings of the records, tokens of a step and the prediction; None: there are
+            no records.
         stops: Whether it stops in time.
         limit_seconds: How long a training may take; None: as long as it needs.
         handed: Told how far it is, under `outlast run`.
@@ -223,7 +210,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         self.runtime = Runtime(ranks_here())
         self.saving: Saving | None = None
         self.guarded: tuple[GuardSection, int] | None = None
-        self.recorded: Recorded | None = None
+        self.recorded: tuple[LoopJob, int, Predicted | None] | None = None
         self.stops = False
         self.limit_seconds: float | None = None
         self.handed: HandedOver | None = None
@@ -232,9 +219,9 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         self._losses: list[torch.Tensor] = []
         self._pending = 0
         self._stop: Decision | None = None
-        self._logged = LogFigures()
+        self._logged: dict[str, float] = {}
         # Before the callbacks that send logs to others, and behind the one that says what is due.
-        trainer.callback_handler.callbacks.insert(0, self._logged)
+        trainer.callback_handler.callbacks.insert(0, LogFigures(self._figures))
         trainer.add_callback(self)
         for name, wrapped in (
             ("train", self._train),
@@ -256,8 +243,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         """The trainer's own `train` within all that was added."""
         runtime = self.runtime = Runtime(ranks_here(), chain=cluster, keeps_later=True)
         self._stop, self._pending = None, 0
-        error: BaseException | None = None
-        try:
+        with runtime:
             if self.stops:
                 runtime.consensus = PeriodicConsensus(self.limit_seconds, cluster)
                 runtime.take_signals()
@@ -266,11 +252,6 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             return self.saving.train(
                 runtime, lambda place: own(place, *arguments, **options), resume_from_checkpoint
             )
-        except BaseException as problem:
-            error = problem
-            raise
-        finally:
-            runtime.close(error)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -282,20 +263,17 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
             runtime.install_guard(*self.guarded, trainer.model_wrapped, [optimizer])
         if self.recorded is not None:
+            job, tokens_per_step, prediction = self.recorded
             facts = LoopFacts(
                 framework="transformers",
                 steps=state.max_steps,
                 samples_per_step=trainer.get_total_train_batch_size(args),
-                tokens_per_step=self.recorded.tokens_per_step,
+                tokens_per_step=tokens_per_step,
                 parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
                 versions={"transformers": transformers.__version__},
             )
-            runtime.open_records(
-                self.recorded.job,
-                device_of([trainer.model]),
-                facts,
-                prediction=self.recorded.prediction,
-            )
+            device = device_of([trainer.model])
+            runtime.open_records(job, device, facts, prediction=prediction)
         runtime.begin(state.global_step)
         if self.saving is not None:
             self.saving.begin()
@@ -334,10 +312,9 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             control.should_save = True
         if runtime.guard is not None and control.should_log:
             runtime.gather_findings()
-            checks = float(runtime.guard.guard.ledger.checks)
-            self._logged.figures = {
+            self._logged = {
                 "guard_findings": float(runtime.guard.told),
-                "guard_checks": checks,
+                "guard_checks": float(runtime.guard.guard.ledger.checks),
             }
 
     def on_save(
@@ -401,6 +378,11 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         with self.runtime.watch("evaluation"):
             return own(*arguments, **options)
 
+    def _figures(self, _: int) -> dict[str, float]:
+        """The figures of the guard, for the log after the step that they are of."""
+        found, self._logged = self._logged, {}
+        return found
+
     def _keep(self) -> None:
         """Keep the state of the last step in memory, if that is not done yet."""
         step, self._pending = self._pending, 0
@@ -432,7 +414,7 @@ def adapter_of(trainer: Trainer, part: str) -> Adapter:
     return found
 
 
-class EnergyCallback(TrainingEnergy, TrainerCallback):  # type: ignore[misc]
+class EnergyCallback(TrainingEnergy, LogFigures):
     """Adds joules per step, joules since the start and mean watts to every log.
 
     The figures are those of the meters that the logging process reads, by default all of its node.
@@ -455,21 +437,8 @@ class EnergyCallback(TrainingEnergy, TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero:
             self.begin(state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
-        """Add the figures since the last log to this one and to the trainer's history."""
-        if logs is None:
-            return
-        found = {f"energy_{name}": figure for name, figure in self.take(state.global_step).items()}
-        logs.update(found)
-        if state.log_history:
-            state.log_history[-1].update(found)
+    def _take(self, step: int) -> dict[str, float]:
+        return {f"energy_{name}": figure for name, figure in self.take(step).items()}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -531,6 +500,9 @@ def add_checkpoints(trainer: Trainer, **settings: Any) -> Saving:
         trainer: A `Trainer`, or one derived from it.
         settings: Keys of [checkpoint], such as ``delta_chain=8``.
 
+    Returns:
+        The store; its ``has_checkpoint`` says whether there is something to resume from.
+
     Raises:
         JobError: When a setting is wrong.
         IntegrationError: When something in `TrainingArguments` cannot be kept.
@@ -583,9 +555,13 @@ def add_guard(
 
     Args:
         trainer: A `Trainer`, or one derived from it.
-        policy: ``light``, ``linear`` or ``full``.
+        policy: ``light``, ``linear``, ``full``, or ``off``.
         seed: Of the slices that are checked.
         settings: Other keys of [guard].
+
+    Returns:
+        What drives the trainer, the same for each part; its ``runtime`` is that of the training
+        under way, or of the last one.
 
     Raises:
         JobError: When a setting is wrong.
@@ -611,6 +587,10 @@ def add_records(
         tokens_per_step: Over all processes; 0: not known.
         prediction: What the run is expected to need, to be shown beside what it needed.
 
+    Returns:
+        What drives the trainer, the same for each part; its ``runtime`` is that of the training
+        under way, or of the last one.
+
     Raises:
         JobError: When a setting is wrong.
         IntegrationError: When the job names another run directory.
@@ -618,7 +598,7 @@ def add_records(
     check_trainer(trainer)
     settings = in_output_directory(loop_job_of(job), trainer)
     adapter = adapter_of(trainer, "recorder")
-    adapter.recorded = Recorded(settings, tokens_per_step, prediction)
+    adapter.recorded = settings, tokens_per_step, prediction
     return adapter
 
 
@@ -631,6 +611,10 @@ def add_stop(trainer: Trainer, limit_seconds: float | None = None) -> Adapter:
     Args:
         trainer: A `Trainer`, or one derived from it.
         limit_seconds: How long a training may take; None: as long as it needs.
+
+    Returns:
+        What drives the trainer, the same for each part; its ``runtime`` is that of the training
+        under way, or of the last one.
 
     Raises:
         IntegrationError: When something in `TrainingArguments` contradicts.

@@ -28,16 +28,22 @@ from outlast.distributed.group import gather_objects, raise_together
 from outlast.distributed.ranks import ranks_from
 from outlast.errors import EXIT_TO_BE_CONTINUED, AutosaveError, IntegrationError
 from outlast.integrations import loop_job_of, require
-from outlast.integrations.content import KEY, plain, restored
 from outlast.integrations.entries import Entry
 from outlast.integrations.fabric import StoreCheckpointIO
+from outlast.integrations.files import KEY, plain, restored
 from outlast.job import load_loop_job
 from outlast.records import CheckpointRestored, Warned, replace_file
 from outlast.runtime.cadence import UNASKED_SECONDS
 from outlast.runtime.energy import TrainingEnergy
 from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepResult
-from outlast.runtime.memory import is_kept, only_settled, places_of, settled
-from outlast.runtime.place import ranks_here
+from outlast.runtime.memory import (
+    MemoryCheckpoint,
+    is_kept,
+    only_settled,
+    places_of,
+    settled,
+)
+from outlast.runtime.place import parameters_in, ranks_here
 from outlast.runtime.recording import LoopFacts, directory_of
 
 require("lightning", "2.6", "2.7")
@@ -70,7 +76,6 @@ if TYPE_CHECKING:
     from outlast.job import LoopJob
     from outlast.records import Predicted, RunDirectory
     from outlast.runtime.cadence import Every
-    from outlast.runtime.memory import MemoryCheckpoint
 
 
 _CHECKPOINT, _PLACE = "lightning.checkpoint", "lightning.place"
@@ -315,11 +320,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             ranks_here(), PeriodicConsensus(chain=cluster), cluster, keeps_later=True
         )
         self._kept_step, self._left_out = -1, 0
-        if self._keeps:
-            self._look_into_memory(trainer)
-
-    def _look_into_memory(self, trainer: Trainer) -> None:
-        """Let this fit begin with what is in memory, where that is newer than its file."""
+        if not self._keeps:
+            return
+        # Let this fit begin with what is in memory, where that is newer than its file.
         connector = trainer._checkpoint_connector
         from_file = connector.resume_start
 
@@ -348,10 +351,9 @@ class OutlastCallback(Callback):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Positions of every rank in the training data; all ranks call it together."""
-        if self._trainer is None or self._trainer.fit_loop._combined_loader is None:
-            return {}
-        if self._is_keeping:
-            # Each rank keeps its own.
+        has_data = self._trainer is not None and self._trainer.fit_loop._combined_loader is not None
+        # In memory each rank keeps its own.
+        if not has_data or self._is_keeping:
             return {}
         return {"places": gather_objects(self.places_here())}
 
@@ -373,7 +375,16 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             # It came to Lightning during the set-up: there is nothing to save.
             raise SystemExit(EXIT_TO_BE_CONTINUED)
         step, self._result = trainer.global_step, StepResult(0)
-        facts = self._facts(trainer, pl_module)
+        steps = trainer.estimated_stepping_batches
+        batch = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None) or 0
+        facts = LoopFacts(
+            framework="lightning",
+            steps=int(steps) if 0 < steps < math.inf else 0,
+            samples_per_step=batch * trainer.accumulate_grad_batches * trainer.world_size,
+            tokens_per_step=self._tokens_per_step,
+            parameters=parameters_in([pl_module]),
+            versions={"lightning": lightning.__version__},
+        )
         device = trainer.strategy.root_device
         recording = runtime.open_records(job, device, facts, prediction=self._prediction)
         # Failures it has told of itself.
@@ -427,9 +438,13 @@ class OutlastCallback(Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """All is saved: the run is complete."""
-        if stage == "fit" and self._runtime is not None:
+        if stage != "fit" or self._runtime is None:
+            return
+        memory = self._runtime.memory
+        # Where all steps were done before, what was in memory may be on no disk.
+        if self._runtime.records is not None or memory is None or not memory.unsaved:
             self._runtime.finish()
-            self._close(None)
+        self._close(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -481,18 +496,6 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             resumed = [of_rank.pop(0) for of_rank in self._places if of_rank] or None
         ranks = ranks_here()
         return PlacedLoader(loader, Place(loader, resumed, ranks.rank, ranks.world_size))
-
-    def _facts(self, trainer: Trainer, pl_module: LightningModule) -> LoopFacts:
-        steps = trainer.estimated_stepping_batches
-        batch = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None) or 0
-        return LoopFacts(
-            framework="lightning",
-            steps=int(steps) if 0 < steps < math.inf else 0,
-            samples_per_step=batch * trainer.accumulate_grad_batches * trainer.world_size,
-            tokens_per_step=self._tokens_per_step,
-            parameters=sum(parameter.numel() for parameter in pl_module.parameters()),
-            versions={"lightning": lightning.__version__},
-        )
 
     def _end(self, trainer: Trainer, decision: Decision) -> None:
         """Save under the last name, and end the program."""
@@ -546,10 +549,15 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         """The checkpoint in memory, where it counts and is newer; None without one."""
         runtime, directory = self._runtime, directory_of(self._job)
         assert runtime is not None
-        if trainer.state.fn != TrainerFn.FITTING or not _counts(trainer, path, directory):
+        # A script that torchrun has started again names what it named at first. One that was
+        # started by hand goes on where it asks for the last checkpoint.
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        asks_for_last = str(path) in _last_files(trainer)
+        counts = directory.exists() and (restarted or asks_for_last)
+        if trainer.state.fn != TrainerFn.FITTING or not gather_objects(counts)[0]:
             return None
         otherwise = ""
-        if str(path) not in _last_files(trainer):
+        if not asks_for_last:
             does = f"goes on from {path}" if path else "begins anew"
             otherwise = f'the training {does}, as the script says (ckpt_path="last" goes on)'
         memory = self._open_memory(runtime, directory, otherwise)
@@ -574,9 +582,16 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         store = CheckpointStore(directory.checkpoints, collective=False)
         self._undo.callback(store.close)
         state = {_CHECKPOINT: self._checkpoint, f"{_PLACE}{runtime.ranks.rank}": self._place}
-        return runtime.keep_in_memory(
-            self._job, directory, store, state, note=self._note, otherwise=otherwise
+        memory = runtime.memory = MemoryCheckpoint(
+            self._job,
+            runtime.ranks,
+            directory,
+            store,
+            state,
+            note=self._note,
+            otherwise=otherwise,
         )
+        return memory
 
     def _note(self) -> None:
         """Bring what is kept up to date."""
@@ -617,18 +632,6 @@ class KeepLast(Checkpoint):  # type: ignore[misc]
     ) -> None:
         """Begin to keep the state, when an optimizer has done a step."""
         self._outlast.keep()
-
-
-def _counts(trainer: Trainer, path: Any, directory: RunDirectory) -> bool:
-    """True if a training goes on from memory, and not from what the script names, on all ranks.
-
-    A script that torchrun has started again names what it named at first. One that was started by
-    hand goes on where it asks for the last checkpoint.
-    """
-    counts = directory.exists()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        counts = counts and str(path) in _last_files(trainer)
-    return gather_objects(counts)[0]
 
 
 def _last_files(trainer: Trainer) -> list[str]:
@@ -692,37 +695,28 @@ def with_outlast(
         keeps=keeps,
     )
     saving = [callback for callback in own if isinstance(callback, ModelCheckpoint)]
-    if not saving:
-        own.append(_last_checkpoint(job, directory.path / "lightning"))
-    else:
-        _check_own(job, saving)
-    if keeps:
-        own.append(KeepLast(outlast))
-    return {"callbacks": [outlast, *own], "plugins": [checkpoint_io, *plugins]}
-
-
-def _last_checkpoint(job: LoopJob, place: Path) -> ModelCheckpoint:
     every = job.checkpoint.every_steps
-    if every == "auto":
-        raise IntegrationError(
-            'checkpoint.every_steps = "auto" cannot be followed here, since it is ModelCheckpoint '
-            "that counts the steps; give a number"
-        )
-    return ModelCheckpoint(dirpath=place, save_last=True, save_top_k=0, every_n_train_steps=every)
-
-
-def _check_own(job: LoopJob, saving: Sequence[ModelCheckpoint]) -> None:
-    if not any(checkpoint.save_last for checkpoint in saving):
+    if not saving:
+        if every == "auto":
+            raise IntegrationError(
+                'checkpoint.every_steps = "auto" cannot be followed here, since it is '
+                "ModelCheckpoint that counts the steps; give a number"
+            )
+        place = directory.path / "lightning"
+        own.append(ModelCheckpoint(place, save_last=True, save_top_k=0, every_n_train_steps=every))
+    elif not any(checkpoint.save_last for checkpoint in saving):
         raise IntegrationError(
             "no ModelCheckpoint has save_last=True: a training that is stopped saves under that "
             'name, and ckpt_path="last" goes on from it; add save_last=True to one of them'
         )
-    default = type(job.checkpoint).model_fields["every_steps"].default
-    if job.checkpoint.every_steps != default:
+    elif every != default:
         raise IntegrationError(
-            f"checkpoint.every_steps = {job.checkpoint.every_steps!r} and a ModelCheckpoint both "
-            "say when to save; remove the setting, and give ModelCheckpoint every_n_train_steps"
+            f"checkpoint.every_steps = {every!r} and a ModelCheckpoint both say when to save; "
+            "remove the setting, and give ModelCheckpoint every_n_train_steps"
         )
+    if keeps:
+        own.append(KeepLast(outlast))
+    return {"callbacks": [outlast, *own], "plugins": [checkpoint_io, *plugins]}
 
 
 class GoOnFrom(ModelCheckpoint):  # type: ignore[misc]
@@ -825,7 +819,14 @@ def take_over(handed: HandedOver) -> Callable[[], None]:
 
     @functools.wraps(own_fit)
     def fit(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
-        _refuse_own_processes(trainer)
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        count = trainer.num_devices * trainer.num_nodes
+        if count > 1 and not getattr(environment, "creates_processes_externally", False):
+            raise IntegrationError(
+                f"Lightning would start the other {count - 1} of {count} processes itself, without "
+                f"outlast run: start all of them with `outlast run --nproc {count}` or "
+                "`torchrun -m outlast run`"
+            )
         folder = trainer._outlast_folder
         given = inspect.signature(own_fit).bind(trainer, *arguments, **options)
         found = handed.begins(folder / "checkpoints") and (folder / _NAME).exists()
@@ -851,7 +852,7 @@ def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
 
     Trainers are known by the order in which they are made, which a script may change.
     """
-    mine = {
+    mine: dict[str, Any] = {
         "class": type(model).__qualname__,
         "parameters": {
             name: None if is_lazy(parameter) else [*parameter.shape]
@@ -861,35 +862,22 @@ def _note_model(folder: Path, model: nn.Module, *, resumes: bool) -> None:
     file = folder / _MODEL
     if resumes and file.exists():
         saved = json.loads(file.read_text(encoding="utf-8"))
-        if saved != mine:
-            raise AutosaveError(
-                f"{folder / _NAME} holds a {saved['class']}, {_unlike(saved, mine)}; trainers "
-                "are told apart by the order in which the script makes them: make as many as "
-                "before, in the same order, or begin anew with --fresh"
-            )
-    elif os.environ.get("RANK", "0") == "0":
+        if saved == mine:
+            return
+        differs = f"but this trainer is given a {mine['class']}"
+        if saved["class"] == mine["class"]:
+            old, new = saved["parameters"], mine["parameters"]
+            name = next(name for name in [*old, *new] if old.get(name, ()) != new.get(name, ()))
+            here = new.get(name, "missing")
+            differs = f"whose parameter {name} is {old.get(name, 'missing')}, here {here}"
+        raise AutosaveError(
+            f"{folder / _NAME} holds a {saved['class']}, {differs}; trainers are told apart by the "
+            "order in which the script makes them: make as many as before, in the same order, or "
+            "begin anew with --fresh"
+        )
+    if os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps(mine).encode())
-
-
-def _unlike(saved: dict[str, Any], mine: dict[str, Any]) -> str:
-    """Describe how two models differ."""
-    if saved["class"] != mine["class"]:
-        return f"but this trainer is given a {mine['class']}"
-    old, new = saved["parameters"], mine["parameters"]
-    name = next(result for result in [*old, *new] if old.get(result, ()) != new.get(result, ()))
-    return f"whose parameter {name} is {old.get(name, 'missing')}, here {new.get(name, 'missing')}"
-
-
-def _refuse_own_processes(trainer: Trainer) -> None:
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    count = trainer.num_devices * trainer.num_nodes
-    if count > 1 and not getattr(environment, "creates_processes_externally", False):
-        raise IntegrationError(
-            f"Lightning would start the other {count - 1} of {count} processes itself, without "
-            f"outlast run: start all of them with `outlast run --nproc {count}` or "
-            "`torchrun -m outlast run`"
-        )
 
 
 def _options(handed: HandedOver, folder: Path, options: dict[str, Any]) -> dict[str, Any]:

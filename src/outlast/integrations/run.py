@@ -34,6 +34,7 @@ from outlast.integrations import loop_job_of
 from outlast.records import CheckpointSaved, StateRecovered, Warned, read_run
 from outlast.runtime.cadence import job_cadence
 from outlast.runtime.engine import PeriodicConsensus, Runtime, StepResult
+from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import device_of, parameters_in, ranks_here, unwrapped
 from outlast.runtime.recording import LoopFacts, Recording
 from outlast.runtime.saves import open_store
@@ -402,7 +403,9 @@ class Run:
             store = raise_together(lambda: open_store(settings, directory))
             cadence = job_cadence(settings, self._ranks, directory, "pace.json")
             runtime.save_to(store, self._state, cadence, note=self._note)
-            runtime.keep_in_memory(self.job, directory, store, self._state, note=self._note)
+            runtime.memory = MemoryCheckpoint(
+                self.job, self._ranks, directory, store, self._state, note=self._note
+            )
             self._install_guard(runtime)
             for optimizer in self._optimizers:
                 self._hooks += [

@@ -21,17 +21,18 @@ import torch
 from torch.distributed import ReduceOp
 
 from outlast.checkpoint import CheckpointStore
-from outlast.errors import CheckpointError, IntegrationError, RecoverError, WrongNumbersError
+from outlast.errors import IntegrationError, RecoverError, WrongNumbersError
 from outlast.guard.handle import remedy
 from outlast.integrations import require
 from outlast.recover.quorum import must_restore
+from outlast.runtime.saves import RunSaves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torchft import Manager
 
-    from outlast.checkpoint import SaveHandle
+    from outlast.checkpoint import SaveResult
     from outlast.guard import Guard, Verdict
 
 _WORKS = ("0.2", "0.3")
@@ -116,8 +117,12 @@ def kept_state(
         raise IntegrationError(f'state["{_OWN_ENTRY}"] is a name of its own; rename the entry')
     if returning is None:
         returning = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    keeper = _Keeper(manager, place, {**state, _OWN_ENTRY: manager}, every, keep)
-    keeper.must_reach(known, returning)
+
+    def opened() -> RunSaves:
+        store = CheckpointStore(place, keep=keep)
+        return RunSaves(store, _warn_failure, {**state, _OWN_ENTRY: manager})
+
+    keeper = _Keeper(manager, opened, every, known, returning)
     methods = {"start_quorum": keeper.start_quorum, "should_commit": keeper.should_commit}
     try:
         with _replaced(manager, methods), _leaving(manager, RecoverError):
@@ -193,35 +198,42 @@ class _Vote:
 
 
 class _Keeper:
-    """The store of all groups, of which one writes at a time."""
+    """The store of all groups, of which one writes at a time.
+
+    Args:
+        manager: The group's Manager.
+        opened: Opens the store.
+        every: Steps between two checkpoints.
+        known: Progress of the run before this group begins; see `must_restore`.
+        returning: Whether this group was started again.
+    """
 
     def __init__(
         self,
         manager: Manager,
-        place: str | os.PathLike[str],
-        state: Mapping[str, Any],
+        opened: Callable[[], RunSaves],
         every: int,
-        keep: int,
+        known: int,
+        returning: bool,
     ) -> None:
         self._manager = manager
-        self._place = place
-        self._state = state
+        self._opened = opened
         self._every = every
-        self._keep = keep
+        self._known, self._returning = known, returning
         self._start_quorum = manager.start_quorum
         self._should_commit = manager.should_commit
-        self._store: CheckpointStore | None = None
-        self._handle: SaveHandle | None = None
+        self._open: RunSaves | None = None
         self._due_at = 0
         self._begun = False
 
-    def must_reach(self, known: int, returning: bool) -> None:
-        """Progress of the run that is known before this group begins; see `must_restore`."""
-        self._known, self._returning = known, returning
+    @property
+    def _saves(self) -> RunSaves:
+        self._open = self._open or self._opened()
+        return self._open
 
     def restore(self) -> int:
         """The newest checkpoint, into the state and the Manager; its step, 0 without one."""
-        restored = self._opened().restore(self._state)
+        restored = self._saves.store.restore(self._saves.state)
         self._due_at = restored.step if restored is not None else 0
         return self._due_at
 
@@ -231,12 +243,8 @@ class _Keeper:
         if step // self._every > self._due_at // self._every:
             self._due_at = step
             if self._manager.participating_rank() == 0:
-                # Begin a save; what goes wrong stops no training.
-                self._collect()
-                try:
-                    self._handle = self._opened().save_async(step, self._state)
-                except CheckpointError as error:
-                    warnings.warn(f"step {step} is not saved: {error}", stacklevel=2)
+                # What goes wrong stops no training.
+                self._saves.begin(step)
             else:
                 # Another group writes from now on, which it can when this one has let go.
                 self.release()
@@ -257,29 +265,18 @@ class _Keeper:
         """
         step = self._manager.current_step()
         if step > self._due_at and self._manager.participating_rank() == 0:
-            self._collect()
-            self._opened().save(step, self._state)
+            self._saves.collect(wait=True)
+            self._saves.store.save(step, self._saves.state)
 
     def release(self) -> None:
         """Wait for a save under way, and let other groups write."""
-        self._collect()
-        if self._store is not None:
-            self._store.close()
-            self._store = None
-
-    def _opened(self) -> CheckpointStore:
-        if self._store is None:
-            self._store = CheckpointStore(self._place, keep=self._keep)
-        return self._store
-
-    def _collect(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle is not None and (error := handle.result().error) is not None:
-            warnings.warn(f"step {handle.result().step} is not saved: {error}", stacklevel=2)
+        saves, self._open = self._open, None
+        if saves is not None:
+            saves.close(failed=False)
 
     def _refuse_older_state(self) -> None:
         self._manager.wait_quorum()
-        newest = self._opened().newest()
+        newest = self._saves.store.newest()
         # Healed by now: it is the newest step among the groups.
         step = self._manager.current_step()
         why = must_restore(
@@ -294,6 +291,11 @@ class _Keeper:
                 f"this group does not train on: {why}; start the group that has the newer state, "
                 "restore a checkpoint, or begin anew in another place with returning=False"
             )
+
+
+def _warn_failure(result: SaveResult, told: bool) -> None:
+    if result.error is not None:
+        warnings.warn(f"step {result.step} is not saved: {result.error}", stacklevel=5)
 
 
 @contextlib.contextmanager

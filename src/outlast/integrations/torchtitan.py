@@ -186,26 +186,17 @@ class OutlastTrainer(Trainer):  # type: ignore[misc]
             runtime, manager.job = manager.runtime, self._job
         self._runtime, self._has_begun = runtime, False
         runtime.open_records(self._job, self.device, _facts_of(self))
-        error: BaseException | None = None
-        with contextlib.ExitStack() as undo:
+        closing = contextlib.closing(manager) if ours else runtime
+        with closing, contextlib.ExitStack() as undo:
+            undo.callback(setattr, self, "_runtime", None)
             self._time(undo, manager, "save", "checkpoint")
             if hasattr(self, "validator"):
                 self._time(undo, self.validator, "validate", "evaluation")
             self._replace(undo, self.metrics_processor, "log", self._note_figures)
-            try:
-                super().train()
-                # The loop has come to its end; what the guard's last checks find is told.
-                runtime.end_steps(runtime.step)
-                manager.maybe_wait_for_saving()
-            except BaseException as problem:
-                error = problem
-                raise
-            finally:
-                if ours:
-                    manager.close()
-                else:
-                    runtime.close(error)
-                self._runtime = None
+            super().train()
+            # The loop has come to its end; what the guard's last checks find is told.
+            runtime.end_steps(runtime.step)
+            manager.maybe_wait_for_saving()
 
     def should_continue_training(self) -> bool:
         """True if a step is to follow; asked before each, the first time with everything loaded."""
@@ -329,14 +320,17 @@ def use_outlast(
         )
     if job is not None or overrides:
         # The same recipe for an OutlastTrainer; what is not given stays as it is.
-        ours: OutlastTrainer.Config = config
-        if not isinstance(config, OutlastTrainer.Config):
-            ours = _of_our_trainer(config)
-        if job is not None:
-            ours.outlast_job = str(job)
-        if overrides:
-            ours.outlast_settings = [*overrides]
-        config = ours
+        if type(config) is Trainer.Config:
+            recipe = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+            config = OutlastTrainer.Config(**recipe)
+        elif not isinstance(config, OutlastTrainer.Config):
+            raise IntegrationError(
+                f"the recipe is a {type(config).__qualname__}, whose trainer has steps of its own; "
+                "derive that trainer and its Config from OutlastTrainer, or leave out job and "
+                "overrides"
+            )
+        config.outlast_job = config.outlast_job if job is None else str(job)
+        config.outlast_settings = [*overrides] or config.outlast_settings
     before = config.checkpoint
     given = {}
     for setting in dataclasses.fields(before):
@@ -350,16 +344,6 @@ def use_outlast(
             )
     config.checkpoint = OutlastCheckpointManager.Config(**given | settings)
     return config
-
-
-def _of_our_trainer(config: Any) -> OutlastTrainer.Config:
-    if type(config) is not Trainer.Config:
-        raise IntegrationError(
-            f"the recipe is a {type(config).__qualname__}, whose trainer has steps of its own; "
-            "derive that trainer and its Config from OutlastTrainer, or leave out job and overrides"
-        )
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return OutlastTrainer.Config(**given)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -52,6 +52,7 @@ from outlast.errors import (
 from outlast.integrations.entries import Entry
 from outlast.records import CheckpointRestored, StateRecovered, Warned
 from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepResult
+from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import made_submodule, ranks_here
 from outlast.runtime.recording import directory_of
 from outlast.state.live import module_tensors, reshard
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint import SaveHandle, SaveResult
     from outlast.job import LoopJob
-    from outlast.records import Event
-    from outlast.runtime.memory import MemoryCheckpoint
 
 MODEL_FOLDER = "model"
 """Below the folder: what holds the model alone, a last save or a seed."""
@@ -217,82 +216,6 @@ class Entries:
         return name in self._still or name.startswith(f"{OPTIMIZER}.state.")
 
 
-@dataclass(frozen=True)
-class Source:
-    """Source of the first weights of a run.
-
-    Attributes:
-        path: A store, a folder of a version in one, a folder of DCP, or one of Hugging Face.
-        in_hf: Whether it is one of Hugging Face.
-        quantized: Whether its weights are quantised.
-    """
-
-    path: str
-    in_hf: bool = False
-    quantized: bool = False
-
-    @classmethod
-    def of(cls, config: Any, sd_adapter: Any) -> Source | None:
-        """Return what ``checkpoint.initial_load_*`` names; None for nothing.
-
-        Raises:
-            IntegrationError: When there is no such folder.
-        """
-        path = config.initial_load_path
-        if path is None and config.initial_load_in_hf:
-            path = getattr(sd_adapter, "hf_assets_path", None)
-        if not path:
-            if config.initial_load_in_hf:
-                raise IntegrationError(
-                    "checkpoint.initial_load_in_hf = True needs initial_load_path, or a model with "
-                    "a state_dict_adapter and its assets"
-                )
-            return None
-        if not filesystem.isdir(path):
-            raise IntegrationError(
-                f"checkpoint.initial_load_path = {path!r} is no folder; give that of a store, of "
-                "a checkpoint of torchtitan or of Hugging Face's safetensors"
-            )
-        return cls(path, config.initial_load_in_hf, config.initial_load_in_hf_quantized)
-
-    def load(self, manager: OutlastCheckpointManager, wanted: Mapping[str, Any] | None) -> None:
-        """Load from it; all ranks together.
-
-        Args:
-            manager: Of the run.
-            wanted: The entries of its states that are loaded; None: the weights alone.
-
-        Raises:
-            CheckpointError: When nothing there can be used.
-        """
-        entries, states = manager.entries, manager.states
-        if not self.in_hf and (found := _store_at(self.path)) is not None:
-            place, step = found
-            with CheckpointStore(place) as store:
-                if wanted is None:
-                    is_there = entries.restore_model(store, step)
-                else:
-                    is_there = store.restore(wanted, step=step, allow=["retyped"]) is not None
-            if not is_there:
-                raise CheckpointError(f"no checkpoint in {place} was completed")
-            if wanted is not None:
-                entries.loaded(wanted)
-            return
-        model = states[MODEL].state_dict()
-        others = (
-            {}
-            if wanted is None
-            else {
-                name: state
-                for name, state in states.items()
-                if name != MODEL and any(f"{item}.".startswith(f"{name}.") for item in wanted)
-            }
-        )
-        CheckpointManager.dcp_load(
-            manager, {**others, **model}, self.path, self.in_hf, self.quantized
-        )
-
-
 def _store_at(path: str) -> tuple[str, int | None] | None:
     """The store that a path is or leads into, and the step of the version; None for others."""
     parent, _, own = path.rstrip("/").rpartition("/")
@@ -339,50 +262,6 @@ class _Begun:
     def newest(self) -> Version:
         """The state that the run resumes from without memory."""
         return Version(0, self._step)
-
-
-def begun_at(step: int) -> CheckpointStore:
-    """The store to make a memory with, of a run that began at `step`."""
-    return cast("CheckpointStore", _Begun(step))
-
-
-def begins_again(step: int) -> str:
-    """Describe a restart without memory."""
-    return f"the run begins at step {step} again, as checkpoint.load_step says"
-
-
-def take(memory: MemoryCheckpoint, step: int) -> tuple[int | None, list[Event]]:
-    """Restore what is in memory, where this is a restart; all ranks together.
-
-    Args:
-        memory: Made with `begun_at` and `begins_again`.
-        step: At which the recipe begins.
-
-    Returns:
-        The steps that the state has done, None where the run begins at `step`; and what there is to
-        say.
-
-    Raises:
-        RecoverError: On all ranks, when it does not fit, and the step has no whole state.
-    """
-    # Of the agents of several nodes those that have seen no failure count no restart.
-    if not any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")):
-        memory.forget_earlier()
-        return None, []
-    found = memory.find()
-    if found is None:
-        return None, memory.events or [
-            Warned(f"there is no newer state in memory; {begins_again(step)}")
-        ]
-    if memory.take():
-        return found, memory.events
-    if step == 0:
-        # A seed has weights alone, and optimizers may be filled in part.
-        raise RecoverError(
-            "what is in memory does not fit, and checkpoint.load_step = 0 names a seed, which has "
-            "weights alone: start again by hand"
-        )
-    return None, memory.events
 
 
 class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
@@ -490,11 +369,66 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return True
         if step == 0:
             raise CheckpointError(f"checkpoint.load_step = 0, and {self.folder} holds no seed")
-        source = Source.of(self.config, self.sd_adapter)
-        if source is None:
-            return False
-        source.load(self, None if self.config.initial_load_model_only else wanted)
-        return True
+        path = self._initial_path()
+        if path:
+            self._load_initial(path, None if self.config.initial_load_model_only else wanted)
+        return bool(path)
+
+    def _initial_path(self) -> str:
+        """The folder that ``checkpoint.initial_load_*`` names; empty for none.
+
+        Raises:
+            IntegrationError: When there is no such folder.
+        """
+        path, in_hf = self.config.initial_load_path, self.config.initial_load_in_hf
+        if path is None and in_hf:
+            path = getattr(self.sd_adapter, "hf_assets_path", None)
+        if not path and in_hf:
+            raise IntegrationError(
+                "checkpoint.initial_load_in_hf = True needs initial_load_path, or a model with "
+                "a state_dict_adapter and its assets"
+            )
+        if path and not filesystem.isdir(path):
+            raise IntegrationError(
+                f"checkpoint.initial_load_path = {path!r} is no folder; give that of a store, of "
+                "a checkpoint of torchtitan or of Hugging Face's safetensors"
+            )
+        return path or ""
+
+    def _load_initial(self, path: str, wanted: Mapping[str, Any] | None) -> None:
+        """Load from a store, a folder of a version in one, of DCP, or of Hugging Face.
+
+        Args:
+            path: Of the folder.
+            wanted: The entries of the states that are loaded; None: the weights alone.
+
+        Raises:
+            CheckpointError: When nothing there can be used.
+        """
+        config, entries = self.config, self.entries
+        if not config.initial_load_in_hf and (found := _store_at(path)) is not None:
+            place, step = found
+            with CheckpointStore(place) as store:
+                if wanted is None:
+                    is_there = entries.restore_model(store, step)
+                else:
+                    is_there = store.restore(wanted, step=step, allow=["retyped"]) is not None
+            if not is_there:
+                raise CheckpointError(f"no checkpoint in {place} was completed")
+            entries.loaded(wanted or {})
+            return
+        others = {
+            name: state
+            for name, state in self.states.items()
+            if name != MODEL and any(f"{item}.".startswith(f"{name}.") for item in wanted or ())
+        }
+        CheckpointManager.dcp_load(
+            self,
+            {**others, **self.states[MODEL].state_dict()},
+            path,
+            config.initial_load_in_hf,
+            config.initial_load_in_hf_quantized,
+        )
 
     def _restored_version(self, wanted: dict[str, Any], step: int | None) -> bool:
         """True if there was a state of the run, of the newest or that step; it is restored then."""
@@ -526,16 +460,30 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _restarted(self, wanted: dict[str, Any], step: int) -> bool:
         """Return whether a run that began at `step` goes on from memory, which is restored then."""
-        if not self._keep_in_memory(wanted, begun_at(step), begins_again(step)):
+        otherwise = f"the run begins at step {step} again, as checkpoint.load_step says"
+        if not self._keep_in_memory(wanted, cast("CheckpointStore", _Begun(step)), otherwise):
             return False
-        assert self.runtime.memory is not None
-        done, events = take(self.runtime.memory, step)
-        for event in events:
+        memory = self.runtime.memory
+        assert memory is not None
+        # Of the agents of several nodes those that have seen no failure count no restart.
+        if not any(gather_objects(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")):
+            memory.forget_earlier()
+            return False
+        done = memory.find()
+        taken = done is not None and memory.take()
+        if done is not None and not taken and step == 0:
+            # A seed has weights alone, and optimizers may be filled in part.
+            raise RecoverError(
+                "what is in memory does not fit, and checkpoint.load_step = 0 names a seed, which "
+                "has weights alone: start again by hand"
+            )
+        if done is None and not memory.events:
+            self.runtime.write(Warned(f"there is no newer state in memory; {otherwise}"))
+        for event in memory.events:
             self.runtime.write(event)
-        if done is None:
-            return False
-        self._begin_at(wanted, done, saved=False)
-        return True
+        if done is not None and taken:
+            self._begin_at(wanted, done, saved=False)
+        return taken
 
     def _begin_at(self, wanted: dict[str, Any], step: int, *, saved: bool) -> None:
         """Note that `wanted` was restored to `step`, and whether a version holds it."""
@@ -549,8 +497,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """Keep the state in memory as the job's [recover] says; False where nothing is kept."""
         if self.job is None or self.config.exclude_from_loading or self.config.load_only:
             return False
-        memory = self.runtime.keep_in_memory(
+        memory = self.runtime.memory = MemoryCheckpoint(
             self.job,
+            self.runtime.ranks,
             directory_of(self.job),
             store,
             wanted,

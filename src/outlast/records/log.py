@@ -89,7 +89,13 @@ class RecordWriter:
         return self._lost
 
     def write(self, event: Event) -> None:
-        """Append `event`. A full disk never stops training: the loss is counted instead."""
+        """Append `event`. A full disk never stops training: the loss is counted instead.
+
+        So is an event that comes after `close`.
+        """
+        if self._descriptor < 0:
+            self._lost += 1
+            return
         line = {
             "v": FORMAT_VERSION,
             "kind": event.kind,
@@ -143,6 +149,8 @@ class RecordWriter:
         self.flush()
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
+        # Another file may get its number.
+        self._descriptor = -1
 
 
 LOST = "lost"

@@ -51,7 +51,6 @@ from outlast.recover.resize import RESIZE
 from outlast.runtime.agreement import BoundaryAgreement, StepAgreement, StepMessage
 from outlast.runtime.cadence import StepClock
 from outlast.runtime.guarding import RunGuard
-from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.recording import Recording, StepRecords
 from outlast.runtime.saves import RunSaves
 from outlast.runtime.stop import JobChain, Stop, StopFlag
@@ -67,11 +66,15 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore, SaveHandle, SaveResult
     from outlast.distributed.ranks import Ranks
     from outlast.job import GuardSection, LoopJob
-    from outlast.records import Event, Predicted, RunDirectory, TrainingStarted
+    from outlast.records import Event, Predicted, TrainingStarted
     from outlast.runtime.cadence import SaveCadence
+    from outlast.runtime.memory import MemoryCheckpoint
     from outlast.runtime.recording import LoopFacts
     from outlast.runtime.watching import CommunicationWait, SlownessWatch
     from outlast.state.live import State
+
+_EARLY_EVENTS = 1000
+"""So many are kept for records that may never be opened."""
 
 _TELL_SECONDS = 1.0
 """One process records what its guard has checked at most this often."""
@@ -322,7 +325,7 @@ class Runtime:
         keeps_later: The driver calls `keep` itself, when all that belongs to a step is done.
         clock: Of the steps.
         step: The last step that was done.
-        early: Events from before the records were open.
+        early: The newest events from before the records were open.
         stopped: Why the run has ended before its last step; empty: it has not.
         resizing: The run stops to continue with a different number of processes.
     """
@@ -346,6 +349,14 @@ class Runtime:
     _told_step: int = field(default=0, init=False)
     _told_seconds: float = field(default=0.0, init=False)
     _signals: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        self.close(error)
 
     # Its parts.
 
@@ -388,23 +399,7 @@ class Runtime:
     ) -> RunSaves:
         """Save to `store`; see `RunSaves`."""
         found = self.saves = RunSaves(
-            store, self.save_ended, state or {}, cadence, self.watch, note=note, raises=raises
-        )
-        return found
-
-    def keep_in_memory(
-        self,
-        job: LoopJob,
-        directory: RunDirectory,
-        store: CheckpointStore,
-        state: State,
-        *,
-        note: Callable[[], None],
-        otherwise: str = "",
-    ) -> MemoryCheckpoint:
-        """Keep the state of each step in memory; see `MemoryCheckpoint`."""
-        found = self.memory = MemoryCheckpoint(
-            job, self.ranks, directory, store, state, note=note, otherwise=otherwise
+            store, self.save_ended, state, cadence, self.watch, note=note, raises=raises
         )
         return found
 
@@ -439,6 +434,7 @@ class Runtime:
             self.records.write(event)
         elif event is not None:
             self.early.append(event)
+            del self.early[:-_EARLY_EVENTS]
 
     def tell(self, *said: Event | str | None) -> None:
         """Record events and warnings, and warn on rank 0."""
@@ -789,7 +785,8 @@ class Runtime:
         and guard given up, records closed and with them the lock, signals as before.
 
         Args:
-            error: What has ended the run; None: nothing has. After an error nobody is waited for.
+            error: What has ended the run; None: nothing has. After an error nobody is waited for,
+                but after a program's own `sys.exit` the save under way is.
 
         Raises:
             CheckpointError: When the last save has failed, and there is no other error.
@@ -797,6 +794,7 @@ class Runtime:
         # A run that is to stop ends by an exit; another error has come between.
         failed = error is not None and not (self.stopped and isinstance(error, SystemExit))
         wrong = isinstance(error, WrongNumbersError)
+        reason = f"{type(error).__name__}: {error}" if failed else self.stopped
         with self._signals:
             try:
                 # Wrong numbers are an error on all ranks.
@@ -806,20 +804,18 @@ class Runtime:
                     # A restart must not continue from what may be wrong.
                     self.memory.close(forget=wrong)
                 if self.saves is not None:
-                    self.saves.close(failed=failed)
+                    self.saves.close(failed=failed and not isinstance(error, SystemExit))
                     self.record_copies()
             except BaseException as late:
-                error = error or late
+                # Not the error itself, which would keep all that its frames hold.
+                reason = reason if failed else f"{type(late).__name__}: {late}"
                 failed = True
                 raise
             finally:
                 self.remove_guard()
                 if isinstance(self.records, Recording):
-                    if failed:
-                        self.records.close("failed", f"{type(error).__name__}: {error}")
-                    else:
-                        word = "to_be_continued" if self.stopped else "completed"
-                        self.records.close(word, self.stopped)
+                    ended = "to_be_continued" if self.stopped else "completed"
+                    self.records.close("failed" if failed else ended, reason)
 
     @property
     def _every_step(self) -> bool:

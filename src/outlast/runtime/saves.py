@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,28 +47,27 @@ def open_store(
     )
     # Elsewhere, an earlier run of this name may have left its checkpoints.
     run = f"{directory.path.name}-{directory.identifier}"
-    pacings = pacings or {}
-    tiers = []
-    if settings.fast:
-        tiers.append(
-            Tier(
-                directory.checkpoints,
-                every=settings.drain_every,
-                keep=keep,
-                bytes_per_second=1e6 * settings.drain_megabytes_per_s or None,
-                pacing=pacings.get(RUN),
-            )
+    pacings, mirror = pacings or {}, settings.mirror and f"{settings.mirror}/{run}"
+    places = [
+        (
+            RUN,
+            settings.fast and directory.checkpoints,
+            settings.drain_every,
+            settings.drain_megabytes_per_s,
+        ),
+        (MIRROR, mirror, settings.mirror_every, settings.mirror_megabytes_per_s),
+    ]
+    tiers = [
+        Tier(
+            place,
+            every=every,
+            keep=keep,
+            bytes_per_second=1e6 * megabytes_per_s or None,
+            pacing=pacings.get(name),
         )
-    if settings.mirror:
-        tiers.append(
-            Tier(
-                f"{settings.mirror}/{run}",
-                every=settings.mirror_every,
-                keep=keep,
-                bytes_per_second=1e6 * settings.mirror_megabytes_per_s or None,
-                pacing=pacings.get(MIRROR),
-            )
-        )
+        for name, place, every, megabytes_per_s in places
+        if place
+    ]
     return CheckpointStore(
         f"{settings.fast}/{run}" if settings.fast else directory.checkpoints,
         keep=settings.fast_keep if settings.fast else keep,
@@ -137,7 +137,7 @@ class RunSaves:
         metrics: Figures of the step that is saved next, where `begin` is given none.
         newest: Steps of the newest version that is known to be published, -1: none.
         begun: Steps of the newest version that was begun and has not failed, -1: none.
-        results: Of the saves that have ended.
+        results: Of the last saves that have ended, 1000 at most.
         closed: Whether the store was given up.
     """
 
@@ -145,9 +145,9 @@ class RunSaves:
         self,
         store: CheckpointStore,
         ended: Callable[[SaveResult, bool], None],
-        state: State,
-        cadence: SaveCadence | None,
-        watch: Callable[[str], AbstractContextManager[Any]],
+        state: State | None = None,
+        cadence: SaveCadence | None = None,
+        watch: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
         *,
         note: Callable[[], None] | None = None,
         raises: bool = False,
@@ -156,10 +156,10 @@ class RunSaves:
         self.cadence = cadence
         self.metrics: Mapping[str, float] = {}
         self.newest = self.begun = -1
-        self.results: list[SaveResult] = []
+        self.results: deque[SaveResult] = deque(maxlen=1000)
         self.closed = False
         self._ended = ended
-        self.state = state
+        self.state = state or {}
         self._watch = watch
         self._note = note
         self._raises = raises

@@ -140,8 +140,7 @@ class Trainer:
         Raises:
             CheckpointError: When nothing intact can be restored, or the last save fails.
         """
-        runtime, error = self.runtime, None
-        try:
+        with self.runtime as runtime:
             begun = time.perf_counter()
             first_step, events = runtime.restore()
             for event in events:
@@ -156,11 +155,6 @@ class Trainer:
                 outcome = self._train(first_step)
             runtime.mark("idle")
             self.records.finish(outcome.last_step)
-        except BaseException as found:
-            error = found
-            raise
-        finally:
-            runtime.close(error)
         return outcome
 
     def _train(self, first_step: int) -> Outcome:
