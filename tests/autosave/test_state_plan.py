@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from outlast.autosave.state_search import find_state
+from outlast.autosave.state_plan import find_state
 from outlast.errors import AutosaveError
 
 

@@ -27,8 +27,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from outlast.autosave.execute import SavedState
 from outlast.autosave.heap.capture import Captured
+from outlast.autosave.resume.session import SavedState
 from outlast.checkpoint import CheckpointStore
 from outlast.distributed.ranks import ALONE, Ranks
 from outlast.errors import (

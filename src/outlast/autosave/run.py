@@ -255,9 +255,9 @@ def work(
     chain: JobChain,
 ) -> int:
     """Run a script with training loops of its own; gives the exit code."""
-    from outlast.autosave.execute import execute
     from outlast.autosave.keeper import ScriptKeeper
     from outlast.autosave.resume.files import FirstSizes
+    from outlast.autosave.resume.session import execute
     from outlast.runtime.stop import Stop
 
     cadence = cadence_of(
@@ -287,8 +287,8 @@ def work_of_library(
     asked: RunOptions, files: list[Rewritten], folder: RunFolder, ranks: Ranks, library: Library
 ) -> int:
     """Run a script that is trained by a library's loop; gives the exit code."""
-    from outlast.autosave.execute import execute_plainly
     from outlast.autosave.libraries import HandedOver, handing_over
+    from outlast.autosave.resume.session import execute_plainly
 
     handed = HandedOver(
         every=every_of(asked.every),

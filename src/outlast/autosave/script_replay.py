@@ -29,7 +29,6 @@ import psutil
 import torch
 import xxhash
 
-from outlast.autosave.execute import SavedState, execute
 from outlast.autosave.heap.capture import Captured
 from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.tensors import Gradient, GradientUse, Seen, gradient
@@ -38,13 +37,13 @@ from outlast.autosave.program.source import RUNTIME, read_program
 from outlast.autosave.program.training import find_training
 from outlast.autosave.resume.frames import MODULE, Frames, name_of
 from outlast.autosave.resume.process import random_states
-from outlast.autosave.state_plan import StatePlan, outermost_modules, readable_names
-from outlast.autosave.state_search import Difference, StateFinder, differences, first_differences
+from outlast.autosave.resume.session import SavedState, execute
+from outlast.autosave.state_plan import StateFinder, StatePlan, outermost_modules, readable_names
 from outlast.autosave.step_trace import digest, digests, holds_numbers, storage_key
 from outlast.errors import AutosaveError, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
     from outlast.autosave.program.source import Rewritten
@@ -572,6 +571,52 @@ def main(path: str) -> int:
         write(Path(order.result), Result(error=str(error)))
         return 2
     return status
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same after a number of steps.
+
+    Attributes:
+        step: The first step after which it differs.
+        name: Of the tensor, or where the value is.
+        expected: Digest or value in the original; empty when it is not there.
+        found: In the other.
+    """
+
+    step: int
+    name: str
+    expected: str
+    found: str
+
+    def sentence(self) -> str:
+        """For people."""
+        if not self.expected:
+            return f"step {self.step}: {self.name} is there, but should not be"
+        if not self.found:
+            return f"step {self.step}: {self.name} is missing"
+        return f"step {self.step}: {self.name} is {self.found}, should be {self.expected}"
+
+
+def first_differences(
+    expected: Mapping[int, Mapping[str, str]], found: Mapping[int, Mapping[str, str]]
+) -> Iterator[Difference]:
+    """Each name that differs once, at the first step where it does."""
+    told: set[str] = set()
+    for step, names in expected.items():
+        for difference in differences(step, names, found.get(step, {})):
+            if difference.name not in told:
+                told.add(difference.name)
+                yield difference
+
+
+def differences(
+    step: int, expected: Mapping[str, str], found: Mapping[str, str]
+) -> Iterator[Difference]:
+    """The names whose digests or values are not the same."""
+    for name in dict.fromkeys([*expected, *found]):
+        if expected.get(name, "") != found.get(name, ""):
+            yield Difference(step, name, expected.get(name, ""), found.get(name, ""))
 
 
 _ITERATOR = f"['{RUNTIME.rstrip('_')}_"

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from outlast.autosave.heap.hidden import has_addresses, hidden_digest
 from outlast.autosave.heap.kinds import (
     Kind,
     Kinds,
@@ -32,6 +31,8 @@ from outlast.autosave.heap.kinds import (
     Role,
     State,
     digest_if_plain,
+    has_addresses,
+    hidden_digest,
     keeps_order,
 )
 from outlast.autosave.heap.objects import (

@@ -487,7 +487,6 @@ _MOVED = {
         ("heap", "capture", "values"),
         ("resume", "session", "augmented objects"),
         ("resume", "frames", "entered entries generators"),
-        ("resume", "refusals", "located shared threads"),
         ("resume", "loaders", "samplers draws watched workers stateful"),
         ("resume", "files", "logs first_sizes handlers tables"),
         ("resume", "modules", "foreign"),

@@ -1,4 +1,8 @@
-"""Session of a rewritten program while it runs: `__outlast__`.
+"""A rewritten script run as plain Python would run it, and its session, `__outlast__`.
+
+Objects are named when set-up is done, and what has a name need not be written down as a whole.
+FSDP2 makes hooks, buffers and settings of its modules in their first forward pass: made before it,
+they are there in every start of the program, and have names.
 
 Digests of the steps after a save, to see whether a resumed run does what the first did.
 
@@ -13,26 +17,41 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
+import gc
 import hashlib
 import json
 import operator
 import pickle
 import sys
 import types
+import weakref
 import zlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib.machinery import SourceFileLoader
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.names import Names, Unsaveable, marked, settled
 from outlast.autosave.heap.tensors import GradientUse
 from outlast.autosave.program.scopes import environment_names
+from outlast.autosave.program.source import RUNTIME, rewritten_imports
 from outlast.autosave.resume import files, iterators, loaders, process
-from outlast.autosave.resume.files import Handlers, add_handlers, file_handlers, later_handlers
+from outlast.autosave.resume.files import (
+    Handlers,
+    Logs,
+    add_handlers,
+    file_handlers,
+    later_handlers,
+    reopened_logs,
+)
 from outlast.autosave.resume.frames import (
+    FOREIGN,
     MODULE,
     Entries,
     Frames,
@@ -41,9 +60,13 @@ from outlast.autosave.resume.frames import (
     Place,
     entered_context,
     is_own,
+    located,
+    refuse_fed_queues,
+    refuse_shared,
     stack,
 )
-from outlast.autosave.resume.iterators import resumable
+from outlast.autosave.resume.iterators import resumable, resumable_bars
+from outlast.autosave.resume.loaders import resumable_loaders
 from outlast.autosave.resume.modules import ForeignModules, ProgramModules, globals_of, own_names
 from outlast.autosave.resume.process import (
     changed,
@@ -51,15 +74,17 @@ from outlast.autosave.resume.process import (
     set_random_states,
     set_switches,
     switches,
+    visible_caches,
 )
-from outlast.autosave.resume.refusals import FOREIGN, located, refuse_fed_queues, refuse_shared
-from outlast.errors import AutosaveError
+from outlast.errors import EXIT_CRASHED, AutosaveError, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
     from types import FrameType
 
-    from outlast.autosave.program.source import Rewritten, Site
+    from outlast.autosave.program.source import Rewritten, Site, SourceFile
+    from outlast.autosave.resume.files import FirstSizes
     from outlast.autosave.resume.modules import Changes
 
 
@@ -235,14 +260,32 @@ IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
 """Type to what its objects hold, and how to make others hold it; those that set-up makes anew."""
 
 
+class SavedState(NamedTuple):
+    """State that a keeper restores.
+
+    Attributes:
+        captured: What was in memory.
+        logs: Path of each log to its size in bytes.
+    """
+
+    captured: Captured
+    logs: dict[str, int]
+
+
 class Keeper(Protocol):
-    """Decides when to save, and does it."""
+    """Decides when to save a script, does it, and brings it back."""
 
     def due(self, step: int) -> bool:
         """Return True if the state is to be saved after `step` steps; asked once for each."""
 
-    def save(self, step: int, captured: Captured) -> None:
+    def save(self, step: int, state: SavedState) -> None:
         """Save; returns when the tensors may change again."""
+
+    def saved(self) -> SavedState | None:
+        """Return the state to resume from, when set-up is done; None starts from the beginning.
+
+        By then the script has made its process group, so that all ranks choose the same version.
+        """
 
     def digest(self, step: int, text: str) -> str | None:
         """Keep the digest of a step soon after a save, beside that save; on stable storage.
@@ -257,6 +300,9 @@ class Keeper(Protocol):
 
     def note(self, sentence: str) -> None:
         """Tell people of something that is not saved."""
+
+    def failed(self, error: OutlastError) -> None:
+        """Remember why the program must not go on; its script may catch the error itself."""
 
 
 _TRIED = 2
@@ -274,8 +320,8 @@ class Session:
 
     Args:
         files: The program.
-        keeper: Saves it.
-        saved: What to go back to; None starts from the beginning.
+        keeper: Saves it, and brings it back.
+        logs: The files that it opens for writing.
         gradients: Tells which gradients need not be saved; None makes one.
 
     Attributes:
@@ -302,7 +348,7 @@ class Session:
         self,
         files: list[Rewritten],
         keeper: Keeper,
-        saved: Captured | None = None,
+        logs: Logs,
         gradients: GradientUse | None = None,
     ) -> None:
         self.live = True
@@ -320,7 +366,9 @@ class Session:
         self._foreign = ForeignModules(self._sources, self._modules.is_own)
         self._script = files[0].source.name()
         self._keeper = keeper
-        self._saved = saved
+        self._logs = logs
+        # The modules that FSDP2 has sharded, when set-up is done.
+        self._sharded: list[weakref.ref[FSDPModule]] = []
         self._names: Names | None = None
         self._target: list[Place] = []
         self._random: Any = None
@@ -457,14 +505,19 @@ class Session:
         if self._gradients is not None and self._names is not None:
             self._gradients.boundary(number, self._names.weights)
         if self._watched_from is not None and is_compared(step - self._watched_from):
-            self._compare(step)
-        if self._keeper.due(step):
-            self._keeper.save(step, self._capture(number, frame))
+            with self._noted("a step of the program could not be compared"):
+                self._compare(step)
+        due = self._keeper.due(step)
+        if not due and self._tried[number] >= _TRIED:
+            return
+        with self._noted("the program's state could not be captured"):
+            captured = self._capture(number, frame)
+        if due:
+            self._keeper.save(step, SavedState(captured, self._logs.sizes()))
             self._watched_from = step
-        elif self._tried[number] < _TRIED:
+        else:
             # What a save would refuse is refused before hours are lost.
             self._tried[number] += 1
-            self._capture(number, frame)
 
     def left(self) -> None:
         """A step loop has come to its end, whatever ended it; after an error it is not told."""
@@ -492,13 +545,37 @@ class Session:
 
     def _lost(self) -> AutosaveError:
         site = self._frames.sites[self._target[-1].site or 0]
-        return AutosaveError(
+        error = AutosaveError(
             f"{self._script} did not come back to the loop in line {site.line} where it was saved "
             f"after {self.step} steps; its set-up must lead to the same loop in every run"
         )
+        self._keeper.failed(error)
+        return error
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """Tell the keeper of an error, since the script may catch it."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OutlastError):
+                self._keeper.failed(AutosaveError(f"{what} ({type(error).__name__}: {error})"))
+            else:
+                self._keeper.failed(error)
+            raise
 
     def _begin(self, frame: FrameType) -> None:
         """The first training loop is reached: set-up is done."""
+        self._sharded = _sharded_modules()
+        with self._noted("the program's state could not be brought back"):
+            saved = self._keeper.saved()
+            names = self._name_objects(frame)
+            if saved is not None:
+                self._go_back(saved.captured, names)
+            self._logs.cut_back(None if saved is None else saved.logs)
+
+    def _name_objects(self, frame: FrameType) -> Names:
+        """Name all that set-up has made, and look at what it has set."""
         own = self._modules.globals()
         roots = {
             f"{module}.{name}": value
@@ -523,9 +600,7 @@ class Session:
         )
         process.remember(roots, self._names)
         self._at_setup, self._handlers = switches(), file_handlers()
-        if self._saved is not None:
-            self._go_back(self._saved, self._names)
-            self._saved = None
+        return self._names
 
     def _from_environment(
         self, values: Mapping[str, Mapping[str, Any]]
@@ -573,6 +648,10 @@ class Session:
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         assert self._names is not None
+        for reference in self._sharded:
+            if (sharded := reference()) is not None:
+                # Parameters that a forward pass without a backward pass has left gathered.
+                sharded.reshard()
         frames = self._frames.of(frame)
         self._entries.refuse_unseen(frames)
         refuse_fed_queues(self._names, self._files)
@@ -667,3 +746,121 @@ class LoopIterator:
 
     def __reduce__(self) -> Any:
         return LoopIterator, (self._session, self._number, self._inner)
+
+
+def _sharded_modules() -> list[weakref.ref[FSDPModule]]:
+    """The modules that FSDP2 has sharded, with all that their first forward pass makes."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    # By their types, since asking an object for its class may run code of its own.
+    found = [object_ for object_ in gc.get_objects() if issubclass(type(object_), FSDPModule)]
+    inner = {id(part) for module in found for part in module.modules() if part is not module}
+    for module in found:
+        if id(module) not in inner:
+            # As its first forward pass does, and with the same outcome.
+            module._get_fsdp_state()._lazy_init()
+    return [weakref.ref(module) for module in found]
+
+
+_INTERRUPTED = 130
+"""What a shell sees of a process that Ctrl-C has ended."""
+
+
+def execute(
+    script: Path,
+    files: list[Rewritten],
+    arguments: Sequence[str],
+    keeper: Keeper,
+    *,
+    resuming: bool,
+    first_sizes: FirstSizes | None = None,
+    gradients: GradientUse | None = None,
+) -> int:
+    """Run a program to its end.
+
+    The script finds what it finds under ``python script.py``: its own `__main__`, its arguments,
+    its folder first on the path. Its traceback begins with its own first line. When it ends,
+    `__main__` stays in place, for functions that it has registered to be called at the exit.
+
+    Args:
+        script: The script as the command line names it.
+        files: The program, the script first.
+        arguments: Of the script.
+        keeper: Saves its state, and brings it back.
+        resuming: Whether there may be a state to go back to, so that set-up must empty no log.
+        first_sizes: What the logs were before the run; None knows of none.
+        gradients: Tells which gradients need not be saved; None learns it from the first steps.
+
+    Returns:
+        The exit code that the script would have had; 0 when it has come to its end.
+
+    Raises:
+        OutlastError: Raised on the way, or when the way back to where it was saved is not found.
+    """
+    root = files[0].source.path.parent
+    reopened = reopened_logs(resuming, root, first_sizes)
+    with reopened as logs, resumable_loaders(), resumable_bars():
+        session = Session(files, keeper, logs, gradients)
+        own = frozenset(str(file.source.path) for file in files)
+        imports = rewritten_imports(files[1:], session)
+        with imports, visible_caches(own), contextlib.closing(session):
+            return _execute(script, files[0].source, files[0].tree, arguments, session)
+
+
+def execute_plainly(script: Path, source: SourceFile, arguments: Sequence[str]) -> int:
+    """As `execute`, for a script as it is, which somebody else saves and resumes."""
+    return _execute(script, source, source.tree, arguments, None)
+
+
+def _execute(
+    script: Path,
+    source: SourceFile,
+    tree: ast.Module,
+    arguments: Sequence[str],
+    session: Session | None,
+) -> int:
+    real = source.path
+    # The script's __main__, as Python makes it.
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script.absolute())
+    module.__loader__ = SourceFileLoader("__main__", str(script.absolute()))
+    module.__dict__["__cached__"] = None
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    if session is not None:
+        module.__dict__[RUNTIME] = session
+    sys.modules["__main__"] = module
+    sys.argv = [str(script), *arguments]
+    if not sys.flags.safe_path:
+        # Python has put the folder there of the program that runs the script.
+        sys.path[0] = str(real.parent)
+    code = compile(tree, str(real), "exec", dont_inherit=True)
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as ended:
+        code_given: Any = ended.code
+        if code_given is None:
+            status = 0
+        elif isinstance(code_given, int):
+            status = code_given & 0xFF
+        else:
+            # A text is printed, as Python does.
+            print(code_given, file=sys.stderr, flush=True)
+            status = 1
+        if status == 0 and session is not None:
+            session.finish()
+        return status
+    except OutlastError:
+        raise
+    except BaseException as error:
+        # Hand the script's error to `sys.excepthook`, without the frames that led to the script.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        sys.excepthook(type(error), error, trace)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_CRASHED
+    if session is not None:
+        session.finish()
+    return 0
