@@ -12,7 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+    from outlast.checkpoint import CheckpointStore, SaveHandle
 
 _SMALLEST_BYTES = 1 << 16
 
@@ -196,28 +198,12 @@ _NAME = "outlast_loop"
 """Of the loop's own entries beside the state: ``outlast_loop``, and of each process another."""
 
 
-class Saving(Protocol):
-    """A save under way, as `outlast.checkpoint.SaveHandle`."""
-
-    def done(self) -> bool:
-        """Return True once the save has ended."""
-
-    def result(self) -> Any:
-        """Wait for the end; a failure is in its `error`."""
-
-
-class Store(Protocol):
-    """Store for the state, such as `outlast.checkpoint.CheckpointStore`."""
-
-    def save_async(self, step: int, state: Mapping[str, Any]) -> Saving:
-        """Begin to save; the objects may change when this returns."""
-
-    def restore(self, state: Mapping[str, Any]) -> Any:
-        """Bring the newest state back into the objects; None when there is none."""
-
-
 def loop(
-    iterable: Iterable[Any], *, state: Mapping[str, Any], store: Store, every_steps: int = 100
+    iterable: Iterable[Any],
+    *,
+    state: Mapping[str, Any],
+    store: CheckpointStore,
+    every_steps: int = 100,
 ) -> Iterator[Any]:
     """Go through `iterable`, save every so many steps, and go on from there in another process.
 
@@ -278,14 +264,14 @@ class _Processes:
 class _Run:
     """The loops of a script that save to one store."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: CheckpointStore) -> None:
         # Not the store itself, which would never be let go of as its own key.
         self._store = weakref.ref(store)
         self._loops = 0
         self._steps = 0
         self._aim: Position | None = None
         self._asked = False
-        self._saving: Saving | None = None
+        self._saving: SaveHandle | None = None
 
     def steps(
         self, iterable: Iterable[Any], state: Mapping[str, Any], every_steps: int
@@ -331,7 +317,7 @@ class _Run:
             warnings.warn(f"a save of outlast.autosave.loop failed: {error}", stacklevel=3)
 
 
-def _aim_of(store: Store, position: Position) -> Position | None:
+def _aim_of(store: CheckpointStore, position: Position) -> Position | None:
     """Position of this process in its newest state; None when there is none.
 
     Raises:
@@ -359,4 +345,4 @@ def _in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-_RUNS: weakref.WeakKeyDictionary[Store, _Run] = weakref.WeakKeyDictionary()
+_RUNS: weakref.WeakKeyDictionary[CheckpointStore, _Run] = weakref.WeakKeyDictionary()

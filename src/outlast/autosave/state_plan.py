@@ -16,7 +16,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -42,7 +42,7 @@ from outlast.autosave.step_trace import (
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from outlast.autosave.step_trace import WeakStorage, Window
 
@@ -68,9 +68,7 @@ class TensorState:
         dtype: Of its numbers, e.g. `float32`.
         shape: Of the tensor at `name`.
         bytes: Of the whole storage.
-        codec: What it is, for who writes it: `weights`, `moments`, `integers`, ...
-        first_write: Number of the operation of a step that writes it first; None without one.
-        last_write: Of the one that writes it last.
+
         window: Until when the content at the step's beginning can be copied: `always`, `late`
             for up to the optimizer's step, or `early` for not after the step has begun.
         in_state_dict: Whether a module's or optimizer's `state_dict()` has it.
@@ -83,9 +81,7 @@ class TensorState:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    codec: str
-    first_write: int | None
-    last_write: int | None
+
     window: Window
     in_state_dict: bool
 
@@ -98,28 +94,14 @@ class StatePlan:
         tensors: All storages with a name, in the order in which they were found.
         lints: One sentence for each thing that an ordinary checkpoint would lose, or that could
             not be looked at.
-        operations: Operations of a step.
-        optimizer_begins: Of these, how many come before the first optimizer's step.
+
         naive_bytes: Of the `state_dict()` of all modules and optimizers.
-        random: Whether a step draws random numbers.
+
     """
 
     tensors: tuple[TensorState, ...]
     lints: tuple[str, ...]
-    operations: int
-    optimizer_begins: int | None
     naive_bytes: int
-    random: bool
-
-    @property
-    def late(self) -> tuple[str, ...]:
-        """Names of tensors that may be copied until the optimizer's step begins."""
-        return tuple(tensor.name for tensor in self.tensors if tensor.window == "late")
-
-    @property
-    def early(self) -> tuple[str, ...]:
-        """Names of tensors that a step writes before the optimizer's step."""
-        return tuple(tensor.name for tensor in self.tensors if tensor.window == "early")
 
     @property
     def cost(self) -> StateBytes:
@@ -168,21 +150,6 @@ class StatePlan:
             f"state_dict() has {self.naive_bytes} bytes"
         )
         return "\n".join([*lines, *self.lints])
-
-
-def codec_of(dtype: torch.dtype, *, optimizer: bool, kind: Kind) -> str:
-    """A hint to who encodes a tensor: what its numbers are like."""
-    if kind == "save-once":
-        return "constant"
-    if dtype == torch.bool:
-        return "bits"
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return "integers"
-    if dtype.itemsize == 1:
-        return "float8"
-    if dtype in (torch.bfloat16, torch.float16):
-        return "half"
-    return "moments" if optimizer else "weights"
 
 
 class Label(NamedTuple):
@@ -236,8 +203,7 @@ class Finding:
     kind: Kind = "dead"
     why: list[str] = field(default_factory=list)
     window: Window = "always"
-    first_write: int | None = None
-    last_write: int | None = None
+
     unseen: bool = False
 
     def add(self, other: Finding) -> None:
@@ -246,8 +212,6 @@ class Finding:
         self.why = list(dict.fromkeys([*self.why, *other.why]))
         self.window = max(self.window, other.window, key=_WINDOWS.index)
         self.unseen |= other.unseen
-        if other.first_write is not None:
-            self.first_write, self.last_write = other.first_write, other.last_write
 
 
 _WINDOWS: tuple[Window, ...] = ("always", "late", "early")
@@ -279,8 +243,6 @@ def finding_of(path: str, changed: bool, evidence: Evidence, *, shared: bool) ->
     return Finding(
         *seen.classed(changed, shared=shared),
         window=seen.window(changed),
-        first_write=seen.first_write,
-        last_write=seen.last_write,
         unseen=changed and not (seen.mutated or seen.new or seen.blind),
     )
 
@@ -309,8 +271,6 @@ class _Seen:
     carried: bool = False
     escaped: bool = False
     early: bool = False
-    first_write: int | None = None
-    last_write: int | None = None
 
     @property
     def mutated(self) -> bool:
@@ -321,10 +281,10 @@ class _Seen:
         access = trace.at(key) or Access()
         self.read |= access.first == "read"
         self.escaped |= access.escaped
-        if access.first_write is not None:
+        if access.written:
             self.written = True
             self.early |= access.early
-            self.first_write, self.last_write = access.first_write, access.last_write
+
         elif key in after.keys.values():
             self.carried = True
         self.replaced |= after.keys.get(path) != key
@@ -359,41 +319,19 @@ class _Seen:
         return "late" if self.written else "always"
 
 
-@dataclass(frozen=True)
-class Doubts:
-    """Observations that tensors with names do not explain.
-
-    Attributes:
-        known: Keys of the storages that had a name between any two steps.
-        unseen: Names of what changes without an operation that writes it.
-        traces: Of steps one after the other.
-        graph: What the forward passes write.
-    """
-
-    known: frozenset[int]
-    unseen: Sequence[str]
-    traces: Sequence[Accesses]
-    graph: GraphState
-
-
 def lints_of(
-    states: Iterable[TensorState], objects: Mapping[str, Any], doubts: Doubts
+    states: Iterable[TensorState], objects: Mapping[str, Any], evidence: Evidence, unseen: list[str]
 ) -> Iterator[str]:
     """The sentences, the gravest first.
 
     Args:
         states: What was found.
         objects: Path to object.
-        doubts: What else was met.
+        evidence: What was seen.
+        unseen: Names of what changes without an operation that writes it.
     """
-    yield from _out_of_reach(doubts.known, doubts.traces)
-    # Paths to buffers that their modules do not save.
-    found = {
-        id(object_._buffers[name])
-        for object_ in objects.values()
-        if isinstance(object_, nn.Module)
-        for name in object_._non_persistent_buffers_set
-    }
+    yield from _out_of_reach(evidence)
+    found = set(map(id, _transient_buffers(objects)))
     transient = frozenset(path for path, object_ in objects.items() if id(object_) in found)
     others = [
         path
@@ -405,20 +343,20 @@ def lints_of(
         if state.kind == "must-save" and not state.in_state_dict:
             owner = next((one for one in others if state.name.startswith(f"{one}.")), "")
             yield _missed(state, not transient.isdisjoint(state.aliases), owner)
-    for name in doubts.unseen:
+    for name in unseen:
         yield (
             f"`{name}` changes without an operation of torch that writes it; whatever changes it "
             "(NumPy, a kernel) is not seen, so its copy windows are closed"
         )
-    for operation in sorted({name for trace in doubts.traces for name in trace.untold}):
+    for operation in sorted({name for trace in evidence.traces for name in trace.untold}):
         yield (
             f"the operation {operation} writes an argument and does not say so; declare it with "
             "`mutates_args` (or `(a!)` in its schema)"
         )
-    yield from doubts.graph.lints
-    for failure in doubts.graph.failures:
+    yield from evidence.graph.lints
+    for failure in evidence.graph.failures:
         yield f"not exported, so judged by trace and content alone: {failure}"
-    for reason in sorted({trace.skipped for trace in doubts.traces if trace.skipped}):
+    for reason in sorted({trace.skipped for trace in evidence.traces if trace.skipped}):
         yield f"not traced, so judged by content alone: {reason}"
 
 
@@ -444,12 +382,12 @@ def _missed(state: TensorState, transient: bool, owner: str) -> str:
     )
 
 
-def _out_of_reach(known: frozenset[int], traces: Sequence[Accesses]) -> Iterator[str]:
+def _out_of_reach(evidence: Evidence) -> Iterator[str]:
     """Storages without a name that steps write, and that were there in an earlier step."""
+    told = {key for boundary in evidence.boundaries for key in boundary.keys.values()}
     met: set[int] = set()
-    told: set[int] = set()
-    for trace in traces:
-        for key in sorted((trace.written() & met) - known - told):
+    for trace in evidence.traces:
+        for key in sorted((trace.written() & met) - told):
             told.add(key)
             yield (
                 f"a tensor that no root leads to is changed at {trace.places.get(key, 'a library')}"
@@ -512,11 +450,10 @@ def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
     found: dict[int, str] = {}
     paths = {id(object_): path for path, object_ in objects.items()}
     for module in outermost_modules(objects.values()):
-        for inner, part in module.named_modules():
-            prefix = f"{paths[id(module)]}.{inner}." if inner else f"{paths[id(module)]}."
+        for inner, part in module.named_modules(prefix=paths[id(module)]):
             for name, item in {**vars(part), **part._parameters, **part._buffers}.items():
                 if isinstance(item, torch.Tensor):
-                    found.setdefault(id(item), prefix + name)
+                    found.setdefault(id(item), f"{inner}.{name}")
     for path, object_ in objects.items():
         # Not by its attribute, whose uses are watched.
         if isinstance(object_, torch.Tensor) and (grad := gradient(object_)) is not None:
@@ -532,29 +469,18 @@ def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
 def in_state_dicts(objects: Iterable[Any]) -> dict[int, int]:
     """Storage keys and bytes of what modules and optimizers give by `state_dict()`."""
     every = list(objects)
+    given: list[Any] = [module.state_dict(keep_vars=True) for module in outermost_modules(every)]
+    given += [value.state_dict() for value in every if isinstance(value, torch.optim.Optimizer)]
     found: dict[int, int] = {}
-    for module in outermost_modules(every):
-        for number in module.state_dict(keep_vars=True).values():
-            _add(found, number)
-    for said in every:
-        if isinstance(said, torch.optim.Optimizer):
-            _add(found, said.state_dict())
+    waiting = pytree.tree_leaves(given)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            if hasattr(value, "__tensor_flatten__"):
+                waiting += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+            elif value.layout == torch.strided:
+                found[storage_key(value)] = value.untyped_storage().nbytes()
     return found
-
-
-def _add(found: dict[int, int], value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                _add(found, getattr(value, name))
-        elif value.layout == torch.strided:
-            found[storage_key(value)] = value.untyped_storage().nbytes()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _add(found, item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _add(found, item)
 
 
 def _variables(step: Callable[[], Any]) -> dict[str, Any]:
@@ -569,22 +495,19 @@ def _variables(step: Callable[[], Any]) -> dict[str, Any]:
         seen.add(id(function))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            if _filled(cell):
+            # A variable that has no value yet is none.
+            with suppress(ValueError):
                 found.setdefault(name, cell.cell_contents)
         for name in _mentioned(function.__code__):
             if name in function.__globals__:
                 found.setdefault(name, function.__globals__[name])
         waiting += [
-            found_item
-            for found_item in found.values()
-            if isinstance(found_item, types.FunctionType)
-            and found_item.__module__ == function.__module__
+            value
+            for value in found.values()
+            if isinstance(value, types.FunctionType) and value.__module__ == function.__module__
         ]
-    return {
-        name: found_item
-        for name, found_item in found.items()
-        if not isinstance(found_item, (types.ModuleType, types.FunctionType, type))
-    }
+    closed = (types.ModuleType, types.FunctionType, type)
+    return {name: value for name, value in found.items() if not isinstance(value, closed)}
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
@@ -592,13 +515,6 @@ def _mentioned(code: types.CodeType) -> Iterator[str]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _mentioned(const)
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 _LARGE_LEAVES = 8
@@ -628,11 +544,8 @@ class GraphState:
     failures: list[str] = field(default_factory=list)
 
 
-class Inputs(NamedTuple):
-    """Inputs of a module's last call; shapes in place of tensors."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a module's last call, by position and by name; shapes in place of tensors."""
 
 
 class _Shape(NamedTuple):
@@ -647,20 +560,16 @@ def recorded_inputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, In
     found: dict[nn.Module, Inputs] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shapes = pytree.tree_map_only(
+        found[module] = pytree.tree_map_only(
             torch.Tensor,
             lambda tensor: _Shape(tuple(tensor.shape), tensor.dtype, tensor.device),
             (args, kwargs),
         )
-        found[module] = Inputs(*shapes)
 
-    every = {part for module in modules for part in module.modules()}
-    handles = [said.register_forward_pre_hook(note, with_kwargs=True) for said in every]
-    try:
+    with ExitStack() as hooks:
+        for part in {part for module in modules for part in module.modules()}:
+            hooks.callback(part.register_forward_pre_hook(note, with_kwargs=True).remove)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def graph_state(
@@ -674,7 +583,7 @@ def graph_state(
         limit_seconds: Wall time after which no further part is begun.
     """
     found = GraphState()
-    known: dict[str, _Signature | str] = {}
+    known: dict[str, _Written | str] = {}
     deadline = time.monotonic() + limit_seconds
     for item in (part for module in modules for part in _parts_with_state(module)):
         if item not in inputs:
@@ -693,68 +602,72 @@ def graph_state(
                 found.failures.append(f"{kind}: {limit_seconds:g} s of exports had passed")
                 continue
             known[key] = _export(item, inputs[item])
-        signature = known[key]
-        if isinstance(signature, str):
-            found.failures.append(f"{kind}: {signature}")
+        written = known[key]
+        if isinstance(written, str):
+            found.failures.append(f"{kind}: {written}")
             continue
-        for name in sorted(signature.buffers | signature.attributes):
-            tensor = _attribute(item, name)
+        buffers, attributes = written
+        for name in sorted(buffers | attributes):
+            parent, _, last = name.rpartition(".")
+            try:
+                tensor = getattr(item.get_submodule(parent), last)
+            except AttributeError:
+                continue
             if isinstance(tensor, torch.Tensor):
                 found.mutated.append((tensor, f"written in the forward pass of {kind}"))
-                if name in signature.attributes and not isinstance(tensor, nn.Parameter):
+                if name in attributes and not isinstance(tensor, nn.Parameter):
                     found.lints.append(
                         f"{kind}.{name} is written in the forward pass, but is neither a buffer "
-                        "nor a parameter; make it one with "
-                        f'register_buffer("{name.rpartition(".")[2]}", ...)'
+                        f'nor a parameter; make it one with register_buffer("{last}", ...)'
                     )
     found.lints = list(dict.fromkeys(found.lints))
     found.failures = list(dict.fromkeys(found.failures))
     return found
 
 
-@dataclass(frozen=True)
-class _Signature:
-    buffers: frozenset[str]
-    attributes: frozenset[str]
+_Written = tuple[frozenset[str], frozenset[str]]
+"""Names of the buffers, and of the plain attributes, that a forward pass writes."""
 
 
 def _parts_with_state(module: nn.Module) -> Iterator[nn.Module]:
     """Modules that are small, or hold tensors themselves, and have something to write."""
-    if not _has_state(module, deep=True):
+    if not any(map(_has_state, module.modules())):
         return
-    leaves = sum(1 for pair in module.modules() if next(pair.children(), None) is None)
-    if leaves <= _LARGE_LEAVES or _has_state(module, deep=False):
+    leaves = sum(1 for part in module.modules() if next(part.children(), None) is None)
+    if leaves <= _LARGE_LEAVES or _has_state(module):
         yield module
     else:
         for child in module.children():
             yield from _parts_with_state(child)
 
 
-def _has_state(module: nn.Module, *, deep: bool) -> bool:
-    return any(
-        next(pair.buffers(recurse=False), None) is not None
-        or [name for name, variable in vars(pair).items() if isinstance(variable, torch.Tensor)]
-        for pair in (module.modules() if deep else [module])
+def _has_state(module: nn.Module) -> bool:
+    """Return True if a module itself holds tensors besides parameters."""
+    return next(module.buffers(recurse=False), None) is not None or any(
+        isinstance(variable, torch.Tensor) for variable in vars(module).values()
     )
 
 
-def _export(module: nn.Module, inputs: Inputs) -> _Signature | str:
-    """The signature, or in a phrase why there is none."""
+def _export(module: nn.Module, inputs: Inputs) -> _Written | str:
+    """Names that a forward pass writes, or in a phrase why it cannot be exported."""
     states = random_states()
     try:
         # A forward pass may leave traces in Python, which the program's own module must not have.
         whole = copy.deepcopy(module)
-        filled = pytree.tree_map_only(
-            _Shape, _zeros_of, tuple(inputs), is_leaf=lambda value: isinstance(value, _Shape)
+        args, kwargs = pytree.tree_map_only(
+            _Shape,
+            lambda shape: torch.zeros(shape.size, dtype=shape.dtype, device=shape.device),
+            inputs,
+            is_leaf=lambda value: isinstance(value, _Shape),
         )
-        return _signature(whole, *filled)
+        return _signature(whole, args, kwargs)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     finally:
         set_random_states(states)
 
 
-def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Signature:
+def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Written:
     attributes: set[str] = set()
     while True:
         silenced = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
@@ -763,6 +676,7 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             try:
                 exported = torch.export.export(module, args, kwargs, strict=False)
                 final = exported.run_decompositions()
+                break
             except RuntimeError as error:
                 name = _CONSTANT.search(str(error))
                 if name is None or name[1] in attributes:
@@ -773,25 +687,11 @@ def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 tensor = getattr(owner, last)
                 delattr(owner, last)
                 owner.register_buffer(last, tensor)
-                continue
-        for item in warned:
-            found = _ASSIGNED.search(str(item.message))
-            if found:
-                attributes |= {name.strip().removeprefix("self.") for name in found[1].split(",")}
-        mutated = frozenset(final.graph_signature.buffers_to_mutate.values())
-        return _Signature(mutated - attributes, frozenset(attributes))
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    parent, _, last = name.rpartition(".")
-    try:
-        return getattr(module.get_submodule(parent), last, None)
-    except AttributeError:
-        return None
-
-
-def _zeros_of(shape: _Shape) -> torch.Tensor:
-    return torch.zeros(shape.size, dtype=shape.dtype, device=shape.device)
+    for item in warned:
+        if found := _ASSIGNED.search(str(item.message)):
+            attributes |= {name.strip().removeprefix("self.") for name in found[1].split(",")}
+    mutated = frozenset(final.graph_signature.buffers_to_mutate.values())
+    return mutated - attributes, frozenset(attributes)
 
 
 def find_state(step: Callable[[], Any], roots: Any = (), steps: int = 3) -> StatePlan:
@@ -899,30 +799,14 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
         if _strided(tensor):
             written.setdefault(storage_key(tensor), []).append(f"graph: {why}")
     covered = evidence.boundaries[-1].covered
-    # Storages of buffers that their modules declare to make again.
-    set_up = {
-        storage_key(buffer)
-        for object_ in objects.values()
-        if isinstance(object_, nn.Module)
-        for name in object_._non_persistent_buffers_set
-        if (buffer := object_._buffers.get(name)) is not None and _strided(buffer)
-    }
+    set_up = {storage_key(buffer) for buffer in _transient_buffers(objects) if _strided(buffer)}
     # Memory addresses of arrays.
     shared = [
         range(first := object_.__array_interface__["data"][0], first + object_.nbytes)
         for object_ in objects.values()
         if isinstance(object_, np.ndarray) and object_.nbytes
     ]
-    # Paths to what optimizers keep for each parameter.
-    kept = {
-        id(value)
-        for object_ in objects.values()
-        if isinstance(object_, torch.optim.Optimizer)
-        for state in object_.state.values()
-        if isinstance(state, dict)
-        for value in state.values()
-    }
-    optimizers = frozenset(path for path, object_ in objects.items() if id(object_) in kept)
+
     groups: dict[Any, list[str]] = {}
     for path, object_ in objects.items():
         if holds_numbers(object_):
@@ -943,21 +827,24 @@ def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
         names = (*(labels[path].name for path in paths), *paths)
         if finding.unseen:
             unseen.append(names[0])
-        optimizer = not optimizers.isdisjoint(paths)
-        states.append(_state(names, labels[paths[0]], finding, key in covered, optimizer))
+        states.append(_state(names, labels[paths[0]], finding, covered=key in covered))
     states += _gone(evidence)
-    known = frozenset(key for boundary in evidence.boundaries for key in boundary.keys.values())
-    last = evidence.traces[-1]
     return StatePlan(
         tensors=tuple(states),
-        lints=tuple(
-            lints_of(states, objects, Doubts(known, unseen, evidence.traces, evidence.graph))
-        ),
-        operations=last.operations,
-        optimizer_begins=last.optimizer_begins,
+        lints=tuple(lints_of(states, objects, evidence, unseen)),
         naive_bytes=sum(covered.values()),
-        random=any(trace.random for trace in evidence.traces),
     )
+
+
+def _transient_buffers(objects: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Buffers that their modules do not save, since they make them again."""
+    return [
+        buffer
+        for object_ in objects.values()
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
+        if (buffer := object_._buffers.get(name)) is not None
+    ]
 
 
 def _gone(evidence: Evidence) -> list[TensorState]:
@@ -972,15 +859,13 @@ def _gone(evidence: Evidence) -> list[TensorState]:
     }
     gone = Finding("must-save", ["content: it is there between some steps"], "early")
     return [
-        _state((label.name, path), label, gone, covered=covered, optimizer=False)
+        _state((label.name, path), label, gone, covered=covered)
         for path, (label, covered) in found.items()
         if finding_of(path, True, evidence, shared=False).kind != "dead"
     ]
 
 
-def _state(
-    names: tuple[str, ...], label: Label, finding: Finding, covered: bool, optimizer: bool
-) -> TensorState:
+def _state(names: tuple[str, ...], label: Label, finding: Finding, *, covered: bool) -> TensorState:
     return TensorState(
         name=names[0],
         aliases=tuple(dict.fromkeys(name for name in names if name != names[0])),
@@ -989,9 +874,6 @@ def _state(
         dtype=str(label.dtype).removeprefix("torch."),
         shape=label.shape,
         bytes=label.bytes,
-        codec=codec_of(label.dtype, optimizer=optimizer, kind=finding.kind),
-        first_write=finding.first_write,
-        last_write=finding.last_write,
         window=finding.window,
         in_state_dict=covered,
     )

@@ -65,8 +65,6 @@ from outlast.autosave.heap.objects import (
     is_loose,
     pairs,
     put_attributes,
-    results_content,
-    results_put,
     same,
 )
 from outlast.autosave.heap.tensors import (
@@ -293,16 +291,14 @@ def of_beside(value: Any) -> Iterator[tuple[str, Any, Any]]:
 def _beside(value: Any) -> dict[str, Any]:
     if is_closed(type(value)):
         return {}
-    own = attributes(value)
-    return {name: own_item for name, own_item in own.items() if name not in _PLAIN_ATTRIBUTES}
+    return {name: own for name, own in attributes(value).items() if name not in _PLAIN_ATTRIBUTES}
 
 
 def _put_beside(value: Any, seen: Content) -> None:
-    if is_closed(type(value)):
-        return
-    own = attributes(value)
-    plain = {name: own_item for name, own_item in own.items() if name in _PLAIN_ATTRIBUTES}
-    put_attributes(value, flat(plain | dict(pairs(seen.attributes))))
+    if not is_closed(type(value)):
+        own = attributes(value)
+        plain = {name: own[name] for name in own.keys() & _PLAIN_ATTRIBUTES}
+        put_attributes(value, flat(plain | dict(pairs(seen.attributes))))
 
 
 def of_queue(value: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -394,11 +390,6 @@ def _kind_of_stream(value: Any) -> Any:
     return next(stream for stream in STREAMS if isinstance(value, stream))
 
 
-def of_shared(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The C data in a `multiprocessing.Value` or `Array`."""
-    yield ".%s", "_obj", value._obj
-
-
 def c_data_content(value: Any) -> Content | None:
     """The bytes of C data; None where they have addresses of this process."""
     if _has_addresses(type(value)):
@@ -447,12 +438,6 @@ def context_variable_put(value: Any, seen: Content) -> None:
             f"the context variable `{value.name}` was not set when the program was saved, and "
             "set-up sets it now; set it in every run, or in none"
         )
-
-
-def of_database(value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Row factory and text factory of a database connection."""
-    yield from ((".%s", name, getattr(value, name)) for name in _FACTORIES)
-    yield from of_beside(value)
 
 
 def database_content(value: Any) -> Content | None:
@@ -551,9 +536,9 @@ def children_drawn(value: Any) -> int:
 
 def draw_children(value: Any, count: int) -> None:
     """Have a seed give the children that it had given, so that the next ones are others."""
-    seed: Any = value if isinstance(value, np.random.SeedSequence) else _seed_of(value)
     missing = count - children_drawn(value)
     if missing > 0:
+        seed: Any = value if isinstance(value, np.random.SeedSequence) else _seed_of(value)
         seed.spawn(missing)
 
 
@@ -595,6 +580,11 @@ def _refuse_entropy(own: Any) -> Any:
         "a random.SystemRandom of the program draws from the machine, so that no run can be "
         "repeated; use random.Random with a seed"
     )
+
+
+def _set_generator(owner: Any, bits: Any, state: tuple[Any, int]) -> None:
+    bits.state = state[0]
+    draw_children(owner, state[1])
 
 
 _RANDOM: dict[type, State] = {
@@ -717,11 +707,6 @@ def _state_kind(get: Callable[[Any], Any], put: Callable[[Any, Any], None]) -> K
     )
 
 
-def _set_generator(owner: Any, bits: Any, state: tuple[Any, int]) -> None:
-    bits.state = state[0]
-    draw_children(owner, state[1])
-
-
 def _of_dict(value: Any) -> Children:
     if type(value) is dict and not value:
         return
@@ -798,14 +783,9 @@ def _of_weak_mapping(value: Any) -> Children:
         yield from (("[key %d]", place, key), ("[value %d]", place, item))
 
 
-def _weak_mapping_put(value: Any, seen: Content) -> None:
+def _mapping_put(value: Any, seen: Content) -> None:
     value.clear()
     value.update(dict(pairs(seen.items)))
-
-
-def _weak_set_put(value: Any, seen: Content) -> None:
-    value.clear()
-    value.update(seen.items)
 
 
 def _of_members(*names: str) -> Callable[[Any], Children]:
@@ -846,10 +826,6 @@ def _object_content(value: Any) -> Content | None:
     return Content("object", (), flat(beside)) if beside or has_attributes(value) else None
 
 
-def _object_put(value: Any, seen: Content) -> None:
-    put_attributes(value, seen.attributes)
-
-
 def _hidden(
     content: Callable[[Any], Content | None],
     put: Callable[[Any, Content], None],
@@ -858,15 +834,25 @@ def _hidden(
     return Kind(Role.NAMED, children, content, put, of_program=True)
 
 
-_OBJECT = Kind(Role.NAMED, objects.of_attributes, _object_content, _object_put)
+_OBJECT = Kind(
+    Role.NAMED,
+    objects.of_attributes,
+    _object_content,
+    lambda value, seen: put_attributes(value, seen.attributes),
+)
 
 
 _FUNCTION = Kind(Role.NAMED, objects.of_function, objects.function_content, objects.function_put)
 
 
 _WEAK_MAPPING = Kind(
-    Role.NAMED, _of_weak_mapping, lambda value: Content("weak", flat(value)), _weak_mapping_put
+    Role.NAMED, _of_weak_mapping, lambda value: Content("weak", flat(value)), _mapping_put
 )
+
+
+def _weak_set_put(value: Any, seen: Content) -> None:
+    value.clear()
+    value.update(seen.items)
 
 
 _WEAK_SET = Kind(Role.NAMED, content=lambda value: Content("weak", tuple(value)), put=_weak_set_put)
@@ -885,7 +871,10 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (torch.Tensor, Kind(Role.NAMED, of_tensor, tensor_content, tensor_put)),
     (np.ndarray, Kind(Role.NAMED, of_array, array_content, array_put)),
     # What is in them has no names of its own, so that it can be left out.
-    (Results, Kind(Role.NAMED, content=results_content, put=results_put)),
+    (
+        Results,
+        Kind(Role.NAMED, content=lambda value: Content("dict", flat(value)), put=_mapping_put),
+    ),
     (dict, Kind(Role.NAMED, _of_dict, _dict_content, _dict_put)),
     ((list, deque), Kind(Role.NAMED, _of_items, _items_content, _items_put)),
     (
@@ -905,43 +894,34 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (C_DATA, _hidden(c_data_content, c_data_put)),
     (EVENTS, _hidden(event_content, event_put)),
     (QUEUES, _hidden(queue_content, queue_put, of_queue)),
-    (SynchronizedBase, Kind(Role.NAMED, of_shared, of_program=True)),
+    # The C data in a `multiprocessing.Value` or `Array`.
+    (SynchronizedBase, Kind(Role.NAMED, _of_members("_obj"), of_program=True)),
     (contextvars.ContextVar, _CONTEXT_VARIABLE),
     # Of the thread that trains.
-    (threading.local, Kind(Role.NAMED, objects.of_attributes, _object_content, _object_put)),
+    (threading.local, _OBJECT),
     (sqlite3.Cursor, _hidden(cursor_content, lambda value, seen: None)),
-    (sqlite3.Connection, _hidden(database_content, database_put, of_database)),
+    (
+        sqlite3.Connection,
+        _hidden(
+            database_content,
+            database_put,
+            lambda value: (*_of_members(*_FACTORIES)(value), *of_beside(value)),
+        ),
+    ),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _WEAK_MAPPING),
     (weakref.WeakSet, _WEAK_SET),
     (types.FunctionType, _FUNCTION),
     (types.CellType, Kind(Role.NAMED, objects.of_cell, objects.cell_content, objects.cell_put)),
     (types.MethodType, Kind(Role.VALUE, _of_members("__self__", "__func__"))),
     (types.MethodWrapperType, Kind(Role.VALUE)),
-    ((staticmethod, classmethod), Kind(Role.NAMED, objects.of_wrapper)),
-    (property, Kind(Role.NAMED, objects.of_property)),
+    ((staticmethod, classmethod), Kind(Role.NAMED, _of_members("__func__"))),
+    (property, Kind(Role.NAMED, _of_members("fget", "fset", "fdel"))),
     (functools.partial, Kind(Role.NAMED, _of_partial, _partial_content, _partial_put)),
 )
 
 
 class _NotPlainError(Exception):
     """Something other than plain data was met."""
-
-
-class _Digest(io.RawIOBase):
-    """A file that keeps only the digest of what is written."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        return len(data)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()
 
 
 class _PlainPickler(pickle.Pickler):
@@ -959,12 +939,14 @@ def digest_if_plain(value: Any) -> bytes | None:
     items = value.values() if isinstance(value, dict) else value
     if _FLAT.issuperset(map(type, items)):
         return None
-    file = _Digest()
+    found = hashlib.blake2b(digest_size=16)
+    # A file that keeps only the digest of what is written.
+    file: Any = types.SimpleNamespace(write=found.update)
     try:
         _PlainPickler(file, protocol=5).dump(value)
     except (_NotPlainError, RecursionError):
         return None
-    return file.digest()
+    return found.digest()
 
 
 _FLAT = frozenset({type(None), bool, int, float, complex, str, bytes})

@@ -25,15 +25,15 @@ import types
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from outlast.autosave.heap.kinds import QUEUES
-from outlast.autosave.heap.objects import vars_of
+from outlast.autosave.heap.objects import cell_content, vars_of
 from outlast.autosave.program.scopes import attribute_line, binding_line, bindings_of, code_names
 from outlast.autosave.program.source import Loop, Rewritten, Site, body_name
 from outlast.autosave.resume.iterators import resumable
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-    from types import CodeType, FrameType, FunctionType, TracebackType
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from types import CellType, CodeType, FrameType, FunctionType
 
     from outlast.autosave.heap.names import Names, Unsaveable
     from outlast.autosave.program.source import Body, SourceFile
@@ -103,11 +103,10 @@ class Frames:
             kept: Gives what is kept of a local name at a site, for its value.
         """
         found = []
-        for type_ in self.of(frame):
-            site = self.sites[number] if type_ is frame else self.leading(type_)
-            names = {} if type_.f_code.co_name == MODULE else self.names_at(type_, site, kept)
-            where = None if site is None else site.number
-            found.append(Place(self._numbers[name_of(type_.f_code)], where, names))
+        for outer in self.of(frame):
+            site = self.sites[number] if outer is frame else self.leading(outer)
+            names = {} if outer.f_code.co_name == MODULE else self.names_at(outer, site, kept)
+            found.append(Place(self.body_of(outer), self.number_of(site), names))
         return found
 
     def names_at(
@@ -195,13 +194,8 @@ class EnteredContext:
     def __enter__(self) -> Any:
         return self._value
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> Any:
-        return self._value.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> Any:
+        return self._value.__exit__(*error)
 
 
 class EnteredExitStack(EnteredContext):
@@ -262,14 +256,9 @@ class Held:
         self._came_back = False
         return self._value
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> Any:
+    def __exit__(self, *error: Any) -> Any:
         if self._session.live or not self._own:
-            return self._context.__exit__(kind, error, traceback)
+            return self._context.__exit__(*error)
         # Kept, since a generator that is let go of runs to its end.
         self._session.abandoned.append(self._context)
         return None
@@ -297,34 +286,19 @@ def is_own(context: Any, files: frozenset[str]) -> bool:
     return getattr(module, "__file__", None) in files
 
 
-def entered_context(
-    values: Mapping[str, Any], name: str, files: frozenset[str] = frozenset()
-) -> EnteredContext | None:
-    """The value of `name`, if it came back as it was: a file, a bar, an object of `files`.
+def entered_context(value: Any, files: frozenset[str], *, own: bool) -> EnteredContext | None:
+    """Stand-in for what a `with` binds, if that came back as it was: a file, a bar, a stack.
 
     Args:
-        values: Local names of the frame.
-        name: What the `with` statement binds.
-        files: Files whose classes' objects are taken as they came back.
+        value: Of the name that it binds; None where it binds none.
+        files: Of the program.
+        own: Whether objects of the program's classes are taken as they came back, too.
     """
-    value = values.get(name)
     if value is None or not hasattr(value, "__exit__"):
         return None
     is_bar = type(value).__module__.split(".")[0] == "tqdm"
-    if isinstance(value, io.IOBase) or is_bar or is_own(value, files):
+    if isinstance(value, io.IOBase) or is_bar or (own and is_own(value, files)):
         return EnteredContext(value)
-    return None
-
-
-def stack(values: Mapping[str, Any], name: str, files: frozenset[str]) -> EnteredExitStack | None:
-    """The value of `name`, if it is an `ExitStack` that came back.
-
-    Args:
-        values: Local names of the frame.
-        name: What the `with` statement binds.
-        files: Of the program.
-    """
-    value = values.get(name)
     return EnteredExitStack(value, files) if isinstance(value, contextlib.ExitStack) else None
 
 
@@ -494,8 +468,8 @@ class Generators:
         """Context that stands for the expression of a `with`; None if it is to be evaluated."""
         if self.live:
             return None
-        values = sys._getframe(1).f_locals
-        found = entered_context(values, name, self._files) or stack(values, name, self._files)
+        value = sys._getframe(1).f_locals.get(name)
+        found = entered_context(value, self._files, own=True)
         if found is None:
             # What the expression calls does its work.
             self.paused = self.live = True
@@ -666,17 +640,6 @@ PLACES, MODULES, FOREIGN = 1, 2, 6
 """Where a session's values have its frames, its modules and what other modules hold."""
 
 
-_NO_LINE = sys.maxsize
-
-
-class _Binding(NamedTuple):
-    """A name of the program, and where it gets its value."""
-
-    file: SourceFile
-    line: int | None
-    name: str
-
-
 def located(
     error: Unsaveable, files: Sequence[SourceFile], frames: Sequence[FrameType]
 ) -> AutosaveError:
@@ -687,29 +650,26 @@ def located(
         files: The program.
         frames: Of its bodies on the way to the step, outermost first.
     """
-    found = _binding(error, files, frames)
+    path, found = list(error.path), None
+    if error.root is not None:
+        found = _of_root(error.root, path, files, frames)
+    elif len(path) > 3 and path[0] == f"[{PLACES}]":
+        depth, name = int(path[1][1:-1]), ast.literal_eval(path[3][1:-1])
+        found = _in_frame(frames[depth], name, path[4:], files)
+    elif len(path) > 2 and path[0] == f"[{MODULES}]":
+        module, name = (ast.literal_eval(part[1:-1]) for part in path[1:3])
+        found = _in_module(module, name, path[3:], files)
     if found is None:
         return error
-    line = "" if found.line is None else f", line {found.line}"
+    file, number, name = found
+    line = "" if number is None else f", line {number}"
     return AutosaveError(
-        f"{found.file.name()}{line}: `{found.name}`, a {error.type}, cannot be saved: "
-        f"{error.advice}"
+        f"{file.name()}{line}: `{name}`, a {error.type}, cannot be saved: {error.advice}"
     )
 
 
-def _binding(
-    error: Unsaveable, files: Sequence[SourceFile], frames: Sequence[FrameType]
-) -> _Binding | None:
-    path = list(error.path)
-    if error.root is not None:
-        return _of_root(error.root, path, files, frames)
-    if len(path) > 3 and path[0] == f"[{PLACES}]":
-        depth, name = int(path[1][1:-1]), ast.literal_eval(path[3][1:-1])
-        return _in_frame(frames[depth], name, path[4:], files)
-    if len(path) > 2 and path[0] == f"[{MODULES}]":
-        module, name = (ast.literal_eval(part[1:-1]) for part in path[1:3])
-        return _in_module(module, name, path[3:], files)
-    return None
+_Binding = tuple["SourceFile", int | None, str]
+"""A file of the program, the line where a name gets its value there, and what it is called."""
 
 
 def _of_root(
@@ -720,7 +680,7 @@ def _of_root(
         if step.startswith("."):
             for file in files:
                 if (line := attribute_line(file.tree, step[1:])) is not None:
-                    return _Binding(file, line, root[root.find(":") + 1 :] + "".join(path))
+                    return file, line, root[root.find(":") + 1 :] + "".join(path)
     depth, colon, name = root.partition(":")
     if colon and depth.isdigit() and name.isidentifier():
         return _in_frame(frames[int(depth)], name, path, files)
@@ -735,7 +695,7 @@ def _in_frame(
     if found is None:
         return None
     file, body = found
-    return _Binding(file, binding_line(body, name, frame.f_lineno), name + "".join(path))
+    return file, binding_line(body, name, frame.f_lineno), name + "".join(path)
 
 
 def _in_module(
@@ -744,8 +704,7 @@ def _in_module(
     place = getattr(sys.modules.get(module), "__file__", None)
     for file in files:
         if str(file.path) == place:
-            line = binding_line(file.tree, name, _NO_LINE)
-            return _Binding(file, line, name + "".join(path))
+            return file, binding_line(file.tree, name, sys.maxsize), name + "".join(path)
     return None
 
 
@@ -770,32 +729,30 @@ def refuse_shared(
     running = [frame for frame in frames if frame.f_code.co_cellvars]
 
     def ask(function: FunctionType) -> None:
+        code = function.__code__
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         for frame in running:
-            if function.__qualname__.startswith(f"{frame.f_code.co_qualname}.<locals>."):
-                _refuse(function, frame, files)
+            if not function.__qualname__.startswith(f"{frame.f_code.co_qualname}.<locals>."):
+                continue
+            values = frame.f_locals
+            for name, cell in cells.items():
+                shared = name in frame.f_code.co_cellvars and name in values
+                shared = shared and _value_of(cell) is values[name]
+                found = _body_of(frame, files) if shared else None
+                if found is not None and _changes(found[1], name, frame, code):
+                    raise AutosaveError(
+                        f"{code.co_filename}, line {code.co_firstlineno}: "
+                        f"`{function.__qualname__}` was made after set-up and shares the variable "
+                        f"`{name}` with `{frame.f_code.co_qualname}`, which is still running; keep "
+                        "it in a list or an attribute of an object, which both of them refer to"
+                    )
 
     return ask
 
 
-def _refuse(function: FunctionType, frame: FrameType, files: Sequence[SourceFile]) -> None:
-    code, values = function.__code__, frame.f_locals
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        shared = name in frame.f_code.co_cellvars and name in values and _holds(cell, values[name])
-        found = _body_of(frame, files) if shared else None
-        if found is not None and _changes(found[1], name, frame, code):
-            raise AutosaveError(
-                f"{code.co_filename}, line {code.co_firstlineno}: `{function.__qualname__}` was "
-                f"made after set-up and shares the variable `{name}` with "
-                f"`{frame.f_code.co_qualname}`, which is still running; keep it in a list or an "
-                "attribute of an object, which both of them refer to"
-            )
-
-
-def _holds(cell: object, value: object) -> bool:
-    try:
-        return cell.cell_contents is value  # type: ignore[attr-defined]
-    except ValueError:
-        return False
+def _value_of(cell: CellType) -> Any:
+    """Value of a variable that functions share; the cell itself where there is none."""
+    return next(iter(cell_content(cell).items), cell)
 
 
 def _body_of(frame: FrameType, files: Iterable[SourceFile]) -> tuple[SourceFile, Body] | None:
@@ -924,14 +881,14 @@ def refuse_fed_queues(names: Names, files: frozenset[str]) -> None:
         used = list(frame.f_locals.values())
         used += [frame.f_globals[name] for name in code.co_names if name in frame.f_globals]
         seen = (item for value in used for item in _reached(value, files, _DEPTH))
-        found = (queues.get(id(number)) for number in itertools.islice(seen, _AT_MOST))
-        path = next((tensor for tensor in found if tensor is not None), None)
-        if path is not None:
-            raise AutosaveError(
-                f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` fills a queue "
-                f"in a thread (`{path}`), and what the thread has done so far cannot be saved; "
-                "fill it in the training loop, or use a DataLoader with workers"
-            )
+        for item in itertools.islice(seen, _AT_MOST):
+            if id(item) in queues:
+                raise AutosaveError(
+                    f"{code.co_filename}, line {code.co_firstlineno}: `{code.co_name}` fills a "
+                    f"queue in a thread (`{queues[id(item)]}`), and what the thread has done so "
+                    "far cannot be saved; fill it in the training loop, or use a DataLoader with "
+                    "workers"
+                )
 
 
 def _filling(files: frozenset[str]) -> Iterator[FrameType]:
@@ -949,16 +906,19 @@ def _filling(files: frozenset[str]) -> Iterator[FrameType]:
 def _reached(value: Any, files: frozenset[str], depth: int) -> Iterator[Any]:
     """Objects reachable from an object, and itself."""
     yield value
-    if depth == 0:
-        return
-    inner: list[Any] = []
-    if isinstance(value, (list, tuple)):
-        inner = list(value[:_MANY])
-    elif isinstance(value, dict):
-        inner = list(value.values())[:_MANY]
-    elif isinstance(value, types.MethodType):
-        inner = [value.__self__]
-    elif not isinstance(value, types.ModuleType) or getattr(value, "__file__", None) in files:
-        inner = list(vars_of(value).values())
+    inner: Iterable[Any] = ()
+    match value:
+        case _ if depth == 0:
+            return
+        case list() | tuple():
+            inner = value[:_MANY]
+        case dict():
+            inner = list(value.values())[:_MANY]
+        case types.MethodType():
+            inner = (value.__self__,)
+        case _ if not isinstance(value, types.ModuleType) or (
+            getattr(value, "__file__", None) in files
+        ):
+            inner = list(vars_of(value).values())
     for item in inner:
         yield from _reached(item, files, depth - 1)

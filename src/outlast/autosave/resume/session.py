@@ -63,7 +63,6 @@ from outlast.autosave.resume.frames import (
     located,
     refuse_fed_queues,
     refuse_shared,
-    stack,
 )
 from outlast.autosave.resume.iterators import resumable, resumable_bars
 from outlast.autosave.resume.loaders import resumable_loaders
@@ -149,17 +148,13 @@ def difference(before: str, now: str) -> str:
     old, new = json.loads(before), json.loads(now)
     if old["random"] != new["random"]:
         return "the state of the random numbers"
+    was, there = old["tensors"], new["tensors"]
     # What was lost was found by saves, which two lives do not make after the same steps.
-    of_same_size = len(old["tensors"]) > _LATER_TENSORS or len(new["tensors"]) <= _LATER_TENSORS
-    alike = old["lost"] == new["lost"] and of_same_size
-    if alike and old["tensors"].keys() != new["tensors"].keys():
+    of_same_size = len(was) > _LATER_TENSORS or len(there) <= _LATER_TENSORS
+    if old["lost"] == new["lost"] and of_same_size and was.keys() != there.keys():
         return "which tensors there are"
     exact = old["exact"] and new["exact"]
-    different = [
-        path
-        for path, tensor in new["tensors"].items()
-        if path in old["tensors"] and not _same(old["tensors"][path], tensor, exact)
-    ]
+    different = [path for path in there if path in was and not _same(was[path], there[path], exact)]
     if not different:
         return ""
     others = f" and {len(different) - 1} other tensors" if len(different) > 1 else ""
@@ -169,24 +164,23 @@ def difference(before: str, now: str) -> str:
 def _tensors(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that training may change, by name."""
     for path, value in objects.items():
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point() and _readable(value):
-                yield path, value
-        elif isinstance(value, torch.optim.Optimizer):
-            states = list(value.state.values())
-            for place, state in enumerate(states):
+        if isinstance(value, torch.optim.Optimizer):
+            for place, state in enumerate(list(value.state.values())):
                 for name, item in state.items() if isinstance(state, dict) else ():
-                    if isinstance(item, torch.Tensor) and _readable(item):
+                    if _readable(item):
                         yield f"{path}.state[{place}].{name}", item
+        elif _readable(value) and value.is_floating_point():
+            yield path, value
 
 
-def _readable(tensor: torch.Tensor) -> bool:
+def _readable(value: Any) -> bool:
     return (
-        tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not hasattr(tensor, "__tensor_flatten__")
-        and tensor.numel() > 0
-        and tensor.is_contiguous()
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and not hasattr(value, "__tensor_flatten__")
+        and value.numel() > 0
+        and value.is_contiguous()
     )
 
 
@@ -448,9 +442,7 @@ class Session:
         if self.live:
             return None
         values = sys._getframe(1).f_locals
-        return (
-            values.get(context) or entered_context(values, name) or stack(values, name, self._files)
-        )
+        return values.get(context) or entered_context(values.get(name), self._files, own=False)
 
     def held(self, context: Any) -> Held:
         """Stand-in for an entered context, which ends it when the program does its work."""
@@ -577,42 +569,34 @@ class Session:
     def _name_objects(self, frame: FrameType) -> Names:
         """Name all that set-up has made, and look at what it has set."""
         own = self._modules.globals()
+        # Frames of functions: that of a module has global names.
+        frames = {
+            depth: item
+            for depth, item in enumerate(self._frames.of(frame))
+            if item.f_code.co_name != MODULE
+        }
         roots = {
             f"{module}.{name}": value
             for module, values in own.items()
             for name, value in values.items()
         }
-        for depth, item in enumerate(self._frames.of(frame)):
-            if item.f_code.co_name != MODULE:
-                roots |= {f"{depth}:{name}": value for name, value in item.f_locals.items()}
+        for depth, item in frames.items():
+            roots |= {f"{depth}:{name}": value for name, value in item.f_locals.items()}
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
         foreign = self._foreign.begin(own)
         self._names = Names(
             roots, list(own), reducers, IN_PLACE, foreign, self._foreign.packages, self._environment
         )
-        frames = self._frames.of(frame)
-        self._setup_values = self._from_environment(own) | self._from_environment(
-            {
-                f"{depth}:{self._frames.body_of(frame)}": frame.f_locals
-                for depth, frame in enumerate(frames)
-                if frame.f_code.co_name != MODULE
-            }
-        )
+        places: dict[str, Mapping[str, Any]] = own | {
+            f"{depth}:{self._frames.body_of(item)}": item.f_locals for depth, item in frames.items()
+        }
+        self._setup_values = {
+            place: {name: values[name] for name in values.keys() & self._environment}
+            for place, values in places.items()
+        }
         process.remember(roots, self._names)
         self._at_setup, self._handlers = switches(), file_handlers()
         return self._names
-
-    def _from_environment(
-        self, values: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, dict[str, Any]]:
-        return {
-            place: {name: own[name] for name in own.keys() & self._environment}
-            for place, own in values.items()
-        }
-
-    def _marked(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
-        before = self._setup_values.get(place, {})
-        return marked(values.items(), before, self._environment) if before else values
 
     def _settled(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
         assert self._names is not None
@@ -637,7 +621,8 @@ class Session:
             self._foreign.put(changes)
         self._asked = self.step
         self._watched_from = self.step
-        dead = self._dead(self._target[0].site)
+        site = self._target[0].site
+        dead = frozenset[str]() if site is None else self._frames.sites[site].dead
         for module, found in values.items():
             own = globals_of(module)
             for name in own_names(own):
@@ -648,6 +633,11 @@ class Session:
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         assert self._names is not None
+
+        def marks(place: str, values: dict[str, Any]) -> dict[str, Any]:
+            before = self._setup_values.get(place, {})
+            return marked(values.items(), before, self._environment) if before else values
+
         for reference in self._sharded:
             if (sharded := reference()) is not None:
                 # Parameters that a forward pass without a backward pass has left gathered.
@@ -656,16 +646,17 @@ class Session:
         self._entries.refuse_unseen(frames)
         refuse_fed_queues(self._names, self._files)
         places = [
-            place._replace(names=self._marked(f"{depth}:{place.body}", place.names))
+            place._replace(names=marks(f"{depth}:{place.body}", place.names))
             for depth, place in enumerate(self._frames.places(frame, number, self.kept))
         ]
         dead = {
-            frame.f_globals["__name__"]: self._dead(place.site)
+            frame.f_globals["__name__"]: self._frames.sites[place.site].dead
             for frame, place in zip(frames, places, strict=True)
-            if frame.f_code.co_name == MODULE
+            if frame.f_code.co_name == MODULE and place.site is not None
         }
+
         values = {
-            module: self._marked(
+            module: marks(
                 module,
                 {name: value for name, value in values.items() if name not in dead.get(module, ())},
             )
@@ -694,9 +685,6 @@ class Session:
             return False
         owner = list(foreign)[int(error.path[1].removeprefix("[value ").removesuffix("]"))]
         return self._foreign.leave(owner, ast.literal_eval(error.path[3][1:-1]))
-
-    def _dead(self, site: int | None) -> frozenset[str]:
-        return frozenset() if site is None else self._frames.sites[site].dead
 
     def _compare(self, step: int) -> None:
         """Keep the digest of a step after a save, or compare it with what an earlier life kept."""
