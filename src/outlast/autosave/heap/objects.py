@@ -450,7 +450,7 @@ _MOVED = {
     for folder, new, olds in (
         ("heap", "objects", "atoms content modules code answering undisturbed results"),
         ("heap", "tensors", "blocks gradients parametrized sizes"),
-        ("heap", "kinds", "order plain"),
+        ("heap", "kinds", "order plain hidden"),
         ("heap", "names", "environment refusal"),
         ("heap", "capture", "values"),
         ("resume", "session", "augmented objects"),
