@@ -25,7 +25,7 @@ class Runs:
 def copied(captured: Captured) -> Captured:
     """What another process would read: no memory is shared with this one."""
     tensors = {name: row.clone() for name, row in captured.tensors.items()}
-    return Captured(captured.program, tensors, captured.sizes)
+    return Captured(captured.program, tensors)
 
 
 def resume(

@@ -14,9 +14,11 @@ from outlast.autosave.heap.capture import Captured
 from outlast.autosave.program.rewrite import rewrite
 from outlast.autosave.program.source import RUNTIME, read_program, rewritten_imports
 from outlast.autosave.program.training import find_training
+from outlast.autosave.resume.files import Logs
 from outlast.autosave.resume.loaders import resumable_loaders
 from outlast.autosave.resume.process import visible_caches
-from outlast.autosave.resume.session import Session
+from outlast.autosave.resume.session import SavedState, Session
+from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,6 +66,24 @@ class DictKeeper:
         """Nothing waits for the end of a loop."""
 
 
+class _Restoring:
+    """The session's side of a `DictKeeper`, with what is to be gone back to."""
+
+    def __init__(self, keeper: DictKeeper, saved: Captured | None) -> None:
+        self.due, self.digest = keeper.due, keeper.digest
+        self.note, self.left = keeper.note, keeper.left
+        self._keeper, self._saved = keeper, saved
+
+    def saved(self) -> SavedState | None:
+        return None if self._saved is None else SavedState(self._saved, {})
+
+    def save(self, step: int, state: SavedState) -> None:
+        self._keeper.save(step, state.captured)
+
+    def failed(self, error: OutlastError) -> None:
+        """The error itself ends the test."""
+
+
 def run_plain(script: Path) -> str:
     """What a program prints under plain Python."""
     return _run(script, compile(script.read_text(), str(script), "exec"), None)
@@ -73,7 +93,7 @@ def run(script: Path, keeper: DictKeeper, saved: Captured | None = None) -> str:
     """What a program prints when it is rewritten, up to where its keeper stops it."""
     files = read_program(script)
     rewritten = rewrite(files, find_training(files))
-    session = Session(rewritten, keeper, saved)
+    session = Session(rewritten, _Restoring(keeper, saved), Logs(resuming=False))
     code = compile(rewritten[0].tree, str(script), "exec")
     with (
         rewritten_imports(rewritten, session),

@@ -18,13 +18,15 @@ import torch
 from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.names import Names
 from outlast.autosave.resume.process import random_states, set_random_states
+from outlast.autosave.script_replay import Difference, first_differences
 from outlast.autosave.state_plan import (
     StatePlan,
+    find_state,
     named_roots,
     program_modules,
+    reached,
     readable_names,
 )
-from outlast.autosave.state_search import Difference, find_state, first_differences, reached
 from outlast.autosave.step_trace import digests, storage_key
 from outlast.errors import AutosaveError
 

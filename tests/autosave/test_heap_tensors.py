@@ -257,7 +257,7 @@ def test_files_mapped_into_memory_are_left_on_disk(tmp_path):
         run["late"] = np.memmap(tmp_path / "data", np.int64, "r")
 
     runs = resume(setup, train, __name__)
-    assert runs.captured.sizes["program"] < 2000
+    assert len(runs.captured.program) < 2000
     assert not runs.captured.tensors
     assert runs.resumed["late"][999] == 999
 
@@ -285,34 +285,6 @@ def test_what_is_held_out_of_sight_and_changes_is_written():
 
     resume(setup, train, __name__)
     assert hidden.holder.value.tolist() == [2, 2, 2]
-
-
-def test_bytes_are_told_by_what_they_are():
-    def setup():
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False))
-        return {
-            "model": model,
-            "optimizer": torch.optim.Adam(model.parameters()),
-            "data": np.zeros(5),
-        }
-
-    def train(run):
-        run["model"](torch.ones(2, 4)).sum().backward()
-        run["optimizer"].step()
-        run["late"] = torch.zeros(3)
-
-    sizes = resume(setup, train, __name__).captured.sizes
-    program = sizes.pop("program")
-    assert program > 0
-    assert sizes == {
-        "parameters": 64,
-        "gradients": 64,
-        "optimizer": 2 * 64 + 4,
-        "buffers": 2 * 16 + 8,
-        "arrays": 40,
-        "tensors": 12,
-        "gradients not saved": 0,
-    }
 
 
 def test_a_tensor_that_nothing_leads_to_is_saved_in_each_life_once_it_was_written():

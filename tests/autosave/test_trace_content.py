@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from outlast.autosave.state_search import differences, first_differences
+from outlast.autosave.script_replay import differences, first_differences
 from outlast.autosave.step_trace import changed_over, digest, digests
 
 TENSORS = [

@@ -5,7 +5,7 @@ import random
 import torch
 from torch import nn
 
-from outlast.autosave.state_search import graph_state, recorded_inputs
+from outlast.autosave.state_plan import graph_state, recorded_inputs
 
 
 def signature(module, *args, **settings):

@@ -6,13 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.autosave.api import loop
-    from outlast.autosave.state_plan import StatePlan
-    from outlast.autosave.state_search import find_state
+    from outlast.autosave.position import loop
+    from outlast.autosave.state_plan import StatePlan, find_state
 
 __all__ = ["StatePlan", "find_state", "loop"]
 
-_PLACES = {"loop": "api", "find_state": "state_search", "StatePlan": "state_plan"}
+_PLACES = {"loop": "position", "find_state": "state_plan", "StatePlan": "state_plan"}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from outlast.autosave.execute import SavedState
 from outlast.autosave.heap.capture import Captured
+from outlast.autosave.resume.session import SavedState
 from outlast.checkpoint import CheckpointStore
 from outlast.distributed.ranks import ALONE, Ranks
 from outlast.errors import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from outlast.autosave.run_folder import RunFolder
-    from outlast.checkpoint import SaveResult
+    from outlast.checkpoint import SaveHandle, SaveResult
     from outlast.runtime.cadence import SaveCadence
     from outlast.runtime.saves import RunSaves
     from outlast.runtime.stop import JobChain, Stop
@@ -58,13 +58,6 @@ _TRIES = 4
 
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-
-
-class Copying(Protocol):
-    """A save under way."""
-
-    def copied(self) -> None:
-        """Return when all copies are made."""
 
 
 class _Row(NamedTuple):
@@ -106,7 +99,7 @@ class CopyWindows:
         self._watched: list[tuple[_Row, tuple[int, int]]] = []
         self._tries: Counter[str] = Counter()
         self._late: list[_Row] = []
-        self._saves: list[Copying] = []
+        self._saves: list[SaveHandle] = []
         self._open = False
         self._lock = threading.Lock()
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -142,7 +135,7 @@ class CopyWindows:
                     self._watched.append((row, _fingerprint(tensor)))
         return frozenset(names)
 
-    def opened(self, save: Copying) -> None:
+    def opened(self, save: SaveHandle) -> None:
         """Have `save` make its copies before the next optimizer step, or at the next boundary."""
         with self._lock:
             self._saves.append(save)
@@ -171,14 +164,13 @@ class CopyWindows:
         # The compiler sees nothing else of this, and need not split a graph for it.
         if torch.compiler.is_compiling():
             return
-        if _records_graph():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             # What is recorded here is done later, without this hook.
             with self._lock:
                 for tensor in _tensors_of(optimizer):
                     self._verdicts[tensor] = False
             return
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
+        self._optimizers.add(optimizer)
         if self._open:
             self._close(complete=True)
 
@@ -202,10 +194,9 @@ class CopyWindows:
                 # The save sees the storage through a tensor that has a counter of its own.
                 increment_version(row.row)
         self._late.clear()
-        saves = list(self._saves)
-        for save in saves:
-            save.copied()
-            self._saves.remove(save)
+        while self._saves:
+            self._saves[0].copied()
+            del self._saves[0]
 
     def _judge(self, row: _Row, *, late: bool) -> None:
         for owner, _ in row.owners:
@@ -240,11 +231,6 @@ def _hurrying_eval(module: nn.Module) -> nn.Module:
         for evaluation in list(_EVALUATIONS):
             evaluation.hurry()
     return _plain_eval(module)
-
-
-def _records_graph() -> bool:
-    used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return used and torch.cuda.is_current_stream_capturing()
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -298,18 +284,12 @@ class RankState:
     def state_dict(self) -> dict[str, Any]:
         """The state, as tensors and plain values."""
         assert self.saved is not None
-        found = self.saved.captured
-        length = len(found.program)
-        size = max(_SMALLEST_PROGRAM_BYTES, 1 << (length - 1).bit_length())
-        padded = bytearray(size)
-        padded[:length] = found.program
+        captured, logs = self.saved
+        length = len(captured.program)
+        padded = bytearray(max(_SMALLEST_PROGRAM_BYTES, 1 << (length - 1).bit_length()))
+        padded[:length] = captured.program
         program = torch.frombuffer(padded, dtype=torch.uint8)
-        return {
-            "length": length,
-            "program": program,
-            TENSORS: found.tensors,
-            "logs": self.saved.logs,
-        }
+        return {"length": length, "program": program, TENSORS: captured.tensors, "logs": logs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was saved."""
@@ -617,20 +597,20 @@ class ScriptKeeper:
         self.stopped = self._reason
         if error is not None:
             self.code = EXIT_CRASHED
-        self.say(
-            f"stopped at step {step} ({self._reason}); the same command goes on from there"
-            if error is None
-            else f"stopped at step {step} ({self._reason}) without a save"
-        )
+        end = "; the same command goes on from there" if error is None else " without a save"
+        self.say(f"stopped at step {step} ({self._reason}){end}")
         raise SystemExit(self.code)
 
     def _refuse_to_go_on(self) -> None:
         """End a script that has caught what was to end it, and trains on."""
-        if self.stopped:
-            _leave(self.code)
-        if self._problem is not None:
+        if not self.stopped:
+            if self._problem is None:
+                return
             self.warn(str(self._caught(self._problem)))
-            _leave(EXIT_BAD_INPUT)
+        # What the script would do on the way has been done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.code if self.stopped else EXIT_BAD_INPUT)
 
     @staticmethod
     def _caught(problem: OutlastError) -> OutlastError:
@@ -642,13 +622,6 @@ class ScriptKeeper:
 
 def _in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _leave(code: int) -> None:
-    """End the process; what the script would do on the way has been done."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _size(count: int) -> str:

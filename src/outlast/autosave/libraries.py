@@ -319,26 +319,16 @@ def read_and_rewrite(
         AutosaveError: When it cannot be read, has no training loop, or one that cannot be followed.
     """
     from outlast.autosave.program.rewrite import rewrite
-    from outlast.autosave.program.source import Rewritten, read_program
-    from outlast.autosave.program.training import NoTrainingLoopError, find_training
+    from outlast.autosave.program.source import Rewritten
 
-    files = read_program(script)
-    try:
-        training = find_training(files, loop)
-    except NoTrainingLoopError:
-        library = library_of(files)
-        if library is None:
-            raise
-        return [Rewritten(file, file.tree) for file in files], library
+    files, training = _read(script, loop)
+    if isinstance(training, Library):
+        return [Rewritten(file, file.tree) for file in files], training
     return rewrite(files, training), None
 
 
-def read_training(script: Path, loop: str | None = None) -> tuple[list[SourceFile], Training]:
-    """The files of a program and its own training loops.
-
-    Raises:
-        AutosaveError: When it cannot be read, or has no training loop of its own.
-    """
+def _read(script: Path, loop: str | None) -> tuple[list[SourceFile], Training | Library]:
+    """The files of a program, and its own training loops or the library that trains it."""
     from outlast.autosave.program.source import read_program
     from outlast.autosave.program.training import NoTrainingLoopError, find_training
 
@@ -349,8 +339,20 @@ def read_training(script: Path, loop: str | None = None) -> tuple[list[SourceFil
         library = library_of(files)
         if library is None:
             raise
+        return files, library
+
+
+def read_training(script: Path, loop: str | None = None) -> tuple[list[SourceFile], Training]:
+    """The files of a program and its own training loops.
+
+    Raises:
+        AutosaveError: When it cannot be read, or has no training loop of its own.
+    """
+    files, training = _read(script, loop)
+    if isinstance(training, Library):
         raise AutosaveError(
-            f"{script} is trained by {library.name}, whose loop is not the script's own: `outlast "
+            f"{script} is trained by {training.name}, whose loop is not the script's own: `outlast "
             "run` leaves saving and resuming to it, with Outlast's store, and there is no state of "
             "the script's own to look at"
-        ) from None
+        )
+    return files, training

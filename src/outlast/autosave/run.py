@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outlast.autosave.run_folder import RunFolder, folder_of
 from outlast.errors import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import FrameType
 
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore
 
     from outlast.autosave.keeper import ScriptKeeper
     from outlast.autosave.libraries import HandedOver, Library
@@ -96,10 +96,15 @@ def rendezvous(ranks: Ranks, folder: Path, look: Callable[[], Begun]) -> Begun:
     way = _way(os.environ, folder) if ranks.world_size > 1 else None
     if way is None:
         return look()
-    launch, board = way
-    launch = f"{launch}.{ranks.world_size}"
+    names, board = way
+    # The name of this launch, as far as its ranks know it.
+    launch = ".".join([*(os.environ.get(name, "0") for name in names), str(ranks.world_size)])
     if not ranks.is_first:
         return _hear(board, launch, ranks.rank)
+
+    def tell(begun: Begun) -> None:
+        board.put(_WORD, json.dumps([launch, uuid.uuid4().hex, asdict(begun)]))
+
     try:
         begun = look()
     except Exception as error:
@@ -107,40 +112,22 @@ def rendezvous(ranks: Ranks, folder: Path, look: Callable[[], Begun]) -> Begun:
         problem = str(error) if known else f"{type(error).__name__}: {error}"
         # That it cannot be told hides nothing of what has happened.
         with contextlib.suppress(Exception):
-            _tell(board, launch, Begun(problem=problem, crashed=not known))
+            tell(Begun(problem=problem, crashed=not known))
         raise
-    _tell(board, launch, begun)
+    tell(begun)
     return begun
 
 
-class _Board(Protocol):
-    """Texts that rank 0 and the others write down, each under a name of its own."""
-
-    def put(self, name: str, text: str) -> None: ...
-    def get(self, name: str) -> str | None: ...
-    def where(self) -> str: ...
-
-
-def _way(environment: Mapping[str, str], folder: Path) -> tuple[str, _Board] | None:
-    """The name of this launch, as far as its ranks know it, and where they meet."""
+def _way(environment: Mapping[str, str], folder: Path) -> tuple[list[str], _Store | _Files] | None:
+    """Variables that tell this launch from others, and where its ranks meet."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        agent = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-        return _joined(environment, agent), _Store(environment)
+        return ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"], _Store(environment)
     if "SLURM_STEP_ID" in environment and "SLURM_JOB_ID" in environment:
-        step = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        return _joined(environment, step), _Files(folder)
+        return ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"], _Files(folder)
     return None
 
 
-def _joined(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return ".".join(environment.get(name, "0") for name in names)
-
-
-def _tell(board: _Board, launch: str, begun: Begun) -> None:
-    board.put(_WORD, json.dumps([launch, uuid.uuid4().hex, asdict(begun)]))
-
-
-def _hear(board: _Board, launch: str, rank: int) -> Begun:
+def _hear(board: _Store | _Files, launch: str, rank: int) -> Begun:
     """The word of rank 0 in this launch, which this rank has not heard before.
 
     Raises:
@@ -157,7 +144,7 @@ def _hear(board: _Board, launch: str, rank: int) -> Begun:
                     board.put(heard, mark)
                     return Begun(**begun)
             time.sleep(_PAUSE_SECONDS)
-        reason = f"there is no word of this launch in {board.where()}"
+        reason = f"there is no word of this launch in {board.where}"
     # That of torch's store is the first.
     except (RuntimeError, OSError) as error:
         reason = str(error).partition("\n")[0]
@@ -170,36 +157,26 @@ def _hear(board: _Board, launch: str, rank: int) -> Begun:
 class _Store:
     """The store of torchrun's agent."""
 
+    where = "the store of torchrun's agent"
+
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._address = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-        self._opened: TCPStore | None = None
 
     def put(self, name: str, text: str) -> None:
-        self._store().set(self._key(name), text)
+        """Write a text down under a name of its own."""
+        self._store.set(name, text)
 
     def get(self, name: str) -> str | None:
-        key = self._key(name)
-        return str(self._store().get(key).decode()) if self._store().check([key]) else None
+        """The text of that name; None where there is none yet."""
+        return str(self._store.get(name).decode()) if self._store.check([name]) else None
 
-    def where(self) -> str:
-        return "the store of torchrun's agent"
+    @functools.cached_property
+    def _store(self) -> PrefixStore:
+        from torch.distributed import PrefixStore, TCPStore
 
-    def _key(self, name: str) -> str:
-        return f"outlast/run/{name}"
-
-    def _store(self) -> TCPStore:
-        from torch.distributed import TCPStore
-
-        if self._opened is None:
-            host, port = self._address
-            self._opened = TCPStore(
-                host,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=_DEADLINE_SECONDS),
-            )
-        return self._opened
+        timeout = timedelta(seconds=_DEADLINE_SECONDS)
+        store = TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
+        return PrefixStore("outlast/run", store)
 
 
 class _Files:
@@ -207,13 +184,15 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.where = str(folder / f"{_WORD}.json")
 
     def put(self, name: str, text: str) -> None:
+        """As that of the store."""
         self._folder.mkdir(parents=True, exist_ok=True)
         replace_file(self._folder / f"{name}.json", text.encode())
 
     def get(self, name: str) -> str | None:
-        """The text of a file.
+        """As that of the store.
 
         Raises:
             OSError: When rank 0 cannot write here, so that there will never be one.
@@ -226,9 +205,6 @@ class _Files:
         except FileNotFoundError:
             return None
 
-    def where(self) -> str:
-        return str(self._folder / f"{_WORD}.json")
-
 
 @dataclass
 class _Standing:
@@ -236,13 +212,6 @@ class _Standing:
 
     word: Word = "failed"
     step: int = 0
-
-
-@dataclass
-class _Stepped:
-    """Record of an optimizer's first step."""
-
-    called: bool = False
 
 
 def work(
@@ -255,16 +224,15 @@ def work(
     chain: JobChain,
 ) -> int:
     """Run a script with training loops of its own; gives the exit code."""
-    from outlast.autosave.execute import execute
     from outlast.autosave.keeper import ScriptKeeper
     from outlast.autosave.resume.files import FirstSizes
+    from outlast.autosave.resume.session import execute
     from outlast.runtime.stop import Stop
 
     cadence = cadence_of(
         every_of(asked.every), folder.pace, nodes=ranks.nodes, failed_before=begun.died
     )
-    limit_seconds = _limit_seconds(asked)
-    with _under_way(folder, ranks) as standing, Stop(limit_seconds, chain=chain) as stop:
+    with _under_way(folder, ranks) as standing, Stop(asked.limit_seconds, chain=chain) as stop:
         keeper = ScriptKeeper(folder, cadence, stop, ranks, keep=asked.keep, chain=chain)
         try:
             code = execute(
@@ -287,14 +255,14 @@ def work_of_library(
     asked: RunOptions, files: list[Rewritten], folder: RunFolder, ranks: Ranks, library: Library
 ) -> int:
     """Run a script that is trained by a library's loop; gives the exit code."""
-    from outlast.autosave.execute import execute_plainly
     from outlast.autosave.libraries import HandedOver, handing_over
+    from outlast.autosave.resume.session import execute_plainly
 
     handed = HandedOver(
         every=every_of(asked.every),
         stores=folder.library_stores,
         root=files[0].source.path.parent,
-        limit_seconds=_limit_seconds(asked),
+        limit_seconds=asked.limit_seconds,
     )
     with _under_way(folder, ranks) as standing:
         if ranks.is_first:
@@ -313,7 +281,7 @@ def work_of_library(
         if handed.trained:
             _say(f"finished after {handed.step} steps")
         else:
-            kind = "warning: " if stepped.called else ""
+            kind = "warning: " if stepped else ""
             _say(
                 f"{kind}the script ended without a training by {library.name}, so nothing was saved"
             )
@@ -321,15 +289,18 @@ def work_of_library(
 
 
 @contextlib.contextmanager
-def _watching_steps(library: Library, handed: HandedOver, *, speaks: bool) -> Iterator[_Stepped]:
-    """Within, warn at once when the first step of an optimizer is none of the library's."""
+def _watching_steps(library: Library, handed: HandedOver, *, speaks: bool) -> Iterator[list[bool]]:
+    """Within, warn at once when the first step of an optimizer is none of the library's.
+
+    What it gives holds something once there was a step.
+    """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    stepped = _Stepped()
+    stepped: list[bool] = []
 
     def first(*_: object) -> None:
         watch.remove()
-        stepped.called = True
+        stepped.append(True)
         if speaks and not handed.trained:
             _say(
                 f"warning: an optimizer steps before a training by {library.name} has begun; what "
@@ -348,21 +319,16 @@ def _under_way(folder: RunFolder, ranks: Ranks) -> Iterator[_Standing]:
     """Within, the run is this process's, and is written down as running."""
     before = folder.outcome(ranks.rank)
     standing = _Standing(step=before.step if before else 0)
-    lock = folder.lock() if ranks.is_first else None
-    if lock is not None:
-        lock.acquire()
-    folder.record("running", standing.step, ranks.rank)
-    try:
-        yield standing
-    finally:
-        folder.record(standing.word, standing.step, ranks.rank)
-        if lock is not None:
-            lock.release()
-
-
-def _limit_seconds(asked: RunOptions) -> float | None:
-    limit = asked.time_limit
-    return None if limit is None else seconds_of("--time-limit", limit)
+    with contextlib.ExitStack() as end:
+        if ranks.is_first:
+            lock = folder.lock()
+            lock.acquire()
+            end.callback(lock.release)
+        folder.record("running", standing.step, ranks.rank)
+        try:
+            yield standing
+        finally:
+            folder.record(standing.word, standing.step, ranks.rank)
 
 
 def _ended(code: int, keeper: ScriptKeeper, *, interrupted: bool) -> tuple[int, Word]:
@@ -424,10 +390,8 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         # The stop signals are ours: elastic would end the processes before they have saved.
         signals_to_handle="SIGQUIT",
     )
-    previous = {
-        number: signal.signal(number, _forward)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    }
+    taken = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    previous = {number: signal.signal(number, _forward) for number in taken}
     try:
         elastic_launch(config, sys.executable)("-m", "outlast", "run", *arguments)
     except ChildFailedError as error:
@@ -435,11 +399,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         if failure.exitcode >= 0:
             return int(failure.exitcode)
         name = signal.Signals(-failure.exitcode).name
-        print(
-            f"outlast: rank {rank} was killed by {name}; the same command goes on from the newest "
-            "version",
-            file=sys.stderr,
-        )
+        _say(f"rank {rank} was killed by {name}; the same command goes on from the newest version")
         return EXIT_CRASHED
     finally:
         for number, handler in previous.items():
@@ -501,16 +461,23 @@ class RunOptions:
     accept_changes: bool = False
     loop: str | None = None
 
+    @property
+    def limit_seconds(self) -> float | None:
+        """The time limit, read."""
+        limit = self.time_limit
+        return None if limit is None else seconds_of("--time-limit", limit)
+
     def of_process(self) -> list[str]:
         """Arguments of ``outlast run`` for a process whose launcher has prepared the folder."""
-        given = [f"--every={self.every}", f"--keep={self.keep}"]
-        if self.directory is not None:
-            given.append(f"--directory={self.directory}")
-        if self.time_limit is not None:
-            given.append(f"--time-limit={self.time_limit}")
-        if self.loop is not None:
-            given.append(f"--loop={self.loop}")
-        return [*given, str(self.script), *self.arguments]
+        given = {
+            "every": self.every,
+            "keep": self.keep,
+            "directory": self.directory,
+            "time-limit": self.time_limit,
+            "loop": self.loop,
+        }
+        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        return [*options, str(self.script), *self.arguments]
 
 
 def run_script(asked: RunOptions, processes: int | None = None, *, chain: JobChain) -> int:
@@ -525,11 +492,16 @@ def run_script(asked: RunOptions, processes: int | None = None, *, chain: JobCha
         The exit code.
     """
     from outlast.autosave.libraries import read_and_rewrite
-    from outlast.distributed.ranks import ALONE, Ranks, launched_by, ranks_from
+    from outlast.distributed.ranks import (
+        ALONE,
+        Ranks,
+        launched_by,
+        ranks_from,
+        rendezvous_address,
+    )
 
     every_of(asked.every)
-    if asked.time_limit is not None:
-        seconds_of("--time-limit", asked.time_limit)
+    _ = asked.limit_seconds
     files, library = read_and_rewrite(asked.script, asked.loop)
     folder = folder_of(asked.script.resolve(), asked.arguments, asked.directory)
     # A library goes on with any number of processes.
@@ -537,17 +509,21 @@ def run_script(asked: RunOptions, processes: int | None = None, *, chain: JobCha
     alone = launched_by(os.environ) == "alone"
     ranks = ALONE if alone else ranks_from(os.environ)
     if ranks.launch == "srun":
-        _set_environment(ranks)
+        # What torchrun would have set for the script; what is set stays.
+        address, port = rendezvous_address(os.environ)
+        os.environ.setdefault("RANK", str(ranks.rank))
+        os.environ.setdefault("WORLD_SIZE", str(ranks.world_size))
+        os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(ranks.local_world_size))
+        os.environ.setdefault("MASTER_ADDR", address)
+        os.environ.setdefault("MASTER_PORT", str(port))
     if ranks.is_first and (alone or ranks.launch != "nproc"):
         texts = [file.source.text for file in files]
         say_options_behind(asked.script, asked.arguments, _OWN, texts, "outlast run")
     if alone and processes is not None:
         ranks = Ranks(0, processes, 0, processes, "nproc")
         begun = look(ranks)
-        if begun.finished:
-            return EXIT_DONE
-
-        return launch(ranks.world_size, asked.of_process())
+        return EXIT_DONE if begun.finished else launch(ranks.world_size, asked.of_process())
     begun = rendezvous(ranks, folder.path, lambda: look(ranks))
     if begun.problem:
         return EXIT_CRASHED if begun.crashed else EXIT_BAD_INPUT
@@ -588,23 +564,6 @@ def _begun(
     return Begun(finished=finished, resuming=folder.has_versions(), died="running" in words)
 
 
-def _set_environment(ranks: Ranks) -> None:
-    """Under srun, what torchrun would have set for the script; what is set stays."""
-    from outlast.distributed.ranks import rendezvous_address
-
-    address, port = rendezvous_address(os.environ)
-    values = {
-        "RANK": ranks.rank,
-        "WORLD_SIZE": ranks.world_size,
-        "LOCAL_RANK": ranks.local_rank,
-        "LOCAL_WORLD_SIZE": ranks.local_world_size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
-    for name, value in values.items():
-        os.environ.setdefault(name, str(value))
-
-
 def say_options_behind(
     script: Path, arguments: Iterable[str], own: Sequence[str], texts: Sequence[str], command: str
 ) -> None:
@@ -624,9 +583,7 @@ def say_options_behind(
     if found:
         names = ", ".join(found)
         stands = "stands" if len(found) == 1 else "stand"
-        print(
-            f"outlast: note: {names} {stands} behind {script} and so is for the script; options of "
-            f"{command} go before it: {command} {names} ... {script}",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            f"note: {names} {stands} behind {script} and so is for the script; options of "
+            f"{command} go before it: {command} {names} ... {script}"
         )

@@ -29,7 +29,6 @@ import psutil
 import torch
 import xxhash
 
-from outlast.autosave.execute import SavedState, execute
 from outlast.autosave.heap.capture import Captured
 from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.tensors import Gradient, GradientUse, Seen, gradient
@@ -37,20 +36,18 @@ from outlast.autosave.program.rewrite import rewrite
 from outlast.autosave.program.source import RUNTIME, read_program
 from outlast.autosave.program.training import find_training
 from outlast.autosave.resume.frames import MODULE, Frames, name_of
+from outlast.autosave.resume.loaders import ATOMS as _ATOMS
 from outlast.autosave.resume.process import random_states
-from outlast.autosave.state_plan import StatePlan, outermost_modules, readable_names
-from outlast.autosave.state_search import Difference, StateFinder, differences, first_differences
+from outlast.autosave.resume.session import SavedState, execute
+from outlast.autosave.state_plan import StateFinder, StatePlan, outermost_modules, readable_names
 from outlast.autosave.step_trace import digest, digests, holds_numbers, storage_key
 from outlast.errors import AutosaveError, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import ModuleType
 
     from outlast.autosave.program.source import Rewritten
-
-
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
 class ProgramView:
@@ -98,24 +95,15 @@ class ProgramView:
 
     def plain_values(self, objects: dict[str, Any]) -> dict[str, str]:
         """Name to value, of variables, attributes and items that are numbers and texts."""
-        found = {
-            name: repr(variable)
-            for name, variable in self.variables().items()
-            if _is_plain(variable)
-        }
+        found = self.variables()
         for path, object_ in objects.items():
             if isinstance(object_, dict):
-                inner = {f"[{key!r}]": value for key, value in object_.items()}
+                found |= {f"{path}[{key!r}]": value for key, value in object_.items()}
             elif isinstance(object_, list):
-                inner = {f"[{place}]": value for place, value in enumerate(object_)}
+                found |= {f"{path}[{place}]": value for place, value in enumerate(object_)}
             elif hasattr(object_, "__dict__") and not isinstance(object_, type):
-                inner = {f".{name}": value for name, value in vars(object_).items()}
-            else:
-                continue
-            found.update(
-                {path + end: repr(value) for end, value in inner.items() if _is_plain(value)}
-            )
-        return found
+                found |= {f"{path}.{name}": value for name, value in vars(object_).items()}
+        return {name: repr(value) for name, value in found.items() if isinstance(value, _ATOMS)}
 
     def _modules(self) -> list[tuple[str, ModuleType]]:
         return [
@@ -125,14 +113,10 @@ class ProgramView:
         ]
 
 
-def _unused_name(name: str, found: dict[str, Any]) -> str:
+def _unused_name(name: str, found: Mapping[str, Any]) -> str:
     while name in found:
         name += "'"
     return name
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _ATOMS)
 
 
 _LONG = 120
@@ -158,18 +142,21 @@ def flat_values(program: bytes, blocks: Mapping[str, str]) -> dict[str, str]:
     ]
     while waiting:
         location, value, within = waiting.pop()
+        text = None
         if isinstance(value, str) and value in blocks:
-            found[_unused_part(location, found)] = blocks[value]
+            text = blocks[value]
         elif isinstance(value, _ATOMS):
-            found[_unused_part(location, found)] = _short(repr(value))
+            text = _short(repr(value))
         elif isinstance(value, (set, frozenset)):
-            found[_unused_part(location, found)] = _short(" ".join(sorted(map(_name, value))))
+            text = _short(" ".join(sorted(map(_name, value))))
         elif isinstance(value, type):
-            found[_unused_part(location, found)] = value.__qualname__
+            text = value.__qualname__
         elif not _is_within(value, within) and (id(value) not in told or len(found) < _MANY):
             told.add(id(value))
             inner = (id(value), within)
             waiting.extend((where, item, inner) for where, item in _parts(location, value))
+        if text is not None:
+            found[_unused_name(location, found)] = text
     return found
 
 
@@ -219,12 +206,6 @@ def _name(value: Any) -> str:
     return repr(value) if isinstance(value, _ATOMS) else type(value).__qualname__
 
 
-def _unused_part(location: str, found: dict[str, str]) -> str:
-    while location in found:
-        location += "'"
-    return location
-
-
 def _short(text: str) -> str:
     if len(text) <= _LONG:
         return text
@@ -234,30 +215,25 @@ def _short(text: str) -> str:
 class _Inert:
     """Stands for an object of any class: keeps what it is made of."""
 
+    parts: list[Any]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
         made = super().__new__(cls)
         made.parts = [*args, *([kwargs] if kwargs else [])]
         return made
 
-    parts: list[Any]
+    def append(self, value: Any) -> None:
+        """As of a list; as `add` of a set."""
+        self.parts.append(value)
 
-    def __setstate__(self, state: Any) -> None:
-        self.parts.append(state)
+    add = __setstate__ = append
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.parts.append((key, value))
 
-    def append(self, value: Any) -> None:
-        """As of a list."""
-        self.parts.append(value)
-
     def extend(self, values: Any) -> None:
         """As of a list."""
         self.parts.extend(values)
-
-    def add(self, value: Any) -> None:
-        """As of a set."""
-        self.parts.append(value)
 
 
 @functools.cache
@@ -574,6 +550,52 @@ def main(path: str) -> int:
     return status
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same after a number of steps.
+
+    Attributes:
+        step: The first step after which it differs.
+        name: Of the tensor, or where the value is.
+        expected: Digest or value in the original; empty when it is not there.
+        found: In the other.
+    """
+
+    step: int
+    name: str
+    expected: str
+    found: str
+
+    def sentence(self) -> str:
+        """For people."""
+        if not self.expected:
+            return f"step {self.step}: {self.name} is there, but should not be"
+        if not self.found:
+            return f"step {self.step}: {self.name} is missing"
+        return f"step {self.step}: {self.name} is {self.found}, should be {self.expected}"
+
+
+def first_differences(
+    expected: Mapping[int, Mapping[str, str]], found: Mapping[int, Mapping[str, str]]
+) -> Iterator[Difference]:
+    """Each name that differs once, at the first step where it does."""
+    told: set[str] = set()
+    for step, names in expected.items():
+        for difference in differences(step, names, found.get(step, {})):
+            if difference.name not in told:
+                told.add(difference.name)
+                yield difference
+
+
+def differences(
+    step: int, expected: Mapping[str, str], found: Mapping[str, str]
+) -> Iterator[Difference]:
+    """The names whose digests or values are not the same."""
+    for name in dict.fromkeys([*expected, *found]):
+        if expected.get(name, "") != found.get(name, ""):
+            yield Difference(step, name, expected.get(name, ""), found.get(name, ""))
+
+
 _ITERATOR = f"['{RUNTIME.rstrip('_')}_"
 
 
@@ -645,23 +667,44 @@ def replay_script(
         )
     with tempfile.TemporaryDirectory(prefix="outlast-replay-") as folder:
         order = Order("record", str(script), tuple(arguments), at, steps, folder, "", loop)
-        passes = _Passes(order, timeout_seconds)
-        original = passes.run("record")
-        resumed = passes.run("resume")
-        plain = passes.run("state_dict")
-        found = [*_compared(original, resumed)]
+        original = _run_pass(order, timeout_seconds)
+        resumed = _run_pass(replace(order, kind="resume"), timeout_seconds)
+        plain = _run_pass(replace(order, kind="state_dict"), timeout_seconds)
+        found = _differences(original, resumed)
         unsteady: set[str] = set()
         if found:
-            again = passes.run("record")
+            again = _run_pass(order, timeout_seconds)
             # A clock's value may differ. A tensor may not: in a script without a seed all do, and
             # what is lost could not be told from them.
-            unsteady = {difference.name for difference in _compared(original, again)} - {
+            unsteady = {difference.name for difference in _differences(original, again)} - {
                 difference.name for difference in first_differences(original.tensors, again.tensors)
             }
-    return _judged(original, plain, passes, found, unsteady)
+    plan = original.plan
+    assert plan is not None
+    needed = {
+        name
+        for tensor in plan.tensors
+        if tensor.kind in ("must-save", "save-once")
+        for name in (tensor.name, *tensor.aliases)
+    }
+    lost = [item for item in differences(at, original.held, plain.held) if item.expected]
+    values = differences(at, original.plain, plain.plain)
+    return ScriptReplay(
+        plan=plan,
+        at=at,
+        steps=steps,
+        tensors=len(original.tensors[at + 1]),
+        values=len(original.values[at + 1]),
+        differences=tuple(difference for difference in found if difference.name not in unsteady),
+        unsteady=tuple(sorted(unsteady & {difference.name for difference in found})),
+        lost_tensors=tuple(item.name for item in lost if item.name in needed),
+        lost_values=tuple(item for item in values if item.expected),
+        saved_bytes=original.saved_bytes,
+        process_bytes=original.process_bytes,
+    )
 
 
-def _compared(original: Result, other: Result) -> list[Difference]:
+def _differences(original: Result, other: Result) -> list[Difference]:
     """Differences of the script's own.
 
     A resumed iterator may know more than one that was never stopped, such as the states that its
@@ -677,90 +720,41 @@ def _compared(original: Result, other: Result) -> list[Difference]:
     ]
 
 
-def _judged(
-    original: Result, plain: Result, passes: _Passes, found: list[Difference], unsteady: set[str]
-) -> ScriptReplay:
-    plan = original.plan
-    assert plan is not None
-    needed = {
-        name
-        for tensor in plan.tensors
-        if tensor.kind in ("must-save", "save-once")
-        for name in (tensor.name, *tensor.aliases)
-    }
-    lost = differences(passes.at, original.held, plain.held)
-    return ScriptReplay(
-        plan=plan,
-        at=passes.at,
-        steps=passes.steps,
-        tensors=len(original.tensors[passes.at + 1]),
-        values=len(original.values[passes.at + 1]),
-        differences=tuple(difference for difference in found if difference.name not in unsteady),
-        unsteady=tuple(sorted(unsteady & {difference.name for difference in found})),
-        lost_tensors=tuple(name.name for name in lost if name.expected and name.name in needed),
-        lost_values=tuple(
-            difference
-            for difference in differences(passes.at, original.plain, plain.plain)
-            if difference.expected
-        ),
-        saved_bytes=original.saved_bytes,
-        process_bytes=original.process_bytes,
-    )
+def _run_pass(order: Order, timeout_seconds: float) -> Result:
+    """One pass over the script, to its end.
 
-
-class _Passes:
-    """Runs passes over one script."""
-
-    def __init__(self, order: Order, timeout_seconds: float) -> None:
-        self.at = order.at
-        self.steps = order.steps
-        self._order = order
-        self._script = order.script
-        self._folder = Path(order.folder)
-        self._timeout_seconds = timeout_seconds
-        self._count = 0
-
-    def run(self, kind: Kind) -> Result:
-        """One pass, to its end.
-
-        Raises:
-            AutosaveError: When it does not come to its end.
-        """
-        self._count += 1
-        order = self._folder / f"order{self._count}"
-        result = self._folder / f"result{self._count}"
-        write(order, replace(self._order, kind=kind, result=str(result)))
-        command = [sys.executable, "-c", _START, str(order)]
-        output = self._folder / f"output{self._count}"
-        try:
-            with output.open("wb") as file:
-                done = subprocess.run(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=self._timeout_seconds,
-                    check=False,
-                )
-        except subprocess.TimeoutExpired:
-            raise AutosaveError(
-                f"{self._script} did not come to step {self.at + self.steps} within "
-                f"{self._timeout_seconds:g} s; allow more, or check fewer steps"
-            ) from None
-        return self._result(kind, done.returncode, result, output)
-
-    def _result(self, kind: Kind, status: int, result: Path, output: Path) -> Result:
-        if result.exists():
-            found: Result = read(result)
-            if found.error:
-                raise AutosaveError(found.error)
-            return found
-        words = output.read_text(errors="replace").strip().splitlines()
-        if status:
-            raise AutosaveError(
-                f"{self._script} ended with exit code {status} in the pass {kind!r} before step "
-                f"{self.at + self.steps}: {words[-1] if words else 'it printed nothing'}"
+    Raises:
+        AutosaveError: When it does not come to its end.
+    """
+    with tempfile.NamedTemporaryFile(dir=order.folder, delete=False) as made:
+        place = Path(made.name)
+    result, output = place.with_suffix(".result"), place.with_suffix(".output")
+    write(place, replace(order, result=str(result)))
+    last = order.at + order.steps
+    try:
+        with output.open("wb") as file:
+            done = subprocess.run(
+                [sys.executable, "-c", _START, str(place)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_seconds,
+                check=False,
             )
+    except subprocess.TimeoutExpired:
         raise AutosaveError(
-            f"{self._script} ended before step {self.at + self.steps}; check fewer steps"
+            f"{order.script} did not come to step {last} within {timeout_seconds:g} s; allow more, "
+            "or check fewer steps"
+        ) from None
+    if result.exists():
+        found: Result = read(result)
+        if found.error:
+            raise AutosaveError(found.error)
+        return found
+    words = output.read_text(errors="replace").strip().splitlines()
+    if done.returncode:
+        raise AutosaveError(
+            f"{order.script} ended with exit code {done.returncode} in the pass {order.kind!r} "
+            f"before step {last}: {words[-1] if words else 'it printed nothing'}"
         )
+    raise AutosaveError(f"{order.script} ended before step {last}; check fewer steps")

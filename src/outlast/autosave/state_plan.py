@@ -1,24 +1,50 @@
-"""The state of a training step: each tensor's class, and why."""
+"""The state of a training step: each tensor's class, and why: from trace, graph and content.
+
+Writes of a module's forward pass are told by the signature of its exported graph. `torch.export`
+makes a module a function without side effects; after the decompositions (before them, batch
+normalisation hides its statistics) the graph's signature lists the buffers that it gives back. A
+tensor that is a plain attribute is a constant to it, and writing one an error: which tells what
+`state_dict()` misses. Large models are exported in parts, and equal parts once.
+"""
 
 from __future__ import annotations
 
+import copy
+import io
+import re
+import time
 import types
+import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from outlast.autosave.cost import StateBytes
+from outlast.autosave.heap.names import Names
 from outlast.autosave.heap.tensors import gradient
-from outlast.autosave.step_trace import Access, storage_key
+from outlast.autosave.resume.process import random_states, set_random_states
+from outlast.autosave.step_trace import (
+    Access,
+    Accesses,
+    changed_over,
+    digests,
+    holds_numbers,
+    storage_key,
+    traced_step,
+    weak_storage,
+)
+from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from outlast.autosave.state_search import GraphState
-    from outlast.autosave.step_trace import Accesses, WeakStorage, Window
+    from outlast.autosave.step_trace import WeakStorage, Window
 
 
 Kind = Literal["must-save", "save-once", "derivable", "dead"]
@@ -42,9 +68,7 @@ class TensorState:
         dtype: Of its numbers, e.g. `float32`.
         shape: Of the tensor at `name`.
         bytes: Of the whole storage.
-        codec: What it is, for who writes it: `weights`, `moments`, `integers`, ...
-        first_write: Number of the operation of a step that writes it first; None without one.
-        last_write: Of the one that writes it last.
+
         window: Until when the content at the step's beginning can be copied: `always`, `late`
             for up to the optimizer's step, or `early` for not after the step has begun.
         in_state_dict: Whether a module's or optimizer's `state_dict()` has it.
@@ -57,9 +81,7 @@ class TensorState:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    codec: str
-    first_write: int | None
-    last_write: int | None
+
     window: Window
     in_state_dict: bool
 
@@ -72,28 +94,14 @@ class StatePlan:
         tensors: All storages with a name, in the order in which they were found.
         lints: One sentence for each thing that an ordinary checkpoint would lose, or that could
             not be looked at.
-        operations: Operations of a step.
-        optimizer_begins: Of these, how many come before the first optimizer's step.
+
         naive_bytes: Of the `state_dict()` of all modules and optimizers.
-        random: Whether a step draws random numbers.
+
     """
 
     tensors: tuple[TensorState, ...]
     lints: tuple[str, ...]
-    operations: int
-    optimizer_begins: int | None
     naive_bytes: int
-    random: bool
-
-    @property
-    def late(self) -> tuple[str, ...]:
-        """Names of tensors that may be copied until the optimizer's step begins."""
-        return tuple(tensor.name for tensor in self.tensors if tensor.window == "late")
-
-    @property
-    def early(self) -> tuple[str, ...]:
-        """Names of tensors that a step writes before the optimizer's step."""
-        return tuple(tensor.name for tensor in self.tensors if tensor.window == "early")
 
     @property
     def cost(self) -> StateBytes:
@@ -142,21 +150,6 @@ class StatePlan:
             f"state_dict() has {self.naive_bytes} bytes"
         )
         return "\n".join([*lines, *self.lints])
-
-
-def codec_of(dtype: torch.dtype, *, optimizer: bool, kind: Kind) -> str:
-    """A hint to who encodes a tensor: what its numbers are like."""
-    if kind == "save-once":
-        return "constant"
-    if dtype == torch.bool:
-        return "bits"
-    if not dtype.is_floating_point and not dtype.is_complex:
-        return "integers"
-    if dtype.itemsize == 1:
-        return "float8"
-    if dtype in (torch.bfloat16, torch.float16):
-        return "half"
-    return "moments" if optimizer else "weights"
 
 
 class Label(NamedTuple):
@@ -210,8 +203,7 @@ class Finding:
     kind: Kind = "dead"
     why: list[str] = field(default_factory=list)
     window: Window = "always"
-    first_write: int | None = None
-    last_write: int | None = None
+
     unseen: bool = False
 
     def add(self, other: Finding) -> None:
@@ -220,8 +212,6 @@ class Finding:
         self.why = list(dict.fromkeys([*self.why, *other.why]))
         self.window = max(self.window, other.window, key=_WINDOWS.index)
         self.unseen |= other.unseen
-        if other.first_write is not None:
-            self.first_write, self.last_write = other.first_write, other.last_write
 
 
 _WINDOWS: tuple[Window, ...] = ("always", "late", "early")
@@ -253,8 +243,6 @@ def finding_of(path: str, changed: bool, evidence: Evidence, *, shared: bool) ->
     return Finding(
         *seen.classed(changed, shared=shared),
         window=seen.window(changed),
-        first_write=seen.first_write,
-        last_write=seen.last_write,
         unseen=changed and not (seen.mutated or seen.new or seen.blind),
     )
 
@@ -283,8 +271,6 @@ class _Seen:
     carried: bool = False
     escaped: bool = False
     early: bool = False
-    first_write: int | None = None
-    last_write: int | None = None
 
     @property
     def mutated(self) -> bool:
@@ -295,10 +281,10 @@ class _Seen:
         access = trace.at(key) or Access()
         self.read |= access.first == "read"
         self.escaped |= access.escaped
-        if access.first_write is not None:
+        if access.written:
             self.written = True
             self.early |= access.early
-            self.first_write, self.last_write = access.first_write, access.last_write
+
         elif key in after.keys.values():
             self.carried = True
         self.replaced |= after.keys.get(path) != key
@@ -333,41 +319,19 @@ class _Seen:
         return "late" if self.written else "always"
 
 
-@dataclass(frozen=True)
-class Doubts:
-    """Observations that tensors with names do not explain.
-
-    Attributes:
-        known: Keys of the storages that had a name between any two steps.
-        unseen: Names of what changes without an operation that writes it.
-        traces: Of steps one after the other.
-        graph: What the forward passes write.
-    """
-
-    known: frozenset[int]
-    unseen: Sequence[str]
-    traces: Sequence[Accesses]
-    graph: GraphState
-
-
 def lints_of(
-    states: Iterable[TensorState], objects: Mapping[str, Any], doubts: Doubts
+    states: Iterable[TensorState], objects: Mapping[str, Any], evidence: Evidence, unseen: list[str]
 ) -> Iterator[str]:
     """The sentences, the gravest first.
 
     Args:
         states: What was found.
         objects: Path to object.
-        doubts: What else was met.
+        evidence: What was seen.
+        unseen: Names of what changes without an operation that writes it.
     """
-    yield from _out_of_reach(doubts.known, doubts.traces)
-    # Paths to buffers that their modules do not save.
-    found = {
-        id(object_._buffers[name])
-        for object_ in objects.values()
-        if isinstance(object_, nn.Module)
-        for name in object_._non_persistent_buffers_set
-    }
+    yield from _out_of_reach(evidence)
+    found = set(map(id, _transient_buffers(objects)))
     transient = frozenset(path for path, object_ in objects.items() if id(object_) in found)
     others = [
         path
@@ -379,20 +343,20 @@ def lints_of(
         if state.kind == "must-save" and not state.in_state_dict:
             owner = next((one for one in others if state.name.startswith(f"{one}.")), "")
             yield _missed(state, not transient.isdisjoint(state.aliases), owner)
-    for name in doubts.unseen:
+    for name in unseen:
         yield (
             f"`{name}` changes without an operation of torch that writes it; whatever changes it "
             "(NumPy, a kernel) is not seen, so its copy windows are closed"
         )
-    for operation in sorted({name for trace in doubts.traces for name in trace.untold}):
+    for operation in sorted({name for trace in evidence.traces for name in trace.untold}):
         yield (
             f"the operation {operation} writes an argument and does not say so; declare it with "
             "`mutates_args` (or `(a!)` in its schema)"
         )
-    yield from doubts.graph.lints
-    for failure in doubts.graph.failures:
+    yield from evidence.graph.lints
+    for failure in evidence.graph.failures:
         yield f"not exported, so judged by trace and content alone: {failure}"
-    for reason in sorted({trace.skipped for trace in doubts.traces if trace.skipped}):
+    for reason in sorted({trace.skipped for trace in evidence.traces if trace.skipped}):
         yield f"not traced, so judged by content alone: {reason}"
 
 
@@ -418,12 +382,12 @@ def _missed(state: TensorState, transient: bool, owner: str) -> str:
     )
 
 
-def _out_of_reach(known: frozenset[int], traces: Sequence[Accesses]) -> Iterator[str]:
+def _out_of_reach(evidence: Evidence) -> Iterator[str]:
     """Storages without a name that steps write, and that were there in an earlier step."""
+    told = {key for boundary in evidence.boundaries for key in boundary.keys.values()}
     met: set[int] = set()
-    told: set[int] = set()
-    for trace in traces:
-        for key in sorted((trace.written() & met) - known - told):
+    for trace in evidence.traces:
+        for key in sorted((trace.written() & met) - told):
             told.add(key)
             yield (
                 f"a tensor that no root leads to is changed at {trace.places.get(key, 'a library')}"
@@ -486,11 +450,10 @@ def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
     found: dict[int, str] = {}
     paths = {id(object_): path for path, object_ in objects.items()}
     for module in outermost_modules(objects.values()):
-        for inner, part in module.named_modules():
-            prefix = f"{paths[id(module)]}.{inner}." if inner else f"{paths[id(module)]}."
+        for inner, part in module.named_modules(prefix=paths[id(module)]):
             for name, item in {**vars(part), **part._parameters, **part._buffers}.items():
                 if isinstance(item, torch.Tensor):
-                    found.setdefault(id(item), prefix + name)
+                    found.setdefault(id(item), f"{inner}.{name}")
     for path, object_ in objects.items():
         # Not by its attribute, whose uses are watched.
         if isinstance(object_, torch.Tensor) and (grad := gradient(object_)) is not None:
@@ -506,29 +469,18 @@ def readable_names(objects: Mapping[str, Any]) -> dict[int, str]:
 def in_state_dicts(objects: Iterable[Any]) -> dict[int, int]:
     """Storage keys and bytes of what modules and optimizers give by `state_dict()`."""
     every = list(objects)
+    given: list[Any] = [module.state_dict(keep_vars=True) for module in outermost_modules(every)]
+    given += [value.state_dict() for value in every if isinstance(value, torch.optim.Optimizer)]
     found: dict[int, int] = {}
-    for module in outermost_modules(every):
-        for number in module.state_dict(keep_vars=True).values():
-            _add(found, number)
-    for said in every:
-        if isinstance(said, torch.optim.Optimizer):
-            _add(found, said.state_dict())
+    waiting = pytree.tree_leaves(given)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            if hasattr(value, "__tensor_flatten__"):
+                waiting += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+            elif value.layout == torch.strided:
+                found[storage_key(value)] = value.untyped_storage().nbytes()
     return found
-
-
-def _add(found: dict[int, int], value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        if hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                _add(found, getattr(value, name))
-        elif value.layout == torch.strided:
-            found[storage_key(value)] = value.untyped_storage().nbytes()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _add(found, item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _add(found, item)
 
 
 def _variables(step: Callable[[], Any]) -> dict[str, Any]:
@@ -543,22 +495,19 @@ def _variables(step: Callable[[], Any]) -> dict[str, Any]:
         seen.add(id(function))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            if _filled(cell):
+            # A variable that has no value yet is none.
+            with suppress(ValueError):
                 found.setdefault(name, cell.cell_contents)
         for name in _mentioned(function.__code__):
             if name in function.__globals__:
                 found.setdefault(name, function.__globals__[name])
         waiting += [
-            found_item
-            for found_item in found.values()
-            if isinstance(found_item, types.FunctionType)
-            and found_item.__module__ == function.__module__
+            value
+            for value in found.values()
+            if isinstance(value, types.FunctionType) and value.__module__ == function.__module__
         ]
-    return {
-        name: found_item
-        for name, found_item in found.items()
-        if not isinstance(found_item, (types.ModuleType, types.FunctionType, type))
-    }
+    closed = (types.ModuleType, types.FunctionType, type)
+    return {name: value for name, value in found.items() if not isinstance(value, closed)}
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
@@ -568,8 +517,372 @@ def _mentioned(code: types.CodeType) -> Iterator[str]:
             yield from _mentioned(const)
 
 
-def _filled(cell: types.CellType) -> bool:
+_LARGE_LEAVES = 8
+
+
+"""A module of more leaf modules than this is exported in parts."""
+
+
+_CONSTANT = re.compile(r"Constant (\S+) is mutated")
+
+
+_ASSIGNED = re.compile(r"tensor attributes? (.+?) (?:was|were) assigned during export")
+
+
+@dataclass
+class GraphState:
+    """Writes of forward passes, as far as they could be exported.
+
+    Attributes:
+        mutated: Written tensors, each with what says so.
+        lints: One sentence per tensor that is written and is no buffer.
+        failures: What could not be exported, and why.
+    """
+
+    mutated: list[tuple[torch.Tensor, str]] = field(default_factory=list)
+    lints: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a module's last call, by position and by name; shapes in place of tensors."""
+
+
+class _Shape(NamedTuple):
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@contextmanager
+def recorded_inputs(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Inputs]]:
+    """Record the last inputs of the modules and their parts while the context lasts."""
+    found: dict[nn.Module, Inputs] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found[module] = pytree.tree_map_only(
+            torch.Tensor,
+            lambda tensor: _Shape(tuple(tensor.shape), tensor.dtype, tensor.device),
+            (args, kwargs),
+        )
+
+    with ExitStack() as hooks:
+        for part in {part for module in modules for part in module.modules()}:
+            hooks.callback(part.register_forward_pre_hook(note, with_kwargs=True).remove)
+        yield found
+
+
+def graph_state(
+    modules: Iterable[nn.Module], inputs: dict[nn.Module, Inputs], limit_seconds: float = 4.0
+) -> GraphState:
+    """Export what of the modules has tensors besides parameters.
+
+    Args:
+        modules: Outermost ones.
+        inputs: What they and their parts were called with.
+        limit_seconds: Wall time after which no further part is begun.
+    """
+    found = GraphState()
+    known: dict[str, _Written | str] = {}
+    deadline = time.monotonic() + limit_seconds
+    for item in (part for module in modules for part in _parts_with_state(module)):
+        if item not in inputs:
+            continue
+        kind = type(item).__name__
+        # Equal for modules that do the same with other numbers, as far as they can be told apart.
+        settings = {
+            name: variable
+            for name, variable in vars(item).items()
+            if isinstance(variable, (int, float, str, bool, type(None)))
+        }
+        shapes = [(name, tuple(buffer.shape)) for name, buffer in item.named_buffers()]
+        key = f"{type(item)} {item!r} {settings} {shapes} {inputs[item]}"
+        if key not in known:
+            if time.monotonic() > deadline:
+                found.failures.append(f"{kind}: {limit_seconds:g} s of exports had passed")
+                continue
+            known[key] = _export(item, inputs[item])
+        written = known[key]
+        if isinstance(written, str):
+            found.failures.append(f"{kind}: {written}")
+            continue
+        buffers, attributes = written
+        for name in sorted(buffers | attributes):
+            parent, _, last = name.rpartition(".")
+            try:
+                tensor = getattr(item.get_submodule(parent), last)
+            except AttributeError:
+                continue
+            if isinstance(tensor, torch.Tensor):
+                found.mutated.append((tensor, f"written in the forward pass of {kind}"))
+                if name in attributes and not isinstance(tensor, nn.Parameter):
+                    found.lints.append(
+                        f"{kind}.{name} is written in the forward pass, but is neither a buffer "
+                        f'nor a parameter; make it one with register_buffer("{last}", ...)'
+                    )
+    found.lints = list(dict.fromkeys(found.lints))
+    found.failures = list(dict.fromkeys(found.failures))
+    return found
+
+
+_Written = tuple[frozenset[str], frozenset[str]]
+"""Names of the buffers, and of the plain attributes, that a forward pass writes."""
+
+
+def _parts_with_state(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules that are small, or hold tensors themselves, and have something to write."""
+    if not any(map(_has_state, module.modules())):
+        return
+    leaves = sum(1 for part in module.modules() if next(part.children(), None) is None)
+    if leaves <= _LARGE_LEAVES or _has_state(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _parts_with_state(child)
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Return True if a module itself holds tensors besides parameters."""
+    return next(module.buffers(recurse=False), None) is not None or any(
+        isinstance(variable, torch.Tensor) for variable in vars(module).values()
+    )
+
+
+def _export(module: nn.Module, inputs: Inputs) -> _Written | str:
+    """Names that a forward pass writes, or in a phrase why it cannot be exported."""
+    states = random_states()
     try:
-        return cell.cell_contents is not cell
-    except ValueError:
+        # A forward pass may leave traces in Python, which the program's own module must not have.
+        whole = copy.deepcopy(module)
+        args, kwargs = pytree.tree_map_only(
+            _Shape,
+            lambda shape: torch.zeros(shape.size, dtype=shape.dtype, device=shape.device),
+            inputs,
+            is_leaf=lambda value: isinstance(value, _Shape),
+        )
+        return _signature(whole, args, kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    finally:
+        set_random_states(states)
+
+
+def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Written:
+    attributes: set[str] = set()
+    while True:
+        silenced = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+        with warnings.catch_warnings(record=True) as warned, silenced[0], silenced[1]:
+            warnings.simplefilter("always")
+            try:
+                exported = torch.export.export(module, args, kwargs, strict=False)
+                final = exported.run_decompositions()
+                break
+            except RuntimeError as error:
+                name = _CONSTANT.search(str(error))
+                if name is None or name[1] in attributes:
+                    raise
+                attributes.add(name[1])
+                parent, _, last = name[1].rpartition(".")
+                owner = module.get_submodule(parent)
+                tensor = getattr(owner, last)
+                delattr(owner, last)
+                owner.register_buffer(last, tensor)
+    for item in warned:
+        if found := _ASSIGNED.search(str(item.message)):
+            attributes |= {name.strip().removeprefix("self.") for name in found[1].split(",")}
+    mutated = frozenset(final.graph_signature.buffers_to_mutate.values())
+    return mutated - attributes, frozenset(attributes)
+
+
+def find_state(step: Callable[[], Any], roots: Any = (), steps: int = 3) -> StatePlan:
+    """Run `1 + steps` steps and class every tensor that is reached from `roots` and from `step`.
+
+    The first step is not traced: optimizers make their state in it. Where the trace, the graph
+    and the contents disagree, the more careful class holds. What is `dead` is so in all steps
+    seen; a program that reads it outside of its steps must save it all the same.
+
+    Args:
+        step: Does one step, with data of its own.
+        roots: Modules, optimizers and other objects; a mapping of names to them, several, or one.
+        steps: Steps to look at, at least 2.
+
+    Raises:
+        AutosaveError: When `steps` is too small.
+    """
+    if steps < 2:
+        raise AutosaveError(
+            f"steps = {steps} is too few to tell what changes from what does not; use at least 2"
+        )
+    finder = StateFinder(lambda: reached(step, roots))
+    for _ in range(1 + steps):
+        finder.begin_step()
+        step()
+        finder.end_step()
+    return finder.plan()
+
+
+def reached(step: Callable[[], Any], roots: Any) -> dict[str, Any]:
+    """Path to object, of all that `roots` and `step` lead to now."""
+    named = named_roots(step, roots)
+    return dict(Names(named, program_modules(named)).objects)
+
+
+class StateFinder:
+    """Looks at steps as they come.
+
+    Args:
+        look: Gives path to object of all that the program leads to.
+    """
+
+    def __init__(self, look: Callable[[], dict[str, Any]]) -> None:
+        self._look = look
+        self._modules = outermost_modules(look().values())
+        self._inputs: dict[nn.Module, Inputs] = {}
+        self._boundaries: list[Boundary] = []
+        self._traces: list[Accesses] = []
+        self._step = ExitStack()
+
+    def begin_step(self) -> None:
+        """Before a step; the first one is not traced, since optimizers make their state in it."""
+        if not self._boundaries:
+            self._inputs = self._step.enter_context(recorded_inputs(self._modules))
+        else:
+            self._traces.append(self._step.enter_context(traced_step()))
+
+    def end_step(self) -> None:
+        """After a step."""
+        self._step.close()
+        self._boundaries.append(_boundary(self._look()))
+
+    def plan(self) -> StatePlan:
+        """The state of the program, after at least three steps."""
+        graph = graph_state(self._modules, self._inputs)
+        return _plan(self._look(), Evidence(self._boundaries, self._traces, graph))
+
+
+def _boundary(objects: dict[str, Any]) -> Boundary:
+    tensors = {path: object_ for path, object_ in objects.items() if _strided(object_)}
+    called = readable_names(objects)
+    return Boundary(
+        {path: storage_key(tensor) for path, tensor in tensors.items()},
+        digests(objects),
+        {
+            path: _label(called.get(id(object_), path), object_)
+            for path, object_ in objects.items()
+            if holds_numbers(object_)
+        },
+        in_state_dicts(objects.values()),
+        [weak_storage(tensor) for tensor in tensors.values()],
+    )
+
+
+def _label(name: str, value: Any) -> Label:
+    if isinstance(value, np.ndarray):
+        dtype = torch.from_numpy(np.empty(0, value.dtype)).dtype
+    else:
+        dtype = value.dtype
+    stored = value.untyped_storage().nbytes() if _strided(value) else value.nbytes
+    return Label(name, dtype, tuple(value.shape), stored)
+
+
+def _strided(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and holds_numbers(value) and value.layout == torch.strided
+    )
+
+
+def _plan(objects: dict[str, Any], evidence: Evidence) -> StatePlan:
+    changed = changed_over(boundary.digests for boundary in evidence.boundaries)
+    graph = evidence.graph
+    written: dict[int, list[str]] = {}
+    for tensor, why in graph.mutated:
+        if _strided(tensor):
+            written.setdefault(storage_key(tensor), []).append(f"graph: {why}")
+    covered = evidence.boundaries[-1].covered
+    set_up = {storage_key(buffer) for buffer in _transient_buffers(objects) if _strided(buffer)}
+    # Memory addresses of arrays.
+    shared = [
+        range(first := object_.__array_interface__["data"][0], first + object_.nbytes)
+        for object_ in objects.values()
+        if isinstance(object_, np.ndarray) and object_.nbytes
+    ]
+
+    groups: dict[Any, list[str]] = {}
+    for path, object_ in objects.items():
+        if holds_numbers(object_):
+            groups.setdefault(storage_key(object_) if _strided(object_) else path, []).append(path)
+    labels = evidence.boundaries[-1].called
+    states = []
+    unseen = []
+    for key, paths in groups.items():
+        value = objects[paths[0]]
+        finding = Finding()
+        for path in paths:
+            finding.add(finding_of(path, path in changed, evidence, shared=_shared(value, shared)))
+        if key in written:
+            finding.add(Finding("must-save", written[key]))
+        if finding.kind == "save-once" and key in set_up:
+            finding.add(Finding(why=["set-up makes it again: a buffer with persistent=False"]))
+            finding.kind = "derivable"
+        names = (*(labels[path].name for path in paths), *paths)
+        if finding.unseen:
+            unseen.append(names[0])
+        states.append(_state(names, labels[paths[0]], finding, covered=key in covered))
+    states += _gone(evidence)
+    return StatePlan(
+        tensors=tuple(states),
+        lints=tuple(lints_of(states, objects, evidence, unseen)),
+        naive_bytes=sum(covered.values()),
+    )
+
+
+def _transient_buffers(objects: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Buffers that their modules do not save, since they make them again."""
+    return [
+        buffer
+        for object_ in objects.values()
+        if isinstance(object_, nn.Module)
+        for name in object_._non_persistent_buffers_set
+        if (buffer := object_._buffers.get(name)) is not None
+    ]
+
+
+def _gone(evidence: Evidence) -> list[TensorState]:
+    """Tensors that lived between some steps and are gone now, such as accumulated gradients."""
+    last = evidence.boundaries[-1]
+    now = frozenset(last.keys.values())
+    found = {
+        path: (label, boundary.keys.get(path) in boundary.covered)
+        for boundary in evidence.boundaries[:-1]
+        for path, label in boundary.called.items()
+        if path not in last.called and boundary.keys.get(path) not in now
+    }
+    gone = Finding("must-save", ["content: it is there between some steps"], "early")
+    return [
+        _state((label.name, path), label, gone, covered=covered)
+        for path, (label, covered) in found.items()
+        if finding_of(path, True, evidence, shared=False).kind != "dead"
+    ]
+
+
+def _state(names: tuple[str, ...], label: Label, finding: Finding, *, covered: bool) -> TensorState:
+    return TensorState(
+        name=names[0],
+        aliases=tuple(dict.fromkeys(name for name in names if name != names[0])),
+        kind=finding.kind,
+        why=tuple(finding.why),
+        dtype=str(label.dtype).removeprefix("torch."),
+        shape=label.shape,
+        bytes=label.bytes,
+        window=finding.window,
+        in_state_dict=covered,
+    )
+
+
+def _shared(value: Any, memory: list[range]) -> bool:
+    """Return True if an array lies in the storage of a tensor."""
+    if not _strided(value) or value.device.type != "cpu":
         return False
+    storage = value.untyped_storage()
+    first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return any(range_.start < last and first < range_.stop for range_ in memory)

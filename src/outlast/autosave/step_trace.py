@@ -21,10 +21,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,16 +121,14 @@ class Access:
 
     Attributes:
         first: How it was touched first; None when not at all.
-        first_write: Number of the operation that writes it first; None without one.
-        last_write: Of the one that writes it last.
+        written: Whether an operation writes it.
         early: Whether it is written before the first optimizer's step.
         escaped: Whether its address was given out, so that it may be used out of sight.
         born: Whether the step has made it.
     """
 
     first: Literal["read", "write"] | None = None
-    first_write: int | None = None
-    last_write: int | None = None
+    written: bool = False
     early: bool = False
     escaped: bool = False
     born: bool = False
@@ -144,40 +139,22 @@ class Accesses:
     """Accesses of one step to all storages.
 
     Attributes:
-        operations: How many operations the step has.
-        optimizer_begins: Number of operations before the first optimizer's step; None without one.
-        random: Whether random numbers are drawn.
+        optimizer_begun: Whether an optimizer's step has begun.
         untold: Operations that wrote what their schema does not say, e.g. `mylib::update`.
         skipped: Why the step was not traced; empty when it was.
         places: Storage's key to the line that wrote it, of storages that nobody has named.
     """
 
-    operations: int = 0
-    optimizer_begins: int | None = None
-    random: bool = False
+    optimizer_begun: bool = False
     untold: set[str] = field(default_factory=set)
     skipped: str = ""
     places: dict[int, str] = field(default_factory=dict)
     _of: dict[int, Access] = field(default_factory=dict)
     _alive: dict[int, WeakStorage] = field(default_factory=dict)
 
-    def of(self, tensor: torch.Tensor) -> Access:
-        """Accesses of the step to the storage of a tensor."""
-        return self.at(storage_key(tensor)) or Access()
-
     def at(self, key: int) -> Access | None:
-        """As `of`, by the storage's key; None for one that was not touched."""
+        """Accesses of the step to a storage, by its key; None for one that was not touched."""
         return self._of.get(key)
-
-    def window(self, tensor: torch.Tensor) -> Window:
-        """Until when what a tensor held before the step can be copied, if steps are alike.
-
-        What the traced step did not touch, or made itself, is taken for written early.
-        """
-        found = self.of(tensor)
-        if found.first is None or found.born or found.early or found.escaped:
-            return "early"
-        return "always" if found.first_write is None else "late"
 
     def keys(self) -> frozenset[int]:
         """Keys of the storages that were there before the step and that it touched."""
@@ -185,7 +162,7 @@ class Accesses:
 
     def written(self) -> frozenset[int]:
         """Of these, what it wrote."""
-        return frozenset(key for key in self.keys() if self._of[key].first_write is not None)
+        return frozenset(key for key in self.keys() if self._of[key].written)
 
 
 class Argument(NamedTuple):
@@ -218,14 +195,12 @@ def traced_step() -> Iterator[Accesses]:
         yield found
         return
     trace = _Trace(found)
-    before = register_optimizer_step_pre_hook(trace.optimizer_begins)
-    after = register_optimizer_step_post_hook(trace.optimizer_ends)
+    begins = register_optimizer_step_pre_hook(trace.optimizer_begins)
     try:
         with _Escapes(trace), trace:
             yield found
     finally:
-        before.remove()
-        after.remove()
+        begins.remove()
 
 
 def compiled() -> bool:
@@ -273,11 +248,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found = found
 
     def optimizer_begins(self, *_: Any) -> None:
-        if self._found.optimizer_begins is None:
-            self._found.optimizer_begins = self._found.operations
-
-    def optimizer_ends(self, *_: Any) -> None:
-        self._found.operations += 1
+        self._found.optimizer_begun = True
 
     def escapes(self, tensor: torch.Tensor) -> None:
         self._access(tensor).escaped = True
@@ -291,7 +262,6 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         found = self._found
-        found.operations += 1
         unsure = self._note(func, args, kwargs)
         before = {name: digest(item) for name, item in unsure.items()}
         result = func(*args, **kwargs)
@@ -308,15 +278,15 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> dict[str, torch.Tensor]:
         """Note reads before writes; gives what may be written although the schema is silent."""
-        unsure: dict[str, torch.Tensor] = {}
+        unsure: dict[str, Any] = {}
         written: list[torch.Tensor] = []
-        if not isinstance(func, torch._ops.OpOverload):
-            return self._unsure(unsure, "", [args, kwargs])
-        self._found.random |= torch.Tag.nondeterministic_seeded in func.tags
-        for position, name, role in arguments_of(func):
+        known = isinstance(func, torch._ops.OpOverload)
+        if not known:
+            unsure[""] = [args, kwargs]
+        for position, name, role in arguments_of(func) if known else ():
             value = args[position] if position < len(args) else kwargs.get(name)
             if role == "unsure":
-                self._unsure(unsure, name, value)
+                unsure[name] = value
                 continue
             for tensor in _tensors(value):
                 self._access(tensor)
@@ -327,18 +297,15 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     role == "statistics" and _trains(func, args, kwargs)
                 ):
                     written.append(tensor)
+        found: dict[str, torch.Tensor] = {}
+        for name, value in unsure.items():
+            for place, tensor in enumerate(_tensors(value)):
+                self._reads(tensor)
+                if not self._access(tensor).born and holds_numbers(tensor):
+                    found[f"{name}[{place}]"] = tensor
         for tensor in written:
             self._writes(tensor)
-        return unsure
-
-    def _unsure(
-        self, unsure: dict[str, torch.Tensor], name: str, value: Any
-    ) -> dict[str, torch.Tensor]:
-        for place, tensor in enumerate(_tensors(value)):
-            self._reads(tensor)
-            if not self._access(tensor).born and holds_numbers(tensor):
-                unsure[f"{name}[{place}]"] = tensor
-        return unsure
+        return found
 
     def _access(self, tensor: torch.Tensor) -> Access:
         key = storage_key(tensor)
@@ -356,12 +323,10 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _writes(self, tensor: torch.Tensor) -> None:
         access = self._access(tensor)
         access.first = access.first or "write"
-        access.last_write = self._found.operations
-        if access.first_write is None:
-            access.first_write = self._found.operations
-            if not access.born:
-                self._found.places[storage_key(tensor)] = _place()
-        access.early |= self._found.optimizer_begins is None
+        if not (access.written or access.born):
+            self._found.places[storage_key(tensor)] = _place()
+        access.written = True
+        access.early |= not self._found.optimizer_begun
 
 
 class _Escapes(TorchFunctionMode):

@@ -45,6 +45,7 @@ from outlast.autosave.heap.objects import (
     PLAIN_ATOMS,
     Results,
     Unpickler,
+    cell_content,
     flat,
     is_builtin_iterator,
     is_importable,
@@ -56,7 +57,6 @@ from outlast.autosave.heap.objects import (
     side_effect_free,
 )
 from outlast.autosave.heap.tensors import (
-    NOT_SAVED,
     Blocks,
     Geometry,
     Gradient,
@@ -70,7 +70,6 @@ from outlast.autosave.heap.tensors import (
     lies_in_block,
     set_gradient,
     set_hooks,
-    sizes_of,
 )
 from outlast.errors import AutosaveError
 
@@ -188,8 +187,7 @@ class Writer(pickle.Pickler):
             case torch.Tensor():
                 return self._tensor(value)
             case np.ndarray() if type(value) is np.ndarray and lies_in_block(value):
-                where, _ = self._blocks.place(value)
-                return _array, (self._stand_in, where)
+                return _array, (self._stand_in, self._blocks.place(value))
             case np.memmap():
                 if not isinstance(value.base, np.ndarray) and value.mode in ("r", "r+", "w+"):
                     mode = "r" if value.mode == "r" else "r+"
@@ -204,7 +202,7 @@ class Writer(pickle.Pickler):
             case type() if "<locals>" in value.__qualname__:
                 raise Unsaveable(value, "define this class at the top of its file")
             case types.CellType():
-                return _cell, (), _cell_state(value), None, None, _fill_cell
+                return _cell, (), cell_content(value).items, None, None, _fill_cell
             case types.CodeType():
                 return _code, (marshal.dumps(value),)
             case types.ModuleType() if is_loose(value):
@@ -248,7 +246,7 @@ class Writer(pickle.Pickler):
             return _composed, (made, parameter, value.requires_grad), state, None, None, _set_beside
         if not lies_in_block(value) or value.is_quantized:
             return NotImplemented
-        where, _ = self._blocks.place(value)
+        where = self._blocks.place(value)
         placed = Placed(
             where, type(value), value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg()
         )
@@ -426,13 +424,6 @@ def _cell() -> types.CellType:
     return types.CellType()
 
 
-def _cell_state(cell: types.CellType) -> tuple[Any, ...]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
-
-
 def _fill_cell(cell: types.CellType, state: tuple[Any, ...]) -> None:
     if state:
         cell.cell_contents = state[0]
@@ -460,13 +451,11 @@ class Captured:
         program: All but the numbers of tensors and arrays, pickled.
         tensors: Name to a block of memory as one row; views of the live memory. Names of blocks
             that set-up makes begin with ``=``, those of later ones with ``+``.
-        sizes: Bytes by what they are: parameters, buffers, optimizer, gradients, arrays, tensors,
-            program; and apart from these, ``gradients not saved``.
+
     """
 
     program: bytes = b""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -490,6 +479,7 @@ class _Header:
     lost: frozenset[str] = frozenset()
 
 
+@side_effect_free()
 def capture(
     names: Names,
     values: Any,
@@ -509,10 +499,10 @@ def capture(
     Raises:
         Unsaveable: When something can be written down in no way.
     """
-    with side_effect_free():
-        return _Capture(names, known, gradients, ask).of(values)
+    return _Capture(names, known, gradients, ask).of(values)
 
 
+@side_effect_free()
 def restore(
     captured: Captured, names: Names, known: Mapping[str, Any], gradients: GradientUse | None = None
 ) -> Any:
@@ -521,13 +511,6 @@ def restore(
     Raises:
         SetupDiffersError: When set-up has made other objects here.
     """
-    with side_effect_free():
-        return _restore(captured, names, known, gradients)
-
-
-def _restore(
-    captured: Captured, names: Names, known: Mapping[str, Any], gradients: GradientUse | None
-) -> Any:
     header, body = Unpickler(io.BytesIO(captured.program)).load()
     RemovableHandle.next_id = max(RemovableHandle.next_id, header.next_hook)
     for path, saved_type in header.types.items():
@@ -605,7 +588,6 @@ class _Capture:
         self._waiting: list[str] = []
         self._mentioned: set[str] = set()
         self._places: dict[str, Geometry] = {}
-        self._dropped = 0
 
     def of(self, values: Any) -> Captured:
         self._write(values)
@@ -642,8 +624,7 @@ class _Capture:
                 # Its class is another one now, which no other process could find.
                 raise Unsaveable(names.objects[path], CLASS_ADVICE, root=path) from error
         self._found.program = pickle.dumps((header, self._file.getvalue()), protocol=5)
-        self._found.sizes = sizes_of(self._found.tensors, names, self._reached)
-        self._found.sizes |= {"program": len(self._found.program), NOT_SAVED: self._dropped}
+
         return self._found
 
     def _reach(self, path: str) -> None:
@@ -668,17 +649,13 @@ class _Capture:
     def _look(self, path: str, held: dict[str, Content]) -> None:
         value = self._names.objects[path]
         if lies_in_block(value):
-            self._places[path], _ = self._blocks.place(value)
-        now = self._names.held(path)
-        gradients, dead = self._gradients, None
-        if gradients is not None and isinstance(value, torch.Tensor) and gradients.is_dead(value):
-            dead = gradient(value)
-        if dead is not None and gradients is not None:
-            self._dropped += dead.nbytes
+            self._places[path] = self._blocks.place(value)
+        now, dead = self._names.held(path), None
+        gradients = self._gradients if isinstance(value, torch.Tensor) else None
+        if gradients and gradients.is_dead(value) and (dead := gradient(value)) is not None:
             now = now or self._names.kinds.of(value).content(value)
             assert now is not None
-            stand_in = gradients.stand_in(value)
-            now = now._replace(items=(now.items[0], stand_in, *now.items[2:]))
+            now = now._replace(items=(now.items[0], gradients.stand_in(value), *now.items[2:]))
         if now is not None and not (isinstance(value, Results) and self._is_large(now)):
             held[path] = now
         for beyond in self._names.led_to(path):
@@ -700,16 +677,11 @@ class _Capture:
     def _write(self, part: Any) -> None:
         try:
             self._writer.dump(part)
-        except Unsaveable as error:
-            raise self._explained(part) or error from error
-        except AutosaveError:
-            raise
         except Exception as error:
-            # Whatever the pickling of a class of somebody else's raises.
-            explained = self._explained(part)
-            if explained is None:
+            if isinstance(error, AutosaveError) and not isinstance(error, Unsaveable):
                 raise
-            raise explained from error
+            # Whatever the pickling of a class of somebody else's raises.
+            raise self._explained(part) or error from error
 
     def _explained(self, part: Any) -> Unsaveable | None:
         """The refusal of what in `part`, values or contents by path, cannot be written down."""

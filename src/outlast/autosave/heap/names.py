@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from outlast.autosave.heap.hidden import has_addresses, hidden_digest
 from outlast.autosave.heap.kinds import (
     Kind,
     Kinds,
@@ -32,6 +31,8 @@ from outlast.autosave.heap.kinds import (
     Role,
     State,
     digest_if_plain,
+    has_addresses,
+    hidden_digest,
     keeps_order,
 )
 from outlast.autosave.heap.objects import (
@@ -126,10 +127,10 @@ def marked_content(
         both = marked([(cell, items[0])], dict(zip([cell], before.items, strict=False)), names)
         items = tuple(both.values())
     if now.kind == "dict" and not names.isdisjoint(_texts(items[::2])):
-        items = _flat(marked(pairs(items), dict(pairs(before.items)), names))
+        items = flat(marked(pairs(items), dict(pairs(before.items)), names))
     attributes = now.attributes
     if not names.isdisjoint(_texts(attributes[::2])):
-        attributes = _flat(marked(pairs(attributes), dict(pairs(before.attributes)), names))
+        attributes = flat(marked(pairs(attributes), dict(pairs(before.attributes)), names))
     return now._replace(items=items, attributes=attributes)
 
 
@@ -140,10 +141,10 @@ def settled_content(seen: Content, now: Content | None, changed: Callable[[str],
         own = dict(zip(["it"], now.items, strict=False)) if now else {}
         items = tuple(settled({"it": items[0]}, own, changed).values())
     if seen.kind == "dict" and _has_marks(items):
-        items = _flat(settled(dict(pairs(items)), dict(pairs(now.items)) if now else {}, changed))
+        items = flat(settled(dict(pairs(items)), dict(pairs(now.items)) if now else {}, changed))
     if _has_marks(attributes):
         own = dict(pairs(now.attributes)) if now else {}
-        attributes = _flat(settled(dict(pairs(attributes)), own, changed))
+        attributes = flat(settled(dict(pairs(attributes)), own, changed))
     return seen._replace(items=items, attributes=attributes)
 
 
@@ -158,10 +159,6 @@ def _has_marks(parts: tuple[Any, ...]) -> bool:
 
 def _texts(keys: tuple[Any, ...]) -> Iterable[str]:
     return (key for key in keys if type(key) is str)
-
-
-def _flat(values: Mapping[Any, Any]) -> tuple[Any, ...]:
-    return tuple(part for pair in values.items() for part in pair)
 
 
 def _is_plain(value: Any) -> bool:
@@ -437,7 +434,7 @@ class Names:
         if isinstance(value, set) and path in self._own and not keeps_order(value):
             raise Unsaveable(value, ORDER_ADVICE, root=path)
         if path in self._always:
-            return now if now is None else self._marked(path, now)
+            return self._marked(path, now)
         if now is not None and now.kind == "dict" and not same(self._before[path], now):
             # The content of a dictionary without hooks that closed libraries set when first used.
             kept = {
@@ -446,13 +443,7 @@ class Names:
                 if id(item) in self._paths or not is_of_process(item)
             }
             now = now._replace(items=flat(kept)) if 2 * len(kept) < len(now.items) else now
-        if same(self._before[path], now):
-            return None
-        return now if now is None else self._marked(path, now)
-
-    def is_plain(self, path: str) -> bool:
-        """Return True if the parts of an object have no names, as it is large and plain data."""
-        return path in self._digests
+        return None if same(self._before[path], now) else self._marked(path, now)
 
     def led_to(self, path: str) -> Iterator[str]:
         """Names of the objects that an object leads to."""
@@ -499,9 +490,9 @@ class Names:
                 found.setdefault(before.block, f"={path}")
         return found
 
-    def _marked(self, path: str, now: Content) -> Content:
+    def _marked(self, path: str, now: Content | None) -> Content | None:
         """A content with what set-up takes from the environment marked."""
-        if not self._environment or path not in self._own:
+        if now is None or not self._environment or path not in self._own:
             return now
         name = path.rpartition(".<")[2].removesuffix(">") if now.kind == "cell" else ""
         return marked_content(now, self._before[path], self._environment, name)

@@ -108,9 +108,6 @@ _COMPILERS = "_torchdynamo"
 """Attributes that torch.compile leaves on functions and modules begin so; they are its own."""
 
 
-_slots: dict[type, tuple[str, ...]] = {}
-
-
 class Content(NamedTuple):
     """Content of an object.
 
@@ -165,6 +162,9 @@ def pairs(parts: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
     return zip(parts[::2], parts[1::2], strict=True)
 
 
+_slots: dict[type, tuple[str, ...]] = {}
+
+
 def slot_names(kind: type) -> tuple[str, ...]:
     """Names of the attributes that objects of a class keep outside their dictionary."""
     if kind not in _slots:
@@ -216,17 +216,10 @@ def put_attributes(value: Any, parts: tuple[Any, ...]) -> None:
     for name in slot_names(type(value)):
         if name in others:
             object.__setattr__(value, name, others.pop(name))
-        elif _is_set(value, name):
-            object.__delattr__(value, name)
+        else:
+            with contextlib.suppress(AttributeError):
+                object.__delattr__(value, name)
     put_own_attributes(value, others)
-
-
-def _is_set(value: Any, name: str) -> bool:
-    try:
-        object.__getattribute__(value, name)
-    except AttributeError:
-        return False
-    return True
 
 
 def is_importable(value: Any) -> bool:
@@ -325,17 +318,13 @@ def function_put(value: Any, seen: Content) -> None:
         # Saved by a version that kept the attributes alone.
         return
     positional, named = seen.items
+    now = value.__defaults__
     # The tuple was made anew, of what set-up has given if that is what it had.
-    if not _same_items(value.__defaults__, positional):
+    kept = now and positional and len(now) == len(positional) and all(map(is_, now, positional))
+    if not kept and now is not positional:
         value.__defaults__ = positional
     if value.__kwdefaults__ is not named:
         value.__kwdefaults__ = named
-
-
-def _same_items(one: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
-    if one is None or other is None or len(one) != len(other):
-        return one is other
-    return all(mine is its for mine, its in zip(one, other, strict=True))
 
 
 def of_cell(value: Any) -> Children:
@@ -406,16 +395,6 @@ def class_put(value: Any, seen: Content) -> None:
             type.__setattr__(value, name, other)
 
 
-def of_wrapper(value: Any) -> Children:
-    """Function in a static or class method."""
-    yield ".%s", "__func__", value.__func__
-
-
-def of_property(value: Any) -> Children:
-    """Functions of a property."""
-    yield from ((".%s", name, getattr(value, name)) for name in ("fget", "fset", "fdel"))
-
-
 _PROTOCOL = 5
 
 
@@ -466,28 +445,16 @@ class Results(OrderedDict[Any, Any]):
     """The results of a cached function, by its arguments."""
 
 
-def results_content(value: Results) -> Content:
-    """Arguments and results."""
-    return Content("dict", flat(value))
-
-
-def results_put(value: Results, seen: Content) -> None:
-    """Give a function the results that it had."""
-    value.clear()
-    value.update(pairs(seen.items))
-
-
 _MOVED = {
     f"outlast.autosave.{folder}.{old}": f"outlast.autosave.{folder}.{new}"
     for folder, new, olds in (
         ("heap", "objects", "atoms content modules code answering undisturbed results"),
         ("heap", "tensors", "blocks gradients parametrized sizes"),
-        ("heap", "kinds", "order plain"),
+        ("heap", "kinds", "order plain hidden"),
         ("heap", "names", "environment refusal"),
         ("heap", "capture", "values"),
         ("resume", "session", "augmented objects"),
         ("resume", "frames", "entered entries generators"),
-        ("resume", "refusals", "located shared threads"),
         ("resume", "loaders", "samplers draws watched workers stateful"),
         ("resume", "files", "logs first_sizes handlers tables"),
         ("resume", "modules", "foreign"),

@@ -31,9 +31,7 @@ from outlast.autosave.heap.objects import Content, flat, own_attributes, pairs, 
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-
-    from outlast.autosave.heap.names import Names
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 _GRADIENT: Any = torch._C.TensorBase.grad
@@ -269,17 +267,16 @@ class Blocks:
         self._names = dict(known)
         self._later = 0
 
-    def place(self, value: Any) -> tuple[Geometry, bool]:
-        """Geometry of a tensor or an array in its block, and True for a block not yet listed."""
+    def place(self, value: Any) -> Geometry:
+        """Geometry of a tensor or an array in its block, which is listed from now on."""
         found = geometry(value)
         name = self._names.get(found.block)
         if name is None:
             self._later += 1
             name = self._names[found.block] = f"+{self._later}"
-        new = name not in self._tensors
-        if new:
+        if name not in self._tensors:
             self._tensors[name] = row_of(value)
-        return found._replace(block=name), new
+        return found._replace(block=name)
 
 
 class RestoredBlocks:
@@ -542,53 +539,3 @@ def class_of(value: Any) -> type | ParametrizedClass:
 def class_from(kind: type | ParametrizedClass) -> type:
     """The class that `class_of` has written down."""
     return kind.made() if isinstance(kind, ParametrizedClass) else kind
-
-
-NOT_SAVED = "gradients not saved"
-
-
-def sizes_of(
-    tensors: Mapping[str, torch.Tensor], names: Names, reached: Collection[str]
-) -> dict[str, int]:
-    """Bytes of the blocks by what lies in them: parameters, buffers, optimizer, gradients, ..."""
-    roles: dict[str, str] = {}
-    for role, value in _roles(names.objects[path] for path in reached):
-        for block in _in_blocks(value):
-            roles.setdefault(geometry(block).block, role)
-    found: Counter[str] = Counter()
-    for row in tensors.values():
-        found[roles.get(geometry(row).block, "tensors")] += row.nbytes
-    return dict(found)
-
-
-def _roles(values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    for value in values:
-        match value:
-            case nn.Parameter():
-                yield "parameters", value
-                yield "gradients", gradient(value)
-            case np.ndarray():
-                yield "arrays", value
-            case nn.Module():
-                yield from (("buffers", buffer) for buffer in value._buffers.values())
-            case torch.optim.Optimizer():
-                for state in value.state.values():
-                    yield from (("optimizer", item) for item in _tensors_in(state))
-
-
-def _tensors_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, torch.Tensor):
-        yield value
-
-
-def _in_blocks(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor) and is_composed(value):
-        for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-            yield from _in_blocks(getattr(value, name))
-    elif value is not None and lies_in_block(value):
-        yield value

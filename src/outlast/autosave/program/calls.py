@@ -75,12 +75,10 @@ class Calls:
         """Functions of the program that `call` may run, those among its arguments included."""
         if call not in self._known:
             found = {*self._called(call), *self._applied[call]}
-            if called_name(call) == "partial":
-                # It makes a function of its arguments, and calls none of them.
-                self._known[call] = frozenset(found)
-                return self._known[call]
-            for argument in [*call.args, *(word.value for word in call.keywords)]:
-                found |= self.named(argument)
+            # A `partial` makes a function of its arguments, and calls none of them.
+            if called_name(call) != "partial":
+                for argument in [*call.args, *(word.value for word in call.keywords)]:
+                    found |= self.named(argument)
             self._known[call] = frozenset(found)
         return self._known[call]
 
@@ -150,9 +148,7 @@ class Calls:
         """Give the parameters of the program's functions what a call passes them."""
         words = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         for function in set(self._called(call)):
-            names = [
-                posonlyarg.arg for posonlyarg in (*function.args.posonlyargs, *function.args.args)
-            ]
+            names = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
             if names and function in self._methods[function.name]:
                 del names[0]
             for name, value in (*zip(names, call.args, strict=False), *words.items()):
@@ -162,31 +158,24 @@ class Calls:
     def _decorate(self, function: Function) -> None:
         """Let the calls within a function's decorators lead to that function."""
         for decorator in function.decorator_list:
+            made: Iterable[Function] = self.named(decorator)
             if isinstance(decorator, ast.Call):
-                made = [
-                    function for one in self._called(decorator) for function in _returned_inner(one)
-                ]
-            else:
-                made = [
-                    function for function in self.named(decorator) if isinstance(function, Function)
-                ]
+                called = list(self._called(decorator))
+                made = [inner for outer in called for inner in _returned_inner(outer)]
             for item in made:
-                names = [one.arg for one in (*item.args.posonlyargs, *item.args.args)][:1]
-                self._apply(item, frozenset(names), {function})
+                names = [argument.arg for argument in (*item.args.posonlyargs, *item.args.args)]
+                self._apply(item, frozenset(names[:1]), {function})
             for owner in self._class_named(last_name(decorator)):
                 for item in self._method(owner, "__init__"):
-                    names = [one.arg for one in item.args.args][1:2]
-                    self._apply(
-                        owner,
-                        frozenset(
-                            last_name(target)
-                            for node in nodes_here(item)
-                            if isinstance(node, ast.Assign) and last_name(node.value) in names
-                            for target in node.targets
-                            if isinstance(target, ast.Attribute)
-                        ),
-                        {function},
+                    names = [argument.arg for argument in item.args.args][1:2]
+                    attributes = frozenset(
+                        last_name(target)
+                        for node in nodes_here(item)
+                        if isinstance(node, ast.Assign) and last_name(node.value) in names
+                        for target in node.targets
+                        if isinstance(target, ast.Attribute)
                     )
+                    self._apply(owner, attributes, {function})
 
     def _apply(self, place: ast.AST, names: frozenset[str], functions: set[Function]) -> None:
         """Let calls of `names` within `place` lead to `functions`."""
@@ -199,10 +188,12 @@ class Calls:
         if not isinstance(node, ast.List | ast.Tuple | ast.Dict):
             return set()
         parts = node.values if isinstance(node, ast.Dict) else node.elts
-        found: set[Target | Function] = set()
-        for part in parts:
-            found |= {*self._value(part), *self._functions_in(part)} if part is not None else set()
-        return {target for target in found if isinstance(target, Function)}
+        return {
+            target
+            for part in parts
+            for target in (*self._value(part), *self._functions_in(part))
+            if isinstance(target, Function)
+        }
 
     def _give(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -217,24 +208,25 @@ class Calls:
         if not isinstance(node, ast.Call):
             return {*self.named(node), *(self._values[last_name(node)] if last_name(node) else ())}
         found: set[Target] = {
-            def_ for name in self._names(called_name(node)) for def_ in self._class_named(name)
+            klass for name in self._names(called_name(node)) for klass in self._class_named(name)
         }
-        if not found:
-            for argument in (node, *node.args):
-                if isinstance(argument, ast.Call):
-                    for function in self._called(argument):
-                        found |= {
-                            target
-                            for node in nodes_here(function)
-                            if isinstance(node, ast.Return) and isinstance(node.value, ast.Call)
-                            for target in self._class_named(called_name(node.value))
-                        }
-            # Of `partial(f, ...)`, `torch.compile(f)`, `DDP(Net())`.
-            for argument in node.args:
-                if isinstance(argument, ast.Call):
-                    found |= set(self._class_named(called_name(argument)))
-                elif last_name(argument):
-                    found |= {*self.named(argument), *self._values[last_name(argument)]}
+        if found:
+            return found
+        for argument in (node, *node.args):
+            if isinstance(argument, ast.Call):
+                for function in self._called(argument):
+                    found |= {
+                        target
+                        for inner in nodes_here(function)
+                        if isinstance(inner, ast.Return) and isinstance(inner.value, ast.Call)
+                        for target in self._class_named(called_name(inner.value))
+                    }
+        # Of `partial(f, ...)`, `torch.compile(f)`, `DDP(Net())`.
+        for argument in node.args:
+            if isinstance(argument, ast.Call):
+                found |= set(self._class_named(called_name(argument)))
+            elif last_name(argument):
+                found |= {*self.named(argument), *self._values[last_name(argument)]}
         return found
 
     def _names(self, name: str) -> set[str]:
@@ -292,13 +284,15 @@ class Calls:
 
     def _family(self, node: ast.ClassDef) -> list[ast.ClassDef]:
         """A class and those that are derived from it."""
-        derived = [
-            other
-            for others in self._classes.values()
-            for other in others
-            if any(last_name(base) == node.name for base in other.bases)
+        known = (other for others in self._classes.values() for other in others)
+        return [
+            node,
+            *(
+                other
+                for other in known
+                if any(last_name(base) == node.name for base in other.bases)
+            ),
         ]
-        return [node, *derived]
 
     def _method(
         self, node: ast.ClassDef, name: str, seen: frozenset[str] = frozenset()
@@ -362,11 +356,10 @@ class Contents:
         functions = list(functions)
         grown = True
         while grown:
-            grown = False
+            before = sum(map(len, self._functions.values()))
             for function in functions:
-                found = self.of(function)
-                grown = grown or not found <= self._functions[function]
-                self._functions[function] |= found
+                self._functions[function] |= self.of(function)
+            grown = sum(map(len, self._functions.values())) > before
 
     def of(self, node: ast.AST, without: frozenset[ast.AST] = frozenset()) -> set[str]:
         """Return the occurrences in `node`, apart from nodes or called functions in `without`."""
@@ -406,16 +399,7 @@ def reads_gradients_between_steps(files: Iterable[SourceFile], training: Trainin
     Functions are known by their names alone, and count as used where they are mentioned. A program
     that uses gradients under a condition counts, too: its first steps tell nothing of later ones.
     """
-    files = list(files)
-    conditions = (ast.If, ast.IfExp, ast.While, ast.Match)
-    for node in (node for source in files for node in ast.walk(source.tree)):
-        if isinstance(node, conditions):
-            # A condition within a step on which the fate of gradients depends.
-            inner = list(ast.walk(node))
-            if training.step_loops.isdisjoint(inner) and any(
-                _reads(part) or _uses(part) for part in inner
-            ):
-                return True
+    conditions = ast.If | ast.IfExp | ast.While | ast.Match
     functions: defaultdict[str, list[ast.AST]] = defaultdict(list)
     waiting: list[ast.AST] = []
     for source in files:
@@ -423,12 +407,19 @@ def reads_gradients_between_steps(files: Iterable[SourceFile], training: Trainin
         for node in ast.walk(source.tree):
             if isinstance(node, Function):
                 functions[node.name].append(node)
+            if isinstance(node, conditions):
+                # A condition within a step on which the fate of gradients depends.
+                inner = list(ast.walk(node))
+                if training.step_loops.isdisjoint(inner) and any(
+                    _reads(part) or _uses(part) for part in inner
+                ):
+                    return True
     seen: set[str] = set()
     while waiting:
         for node in _between_steps(waiting.pop(), training):
             if _reads(node):
                 return True
-            name = _mentioned(node)
+            name = last_name(node)
             if name not in seen:
                 seen.add(name)
                 waiting.extend(functions.get(name, ()))
@@ -452,17 +443,11 @@ def _between_steps(body: ast.AST, training: Training) -> Iterator[ast.AST]:
         waiting.extend(ast.iter_child_nodes(node))
 
 
-def _mentioned(node: ast.AST) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return node.attr if isinstance(node, ast.Attribute) else ""
-
-
 def _reads(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute) and node.attr == "grad":
         # `torch.autograd.grad` is a function that leaves no gradients.
         inner = node.value
         of_module = isinstance(inner, ast.Attribute) and inner.attr == "autograd"
         return isinstance(node.ctx, ast.Load) and not of_module
-    name = _mentioned(node)
+    name = last_name(node)
     return any(part in name for part in _READERS)

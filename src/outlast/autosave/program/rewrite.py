@@ -38,12 +38,11 @@ from __future__ import annotations
 
 import ast
 import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outlast.autosave.program.calls import reads_gradients_between_steps
 from outlast.autosave.program.scopes import (
     DEFINITIONS,
-    Rebound,
     bound_names,
     code_names,
     defined_names,
@@ -51,6 +50,7 @@ from outlast.autosave.program.scopes import (
     liveness,
     local_names,
     nodes_here,
+    others_of,
     read_names,
     root_name,
     set_in_modules,
@@ -71,7 +71,7 @@ from outlast.autosave.program.training import SIMPLE, ToTraining, ToYield, Way
 from outlast.errors import AutosaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from outlast.autosave.program.scopes import Others
     from outlast.autosave.program.source import Body, Loop, SourceFile
@@ -89,11 +89,19 @@ def made_statements(text: str, near: ast.stmt, **parts: ast.expr) -> list[ast.st
     return tree.body
 
 
+_Made = TypeVar("_Made", bound=ast.stmt)
+
+
+def made(kind: type[_Made], text: str, near: ast.stmt, **parts: ast.expr) -> _Made:
+    """As `made_statements`, of one statement of a kind."""
+    (statement,) = made_statements(text, near, **parts)
+    assert isinstance(statement, kind)
+    return statement
+
+
 def made_expression(text: str, near: ast.stmt, **parts: ast.expr) -> ast.expr:
     """As `made_statements`, of one expression."""
-    (statement,) = made_statements(text, near, **parts)
-    assert isinstance(statement, ast.Expr)
-    return statement.value
+    return made(ast.Expr, text, near, **parts).value
 
 
 def if_(test: ast.expr, body: list[ast.stmt]) -> ast.If:
@@ -118,21 +126,9 @@ _DOES_THINGS = (
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-class Spilled(NamedTuple):
-    """A statement that keeps values.
-
-    Attributes:
-        statement: What stands for it.
-        names: Of the hidden variables that hold them.
-    """
-
-    statement: ast.stmt
-    names: list[str]
-
-
 def spill(
     statement: ast.stmt, target: ast.expr, number: int, way: Way, others: Others
-) -> Spilled | None:
+) -> tuple[ast.stmt, list[str]] | None:
     """Keep what `statement` computes beside `target`, and what it adds to.
 
     Args:
@@ -143,6 +139,7 @@ def spill(
         others: Names of the body that others may give a value.
 
     Returns:
+        What stands for the statement, and the names of the hidden variables that hold the values;
         None when `target` is in a comprehension, which cannot be entered again.
     """
     nodes = _nodes_to(statement, target)
@@ -153,7 +150,7 @@ def spill(
     # A place that the call itself is a part of can be read only when the call is back.
     if isinstance(statement, ast.AugAssign) and statement.value in nodes:
         statement = spiller.added(statement)
-    return Spilled(statement, spiller.names)
+    return statement, spiller.names
 
 
 def _nodes_to(node: ast.AST, target: ast.AST) -> list[ast.AST]:
@@ -233,16 +230,14 @@ class _Spiller:
 
     def _before(self, place: ast.Name | ast.Attribute | ast.Subscript) -> ast.expr:
         """Spill the value at a place; the place is then that of the spilled objects."""
-        before: ast.expr
-        if isinstance(place, ast.Attribute):
+        before: ast.expr = ast.Name(place.id, ast.Load()) if isinstance(place, ast.Name) else place
+        if isinstance(place, ast.Attribute | ast.Subscript):
             owner, place.value = self._spill_and_reread(place.value)
-            before = ast.Attribute(owner, place.attr, ast.Load())
-        elif isinstance(place, ast.Subscript):
-            owner, place.value = self._spill_and_reread(place.value)
-            index, place.slice = self._spill_and_reread(self._as_value(place.slice))
-            before = ast.Subscript(owner, index, ast.Load())
-        else:
-            before = ast.Name(place.id, ast.Load())
+            if isinstance(place, ast.Attribute):
+                before = ast.Attribute(owner, place.attr, ast.Load())
+            else:
+                index, place.slice = self._spill_and_reread(self._as_value(place.slice))
+                before = ast.Subscript(owner, index, ast.Load())
         return self._spill(ast.copy_location(before, place))
 
     def _as_value(self, index: ast.expr) -> ast.expr:
@@ -336,89 +331,9 @@ def _does_things(node: ast.AST) -> bool:
     return isinstance(node, _DOES_THINGS) or any(map(_does_things, ast.iter_child_nodes(node)))
 
 
-class Restorations:
-    """Those of one body; they are filled when all its sites, and so all their names, are known.
-
-    Args:
-        runtime: The expression that the body asks.
-    """
-
-    def __init__(self, runtime: str) -> None:
-        self._runtime = runtime
-        self._waiting: list[tuple[ast.If, frozenset[str] | None]] = []
-
-    def entered(self, near: ast.stmt) -> ast.stmt:
-        """The statement at the beginning of a site, on the line of `near`."""
-        return self._made(f"if {self._runtime}.restoring: pass", near, None)
-
-    def returned(self, node: ast.stmt, live: frozenset[str]) -> ast.stmt:
-        """The one behind `node`, for a frame that set-up had brought into a call: it is back.
-
-        Args:
-            node: The statement with the call.
-            live: Names at its site; what the statement itself binds stays.
-        """
-        targets = [
-            item
-            for item in nodes_here(node)
-            if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
-        ]
-        text = f"if {self._runtime}.late and {self._runtime}.returns(): pass"
-        return self._made(text, node, live - bound_names(targets))
-
-    def fill(self, names: frozenset[str], defined: Mapping[str, ast.stmt]) -> None:
-        """Fill all statements.
-
-        Args:
-            names: The local names at all sites of the body.
-            defined: Names of functions, classes and modules of the body, and their definitions in
-                the order of the program.
-        """
-        for statement, chosen in self._waiting:
-            _fill(statement, sorted(names if chosen is None else chosen), defined, self._runtime)
-
-    def _made(self, text: str, near: ast.stmt, names: frozenset[str] | None) -> ast.stmt:
-        (statement,) = made_statements(text, near)
-        assert isinstance(statement, ast.If)
-        self._waiting.append((statement, names))
-        return statement
-
-
-def _fill(
-    statement: ast.If, names: Sequence[str], defined: Mapping[str, ast.stmt], runtime: str
-) -> None:
-    text = f"[{', '.join(names)}] = {runtime}.values({list(names)!r})\n"
-    text += "".join(
-        f"if {name} is {runtime}.unset:\n del {name}\n" for name in names if name not in defined
-    )
-    statement.body = made_statements(text, statement)
-    # What is defined may need what was defined before it.
-    for name, definition in defined.items():
-        if name in names:
-            (choice,) = made_statements(
-                f"if {name} is {runtime}.anew: pass\n"
-                f"elif {name} is {runtime}.unset:\n del {name}\n",
-                statement,
-            )
-            assert isinstance(choice, ast.If)
-            choice.body = [copy.deepcopy(definition)]
-            statement.body.append(choice)
-
-
 def told(near: ast.stmt) -> list[ast.stmt]:
     """The statement that tells of the end of a loop, on the line of `near`."""
     return made_statements(f"{RUNTIME}.left()", near)
-
-
-def tell_endings(loop: Loop) -> None:
-    """Have a step loop tell that it ends where it has an `else`, or returns from its function.
-
-    What comes behind the loop is reached in all other cases, but for errors.
-    """
-    if loop.orelse:
-        loop.orelse[:0] = told(loop)
-    teller = _Teller()
-    loop.body = [item for statement in loop.body for item in teller.told(statement)]
 
 
 class _Teller(ast.NodeTransformer):
@@ -444,7 +359,7 @@ class Writer:
         body: The body, in the new tree.
         way: What it is to be entered again for.
         number: Of its first site.
-        rebound: Tells which names of the body others may give another value.
+        elsewhere: Names that any file of the program sets in modules.
 
     Attributes:
         number: Of the next site.
@@ -452,7 +367,7 @@ class Writer:
     """
 
     def __init__(
-        self, rewritten: Rewritten, body: Body, way: Way, number: int, rebound: Rebound
+        self, rewritten: Rewritten, body: Body, way: Way, number: int, elsewhere: frozenset[str]
     ) -> None:
         self.number = number
         self.name = body_name(str(rewritten.source.path), *code_names(rewritten.tree, body))
@@ -460,11 +375,13 @@ class Writer:
         self._body = body
         self._way = way
         self._runtime = way.runtime
-        self._rebound = rebound
+        self._elsewhere = elsewhere
         self._iterators: set[int] = set()
         self._contexts: dict[int, list[str]] = {}
         self._sites: list[Site] = []
-        self._restorations = Restorations(way.runtime)
+        # Statements that give local names their values, and which; None for those of all sites.
+        # They are filled when all sites of the body, and so all their names, are known.
+        self._restorations: list[tuple[ast.If, frozenset[str] | None]] = []
 
     def leads(self) -> bool:
         """Return True if the way leads through this body."""
@@ -477,7 +394,7 @@ class Writer:
             AutosaveError: Where it cannot be entered again.
         """
         self._live = liveness(self._body)
-        self._others = self._rebound.others(self._body)
+        self._others = others_of(self._rewritten.source.tree, self._elsewhere, self._body)
         self._locals = local_names(self._body)
         self._defined = {} if isinstance(self._body, ast.Module) else defined_names(self._body)
         first = self._body.body[0]
@@ -486,8 +403,44 @@ class Writer:
             begun = made_statements(f"{self._runtime}.enter()", first)
             self._body.body[is_text(first) : is_text(first)] = begun
         known = frozenset[str]().union(*(site.names for site in self._sites))
-        self._restorations.fill(known, self._defined)
+        for statement, names in self._restorations:
+            self._fill(statement, sorted(known if names is None else names))
         self._rewritten.sites += self._sites
+
+    def _fill(self, statement: ast.If, names: Sequence[str]) -> None:
+        """Let a statement give local names their values."""
+        runtime = self._runtime
+        text = f"[{', '.join(names)}] = {runtime}.values({list(names)!r})\n"
+        text += "".join(
+            f"if {name} is {runtime}.unset:\n del {name}\n"
+            for name in names
+            if name not in self._defined
+        )
+        statement.body = made_statements(text, statement)
+        # What is defined may need what was defined before it.
+        for name, definition in self._defined.items():
+            if name in names:
+                choice = made(
+                    ast.If,
+                    f"if {name} is {runtime}.anew: pass\n"
+                    f"elif {name} is {runtime}.unset:\n del {name}\n",
+                    statement,
+                )
+                choice.body = [copy.deepcopy(definition)]
+                statement.body.append(choice)
+
+    def _restored(
+        self, near: ast.stmt, test: str, names: frozenset[str] | None = None
+    ) -> list[ast.stmt]:
+        """The statement that gives local names their values where a test holds.
+
+        None in a module, whose names are global.
+        """
+        if isinstance(self._body, ast.Module):
+            return []
+        statement = made(ast.If, f"if {test}: pass", near)
+        self._restorations.append((statement, names))
+        return [statement]
 
     def _is_site(self, node: ast.stmt) -> bool:
         if isinstance(node, DEFINITIONS):
@@ -530,7 +483,7 @@ class Writer:
         self.number += 1
         kind: Kind = self._way.kind(node) or "branch"
         keeps = kind in ("call", "yield")
-        statement, hidden = self._keep(node, number) if keeps else Spilled(node, [])
+        statement, hidden = self._keep(node, number) if keeps else (node, [])
         delegates = any(isinstance(item, ast.YieldFrom) for item in self._way.leading(node))
         if isinstance(node, ast.For) or (kind == "yield" and delegates):
             self._iterators.add(number)
@@ -539,7 +492,7 @@ class Writer:
             return self._if(node, number, around)
         entered = self._entered(statement, number, kind, (*around, number), hidden)
         test = made_expression(f"{self._runtime}.goes({number})", node)
-        return if_(test, [*self._restored(node), *entered])
+        return if_(test, [*self._restored(node, f"{self._runtime}.restoring"), *entered])
 
     def _made_site(
         self, node: ast.stmt, number: int, kind: Kind, around: tuple[int, ...], hidden: list[str]
@@ -590,20 +543,22 @@ class Writer:
                 return self._yield(node, number, hidden)
             case _ if isinstance(node, SIMPLE):
                 # What has a call is left where the call is passed over on the way back.
-                (passed,) = made_statements(
+                passed = made(
+                    ast.Try,
                     f"try: pass\nexcept {self._runtime}.passed:\n"
                     f" if not {self._runtime}.leads(): raise",
                     node,
                 )
-                assert isinstance(passed, ast.Try)
                 passed.body = [node]
-                statements: list[ast.stmt] = [passed]
-                if not isinstance(self._body, ast.Module) and not isinstance(
-                    node, ast.Return | ast.Raise
-                ):
-                    # As `_restored`, for a frame that set-up had brought into a call.
-                    statements.append(self._restorations.returned(node, self._sites[-1].names))
-                return [*statements, *self._cleared(hidden, node)]
+                returned: list[ast.stmt] = []
+                if not isinstance(node, ast.Return | ast.Raise):
+                    # For a frame that set-up had brought into a call; what the statement itself
+                    # binds stays.
+                    stored = (item for item in nodes_here(node) if isinstance(item, ast.Name))
+                    test = f"{self._runtime}.late and {self._runtime}.returns()"
+                    live = self._sites[-1].names - bound_names(stored)
+                    returned = self._restored(node, test, live)
+                return [passed, *returned, *self._cleared(hidden, node)]
         raise self._error(
             node,
             f"{self._way.what} within `{type(node).__name__.lower()}` cannot be entered again; "
@@ -616,8 +571,7 @@ class Writer:
         name, item = iterator_name(number), item_name(number)
         self._refuse_leading(node.iter)
         self._refuse_sites(node.orelse)
-        if kind == "step":
-            tell_endings(node)
+        ended = self._told_endings(node, kind)
         begin = made_statements(
             f"if {self._runtime}.live:\n {name} = {self._runtime}.iterate({number}, ITER)",
             node,
@@ -627,17 +581,13 @@ class Writer:
         assert isinstance(take, ast.Assign)
         take.targets = [node.target]
         node.body = [self._guarded([take, clear]), *self._block(node.body, inside)]
-        (named,) = made_statements(f"{item} = {name}", node)
-        assert isinstance(named, ast.Assign)
+        named = made(ast.Assign, f"{item} = {name}", node)
         node.target = named.targets[0]
-        node.iter = (
-            named.value
-            if self._way.trains
-            else made_expression(
-                f"{name} if {self._runtime}.live else {self._runtime}.passed({name})", node
-            )
-        )
-        return [*begin, node, *self._ended(kind, [name], node)]
+        node.iter = named.value
+        if not self._way.trains:
+            text = f"{name} if {self._runtime}.live else {self._runtime}.passed({name})"
+            node.iter = made_expression(text, node)
+        return [*begin, node, *ended, *self._cleared([name], node)]
 
     def _while(
         self, node: ast.While, number: int, kind: Kind, inside: tuple[int, ...]
@@ -645,15 +595,27 @@ class Writer:
         self._refuse_leading(node.test)
         self._refuse_sites(node.orelse)
         count: list[ast.stmt] = []
-        if kind == "step":
-            tell_endings(node)
+        if ended := self._told_endings(node, kind):
             count = made_statements(f"if {self._runtime}.live:\n {self._runtime}.step += 1", node)
         node.body = [*count, *self._block(node.body, inside)]
         asked = (
             f"{self._runtime}.head({number})" if self._way.trains else f"not {self._runtime}.live"
         )
         node.test = made_expression(f"{asked} or TEST", node, TEST=node.test)
-        return [node, *self._ended(kind, [], node)]
+        return [node, *ended]
+
+    def _told_endings(self, loop: Loop, kind: Kind) -> list[ast.stmt]:
+        """Have a step loop tell that it ends, also where it has an `else` or returns.
+
+        Gives the statements behind it, which are reached in all other cases, but for errors.
+        """
+        if kind != "step":
+            return []
+        if loop.orelse:
+            loop.orelse[:0] = told(loop)
+        teller = _Teller()
+        loop.body = [item for statement in loop.body for item in teller.told(statement)]
+        return [self._guarded(told(loop))]
 
     def _with(self, node: ast.With, inside: tuple[int, ...]) -> list[ast.stmt]:
         number = inside[-1]
@@ -680,24 +642,21 @@ class Writer:
         return [node, *self._cleared(contexts, node)]
 
     def _try(self, node: ast.Try | ast.TryStar, inside: tuple[int, ...]) -> list[ast.stmt]:
-        for statements in (
-            *(handler.body for handler in node.handlers),
-            node.orelse,
-            node.finalbody,
-        ):
-            self._refuse_sites(statements)
+        handled = [statement for handler in node.handlers for statement in handler.body]
+        self._refuse_sites([*handled, *node.orelse, *node.finalbody])
         node.body = self._block(node.body, inside)
         if self._way.trains and node.finalbody:
             node.finalbody = [self._guarded(node.finalbody)]
         if self._way.trains and node.handlers and isinstance(node, ast.Try):
-            (passing,) = made_statements(f"try: pass\nexcept {self._runtime}.passed: raise", node)
-            assert isinstance(passing, ast.Try)
+            text = f"try: pass\nexcept {self._runtime}.passed: raise"
+            passing = made(ast.Try, text, node)
             node.handlers[:0] = passing.handlers
         return [node]
 
     def _if(self, node: ast.If, number: int, around: tuple[int, ...]) -> ast.stmt:
         self._refuse_leading(node.test)
-        node.body = [*self._restored(node), *self._block(node.body, (*around, number))]
+        restored = self._restored(node, f"{self._runtime}.restoring")
+        node.body = [*restored, *self._block(node.body, (*around, number))]
         if any(self._is_site(item) for item in node.orelse):
             # Of an `else` or `elif` the sites within say themselves whether the way leads there.
             node.orelse = self._block(node.orelse, around)
@@ -730,7 +689,7 @@ class Writer:
             )
         return [node, *self._cleared(hidden, node)]
 
-    def _keep(self, node: ast.stmt, number: int) -> Spilled:
+    def _keep(self, node: ast.stmt, number: int) -> tuple[ast.stmt, list[str]]:
         leading = self._way.leading(node)
         if len(leading) > 1:
             raise self._error(
@@ -755,17 +714,6 @@ class Writer:
             return []
         text = "".join(f" {name} = None\n" for name in hidden)
         return made_statements(f"if {self._runtime}.live:\n{text}", near)
-
-    def _ended(self, kind: Kind, hidden: Sequence[str], near: ast.stmt) -> list[ast.stmt]:
-        """Behind a loop: tell that it has ended, if its iterations are the steps."""
-        if kind != "step":
-            return self._cleared(hidden, near)
-        return [self._guarded(told(near)), *self._cleared(hidden, near)]
-
-    def _restored(self, near: ast.stmt) -> list[ast.stmt]:
-        """The statement that gives local names their values."""
-        # Those of a module are global.
-        return [] if isinstance(self._body, ast.Module) else [self._restorations.entered(near)]
 
     def _refuse_sites(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
@@ -804,16 +752,19 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
     for source in files:
         rewritten = Rewritten(source, copy.deepcopy(source.tree), reads_gradients=reads_gradients)
         originals = dict(zip(ast.walk(rewritten.tree), ast.walk(source.tree), strict=True))
-        way, rebound = ToTraining(training, originals), Rebound(source.tree, elsewhere)
+        way = ToTraining(training, originals)
         bodies: list[Body] = [
             node for node in ast.walk(rewritten.tree) if isinstance(node, ast.Module | Function)
         ]
         # Inner functions first: their definitions are copied when the outer one is rewritten.
         for body in reversed(bodies):
-            writer = Writer(rewritten, body, way, number, rebound)
+            writer = Writer(rewritten, body, way, number, elsewhere)
+            yields = isinstance(body, ast.FunctionDef) and any(
+                isinstance(node, ast.Yield | ast.YieldFrom) for node in nodes_here(body)
+            )
             if writer.leads():
-                if isinstance(body, ast.AsyncFunctionDef) or (
-                    isinstance(body, ast.FunctionDef) and _yields(body)
+                if isinstance(body, Function) and (
+                    yields or isinstance(body, ast.AsyncFunctionDef)
                 ):
                     raise AutosaveError(
                         f"{rewritten.source.name()}, line {body.lineno}: the generator or "
@@ -823,30 +774,20 @@ def rewrite(files: list[SourceFile], training: Training) -> list[Rewritten]:
                 writer.write()
                 rewritten.bodies.add(writer.name)
                 number = writer.number
-            elif isinstance(body, ast.FunctionDef) and _yields(body):
-                number = _rewrite_generator(rewritten, body, number, rebound)
+            elif yields:
+                # A generator function that cannot be entered again stays as it is.
+                before = body.body
+                body.body = copy.deepcopy(before)
+                writer = Writer(rewritten, body, ToYield(), number, elsewhere)
+                try:
+                    writer.write()
+                except AutosaveError as error:
+                    body.body = before
+                    rewritten.plain[writer.name] = str(error)
+                    continue
+                rewritten.generators.add(writer.name)
+                number = writer.number
         rewritten.sites.sort(key=lambda site: site.number)
         ast.fix_missing_locations(rewritten.tree)
         done.append(rewritten)
     return done
-
-
-def _yields(function: Function) -> bool:
-    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in nodes_here(function))
-
-
-def _rewrite_generator(
-    rewritten: Rewritten, body: ast.FunctionDef, number: int, rebound: Rebound
-) -> int:
-    """Rewrite a generator function; one that cannot be entered again stays as it is."""
-    before = body.body
-    body.body = copy.deepcopy(before)
-    writer = Writer(rewritten, body, ToYield(), number, rebound)
-    try:
-        writer.write()
-    except AutosaveError as error:
-        body.body = before
-        rewritten.plain[writer.name] = str(error)
-        return number
-    rewritten.generators.add(writer.name)
-    return writer.number

@@ -16,7 +16,7 @@ other files as an attribute of the module.
 from __future__ import annotations
 
 import ast
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,26 +45,18 @@ def nodes_outside_scopes(statements: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 def nodes_here(node: ast.AST) -> list[ast.AST]:
     """Nodes below `node` that are executed in the same frame."""
-    found, waiting = [], list(ast.iter_child_nodes(node))
-    while waiting:
-        each = waiting.pop()
-        found.append(each)
-        if not isinstance(each, (*DEFINITIONS, ast.Lambda)):
-            waiting.extend(ast.iter_child_nodes(each))
-    return found
+    return list(nodes_outside_scopes(ast.iter_child_nodes(node)))
 
 
 def walk_here(node: ast.AST) -> Iterator[ast.AST]:
     """As `ast.walk`, without what is executed as a frame of its own; class bodies included."""
-    waiting = [node]
+    frames = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    waiting = deque([node])
     while waiting:
-        each = waiting.pop(0)
-        yield each
-        waiting.extend(
-            child
-            for child in ast.iter_child_nodes(each)
-            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        )
+        node = waiting.popleft()
+        yield node
+        children = ast.iter_child_nodes(node)
+        waiting.extend(child for child in children if not isinstance(child, frames))
 
 
 def local_names(body: Body) -> frozenset[str]:
@@ -91,13 +83,25 @@ def names_of(node: ast.stmt) -> list[str]:
 
 def _bindings(body: Body) -> Counter[str]:
     """Names bound in a body, and at how many places."""
-    bound: Counter[str] = Counter()
-    outer: set[str] = set()
+    bound = Counter(name for name, _ in _bound(body))
+    nodes = nodes_here(body)
+    outer = {
+        name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names
+    }
+    # Python deletes the name of a handled error at the end of its handler.
+    handled = {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+    for name in outer | {name for name in handled if not bound[name]} | {"*"}:
+        bound.pop(name, None)
+    return bound
+
+
+def _bound(body: Body) -> Iterator[tuple[str, ast.arg | ast.expr | ast.pattern | ast.stmt]]:
+    """Each name that a body binds or deletes, and where."""
     if not isinstance(body, ast.Module):
         given = body.args
         packed = [item for item in (given.vararg, given.kwarg) if item]
         arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, *packed]
-        bound.update(argument.arg for argument in arguments)
+        yield from ((argument.arg, argument) for argument in arguments)
     nodes = nodes_here(body)
     # Variables of a comprehension are those of a frame of its own.
     others = {
@@ -108,22 +112,16 @@ def _bindings(body: Body) -> Counter[str]:
     }
     for node in nodes:
         match node:
-            case ast.Name(ctx=ast.Store() | ast.Del()) if node not in others:
-                bound[node.id] += 1
-            case ast.Global() | ast.Nonlocal():
-                outer |= set(node.names)
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-                bound[name] += 1
-            case ast.MatchMapping(rest=str(name)):
-                bound[name] += 1
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) if node not in others:
+                yield name, node
+            case (
+                ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
+            ):
+                yield name, node
             case ast.stmt():
-                bound.update(names_of(node))
-    # Python deletes the name of a handled error at the end of its handler.
-    handled = {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
-    for name in outer | {name for name in handled if not bound[name]}:
-        bound.pop(name, None)
-    bound.pop("*", None)
-    return bound
+                yield from ((name, node) for name in names_of(node))
 
 
 def code_names(tree: ast.Module, body: Body) -> tuple[str, int]:
@@ -184,22 +182,9 @@ def attribute_line(tree: ast.Module, name: str) -> int | None:
 
 def bindings_of(body: Body, name: str) -> Iterator[int]:
     """The lines in which a body binds a name, once for each binding."""
-    if not isinstance(body, ast.Module):
-        arguments = body.args
-        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        others = [item for item in (arguments.vararg, arguments.kwarg) if item]
-        yield from (other.lineno for other in (*named, *others) if other.arg == name)
-    for node in nodes_outside_scopes(body.body):
-        match node:
-            case ast.Name(id=found, ctx=ast.Store()) if found == name:
-                yield node.lineno
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name == name:
-                yield node.lineno
-            case ast.Import() | ast.ImportFrom():
-                bound = ((name.asname or name.name).split(".")[0] for name in node.names)
-                yield from (node.lineno for item in bound if item == name)
-            case ast.MatchAs(name=found) | ast.MatchStar(name=found) if found == name:
-                yield node.lineno
+    for bound, node in _bound(body):
+        if bound == name and not isinstance(getattr(node, "ctx", None), ast.Del):
+            yield node.lineno
 
 
 Names = frozenset[str]
@@ -307,11 +292,8 @@ def _statement(  # noqa: PLR0912 (one case for each kind of statement)
             # The target is read, too, although its context says "store".
             own = {node.target.id} if isinstance(node.target, ast.Name) else set()
             return after | own | read_names(node.target, node.value)
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            return (after - {node.name}) | read_names(node)
-        case ast.Import() | ast.ImportFrom():
-            names = {(name.asname or name.name).split(".")[0] for name in node.names}
-            return after - names
+        case _ if isinstance(node, DEFINITIONS):
+            return (after - {*names_of(node)}) | read_names(node)
         case ast.Delete():
             return after | {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
     return after | read_names(node)
@@ -339,21 +321,14 @@ def _loop(
 def _try(node: ast.Try | ast.TryStar, after: Names, jumps: _Jumps, found: Liveness) -> Names:
     last = _block(node.finalbody, after, jumps, found) if node.finalbody else after
     final = last if node.finalbody else _NOTHING
-    through = _Jumps(
-        jumps.on_break | final,
-        jumps.on_continue | final,
-        jumps.on_return | final,
-        jumps.on_error | final,
-    )
+    through = _Jumps(*(jump | final for jump in jumps))
     handlers = _NOTHING.union(
         *(
             read_names(handler.type) | _block(handler.body, last, through, found)
             for handler in node.handlers
         )
     )
-    inside = _Jumps(
-        through.on_break, through.on_continue, through.on_return, through.on_error | handlers
-    )
+    inside = through._replace(on_error=through.on_error | handlers)
     otherwise = _block(node.orelse, last, through, found)
     return _block(node.body, otherwise, inside, found) | handlers
 
@@ -387,18 +362,16 @@ def _surely_bound(test: ast.expr) -> Names:
     found: set[str] = set()
     waiting: list[ast.AST] = [test]
     while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.NamedExpr):
-            found.add(node.target.id)
-            waiting.append(node.value)
-        elif isinstance(node, ast.BoolOp):
-            waiting.append(node.values[0])
-        elif isinstance(node, ast.Compare):
-            waiting += [node.left, node.comparators[0]]
-        elif isinstance(node, ast.UnaryOp):
-            waiting.append(node.operand)
-        elif isinstance(node, ast.Call):
-            waiting += [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+        match waiting.pop():
+            case ast.NamedExpr(target=target, value=value):
+                found.add(target.id)
+                waiting.append(value)
+            case ast.BoolOp(values=[value, *_]) | ast.UnaryOp(operand=value):
+                waiting.append(value)
+            case ast.Compare(left=left, comparators=[right, *_]):
+                waiting += [left, right]
+            case ast.Call(func=func, args=args, keywords=keywords):
+                waiting += [func, *args, *(keyword.value for keyword in keywords)]
     return frozenset(found)
 
 
@@ -427,26 +400,21 @@ class Others(NamedTuple):
     imported: frozenset[str]
 
 
-class Rebound:
-    """Looks for them in one file.
+def others_of(tree: ast.Module, elsewhere: frozenset[str], body: Body) -> Others:
+    """The names of a body that others may give a value.
 
     Args:
-        tree: Of the file.
+        tree: Of its file.
         elsewhere: Names that any file of the program sets in modules, from `set_in_modules`.
+        body: The body.
     """
-
-    def __init__(self, tree: ast.Module, elsewhere: frozenset[str]) -> None:
-        self._outside = _declared(tree, (ast.Global, ast.Nonlocal)) | elsewhere
-        self._imported = _imported(tree)
-
-    def others(self, body: Body) -> Others:
-        """The names of a body of the file."""
-        if isinstance(body, ast.Module):
-            return Others(self._outside, self._imported)
-        own = local_names(body)
-        rebound = (self._outside - own) | _declared(body, (ast.Nonlocal,))
-        # A local name is what the body makes it, whatever another one imports under that name.
-        return Others(rebound, self._imported - (own - _imported(body)))
+    outside = _declared(tree, (ast.Global, ast.Nonlocal)) | elsewhere
+    if isinstance(body, ast.Module):
+        return Others(outside, _imported(tree))
+    own = local_names(body)
+    rebound = (outside - own) | _declared(body, (ast.Nonlocal,))
+    # A local name is what the body makes it, whatever another one imports under that name.
+    return Others(rebound, _imported(tree) - (own - _imported(body)))
 
 
 def set_in_modules(files: Iterable[SourceFile]) -> frozenset[str]:

@@ -256,8 +256,7 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         """The rewritten module, compiled."""
-        path = str(self._rewritten.source.path)
-        code: CodeType = compile(self._rewritten.tree, path, "exec", dont_inherit=True)
+        code: CodeType = compile(self._rewritten.tree, self.path, "exec", dont_inherit=True)
         return code
 
     def exec_module(self, module: ModuleType) -> None:

@@ -14,7 +14,7 @@ import ast
 import copy
 import difflib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outlast.autosave.program.calls import BACKWARD, STEP, Calls, Contents, called_name
 from outlast.autosave.program.scopes import walk_here
@@ -127,21 +127,6 @@ class Training:
         return not self.carriers.isdisjoint(self.calls.of(call))
 
 
-def find_training(files: Sequence[SourceFile], chosen: str | None = None) -> Training:
-    """The loops of the program that train.
-
-    Args:
-        files: The program, the script first.
-        chosen: ``FILE:LINE`` of the loop whose iterations are the steps; None finds it.
-
-    Raises:
-        NoTrainingLoopError: When there is none.
-        AutosaveError: When no loop stands at the chosen line, when two loops
-            are steps of each other, or when training runs in other processes or threads.
-    """
-    return _Search(files).found(chosen)
-
-
 class _Search:
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
@@ -178,7 +163,7 @@ class _Search:
                 if (
                     isinstance(call, ast.Call)
                     and called_name(call) in _ELSEWHERE
-                    and not carriers.isdisjoint(self._calls.of(call))
+                    and self._carries(call, carriers)
                 ):
                     raise AutosaveError(
                         f"{self._place(call)}: the training loop runs in a process or thread that "
@@ -227,11 +212,11 @@ class _Search:
     def _leads_to(
         self, node: ast.AST, loops: frozenset[Loop], carriers: frozenset[Function]
     ) -> bool:
-        return any(
-            item in loops
-            or (isinstance(item, ast.Call) and not carriers.isdisjoint(self._calls.of(item)))
-            for item in walk_here(node)
-        )
+        return any(item in loops or self._carries(item, carriers) for item in walk_here(node))
+
+    def _carries(self, node: ast.AST, carriers: frozenset[Function]) -> bool:
+        """Return True for a call that leads to one of the `carriers`."""
+        return isinstance(node, ast.Call) and not carriers.isdisjoint(self._calls.of(node))
 
     def _carriers(self, loops: Iterable[Loop]) -> frozenset[Function]:
         """Functions in which one of `loops` is, or that call one in which it is."""
@@ -262,14 +247,7 @@ class _Search:
                 elsewhere = frozenset(
                     node
                     for node in ast.walk(child)
-                    if node is not child
-                    and (
-                        node in training
-                        or (
-                            isinstance(node, ast.Call)
-                            and not carriers.isdisjoint(self._calls.of(node))
-                        )
-                    )
+                    if node is not child and (node in training or self._carries(node, carriers))
                 )
                 if wanted <= self._contents.of(child, elsewhere):
                     yield child
@@ -285,8 +263,15 @@ class _Search:
         inner = {node for loop in steps for node in ast.walk(loop) if node is not loop}
         within: dict[Function, ast.Call] = {}
         outside: dict[Function, ast.AST] = {}
+        called = {
+            function
+            for body in self._bodies
+            for call in walk_here(body)
+            if isinstance(call, ast.Call)
+            for function in self._calls.of(call)
+        }
         waiting: list[tuple[Body, bool]] = [
-            (body, False) for body in self._bodies if not self._is_called(body)
+            (body, False) for body in self._bodies if body not in called
         ]
         while waiting:
             body, in_step = waiting.pop()
@@ -313,50 +298,38 @@ class _Search:
             parts |= loops
         return parts
 
-    def _is_called(self, body: Body) -> bool:
-        if isinstance(body, ast.Module):
-            return False
-        if not hasattr(self, "_reached"):
-            self._reached = {
-                call
-                for other in self._bodies
-                for node in walk_here(other)
-                if isinstance(node, ast.Call)
-                for call in self._calls.of(node)
-            }
-        return body in self._reached
-
     def _place(self, node: ast.AST) -> str:
         line = getattr(node, "lineno", 1)
         return f"{self._where[node].name()}, line {line}" if node in self._where else f"line {line}"
+
+
+def find_training(files: Sequence[SourceFile], chosen: str | None = None) -> Training:
+    """The loops of the program that train.
+
+    Args:
+        files: The program, the script first.
+        chosen: ``FILE:LINE`` of the loop whose iterations are the steps; None finds it.
+
+    Raises:
+        NoTrainingLoopError: When there is none.
+        AutosaveError: When no loop stands at the chosen line, when two loops
+            are steps of each other, or when training runs in other processes or threads.
+    """
+    return _Search(files).found(chosen)
 
 
 SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Raise, ast.Assert)
 """Statements that may hold the call, or the `yield`, that the way leads through."""
 
 
-class Way(Protocol):
-    """Reason to re-enter a body.
+class ToTraining:
+    """The way to a step loop.
 
     Attributes:
         runtime: The expression that the rewritten body asks.
         trains: Whether it is a step of training; else it is a `yield`.
         what: What stands in the way's statements, in words.
     """
-
-    runtime: str
-    trains: bool
-    what: str
-
-    def kind(self, node: ast.AST) -> Kind | None:
-        """Of a loop or a simple statement; None where no way leads through it."""
-
-    def leading(self, node: ast.AST) -> list[ast.expr]:
-        """The expressions in `node`, or `node` itself, through which the way leads."""
-
-
-class ToTraining:
-    """The way to a step loop."""
 
     runtime = RUNTIME
     trains = True
@@ -367,7 +340,7 @@ class ToTraining:
         self._originals = originals
 
     def kind(self, node: ast.AST) -> Kind | None:
-        """Of a loop or a simple statement."""
+        """Of a loop or a simple statement; None where no way leads through it."""
         original = self._originals.get(node)
         if isinstance(original, Loop):
             if original in self._training.step_loops:
@@ -387,7 +360,7 @@ class ToTraining:
 
 
 class ToYield:
-    """The way to where a generator function is suspended."""
+    """The way to where a generator function is suspended; its attributes as of `ToTraining`."""
 
     runtime = GENERATORS
     trains = False
@@ -402,6 +375,10 @@ class ToYield:
     def leading(self, node: ast.AST) -> list[ast.expr]:
         """The `yield` and `yield from` expressions."""
         return [item for item in walk_here(node) if isinstance(item, ast.Yield | ast.YieldFrom)]
+
+
+Way = ToTraining | ToYield
+"""Reason to re-enter a body."""
 
 
 @dataclass(frozen=True)
@@ -458,7 +435,13 @@ def explain(files: list[SourceFile], training: Training, rewritten: list[Rewritt
     statements that give local names their values on the way back are left out.
     """
     loops = [
-        _found(source, loop, training)
+        FoundLoop(
+            source.name(),
+            loop.lineno,
+            ast.unparse(loop).partition("\n")[0],
+            loop in training.step_loops,
+            training.reasons.get(loop, "leads to a step loop"),
+        )
         for source in files
         for loop in ast.walk(source.tree)
         if isinstance(loop, ast.For | ast.While) and loop in training.loops
@@ -469,16 +452,6 @@ def explain(files: list[SourceFile], training: Training, rewritten: list[Rewritt
         tuple(why for item in rewritten for why in item.plain.values()),
         tuple(_difference(item) for item in rewritten if item.sites),
     )
-
-
-def _found(source: SourceFile, loop: Loop, training: Training) -> FoundLoop:
-    is_step = loop in training.step_loops
-    reason = training.reasons.get(loop, "") if is_step else "leads to a step loop"
-    if isinstance(loop, ast.For):
-        header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}:"
-    else:
-        header = f"while {ast.unparse(loop.test)}:"
-    return FoundLoop(source.name(), loop.lineno, header, is_step, reason)
 
 
 def _difference(rewritten: Rewritten) -> str:

@@ -23,6 +23,7 @@ import contextlib
 import csv
 import gc
 import io
+import itertools
 import json
 import logging
 import os
@@ -100,7 +101,7 @@ class FirstSizes:
 
     def appended(self) -> dict[str, int | None]:
         """Path, as it is written down, to size of each log that the run has appended to."""
-        return {path: known_item.size for path, known_item in self._known.items()}
+        return {path: first.size for path, first in self._known.items()}
 
     def put_back(self, path: str, file: Path) -> str:
         """Make a log what it was before the run, if this rank alone has written it.
@@ -116,7 +117,7 @@ class FirstSizes:
         if self._file is None or self._folder is None or first.host != socket.gethostname():
             return ""
         others = (file for file in _files(self._folder) if file != self._file)
-        if any(first.path == path for other in others for first in _read(other)):
+        if any(other.path == path for file in others for other in _read(file)):
             # Who comes later must not cut off what another rank has written meanwhile.
             return ""
         return _put_back(file, first.size, self._folder / _ENDS)
@@ -165,11 +166,8 @@ def _put_back(log: Path, size: int | None, ends: Path) -> str:
     if not log.is_file() or (size is not None and log.stat().st_size <= size):
         return ""
     ends.mkdir(parents=True, exist_ok=True)
-    end = ends / log.name
-    number = 1
-    while end.exists():
-        number += 1
-        end = ends / f"{log.name}.{number}"
+    names = itertools.chain([log.name], (f"{log.name}.{number}" for number in itertools.count(2)))
+    end = next(ends / name for name in names if not (ends / name).exists())
     if size is None:
         shutil.move(log, end)
     else:
@@ -392,9 +390,8 @@ class Logs:
             own = aside.with_name(f"{aside.name}.{os.getpid()}")
             _copy(path, own, "wb")
             try:
-                aside.hardlink_to(own)
-            except FileExistsError:
-                pass
+                with suppress(FileExistsError):
+                    aside.hardlink_to(own)
             except OSError:  # a file system without links
                 own.replace(aside)
             own.unlink(missing_ok=True)
@@ -633,28 +630,27 @@ Handlers = dict[str, list[logging.FileHandler]]
 
 def file_handlers() -> Handlers:
     """Name of each logger that writes to files, and its handlers that do."""
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    found = {
-        logger.name: [one for one in logger.handlers if isinstance(one, logging.FileHandler)]
-        for logger in loggers
-        if isinstance(logger, logging.Logger)
-    }
-    return {name: found_item for name, found_item in found.items() if found_item}
+    found: Handlers = {}
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):
+            own = [item for item in logger.handlers if isinstance(item, logging.FileHandler)]
+            found |= {logger.name: own} if own else {}
+    return found
 
 
 def later_handlers(before: Handlers) -> Handlers:
     """Those that loggers have and had not `before`."""
     return {
-        name: [one for one in handler if not any(one is old for old in before.get(name, ()))]
-        for name, handler in file_handlers().items()
+        name: [handler for handler in handlers if handler not in before.get(name, ())]
+        for name, handlers in file_handlers().items()
     }
 
 
 def add_handlers(handlers: Handlers) -> None:
     """Give loggers their later handlers again."""
-    for name, handler in handlers.items():
-        for one in handler:
-            logging.getLogger(name).addHandler(one)
+    for name, later in handlers.items():
+        for handler in later:
+            logging.getLogger(name).addHandler(handler)
 
 
 def reduced_handler(handler: logging.FileHandler) -> Any:

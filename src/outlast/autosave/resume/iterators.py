@@ -16,7 +16,7 @@ import types
 import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outlast.errors import AutosaveError
 
@@ -29,13 +29,6 @@ _BAR_SETTINGS = (
     "unit_scale", "smoothing", "bar_format", "unit_divisor", "colour", "delay",
 )  # fmt: skip
 _BAR_PROGRESS = ("n", "total", "desc", "postfix", "disable")
-
-
-class Display(Protocol):
-    """Shows how far an iteration is."""
-
-    def show(self, items: Items) -> Iterator[Any]:
-        """A generator that gives `items` on, beginning with the number that were given before."""
 
 
 class Items:
@@ -76,7 +69,11 @@ class ShownIterator:
     """
 
     def __init__(
-        self, display: Display, iterable: Any, inner: Iterator[Any] | None = None, given: int = 0
+        self,
+        display: TqdmDisplay | RichDisplay,
+        iterable: Any,
+        inner: Iterator[Any] | None = None,
+        given: int = 0,
     ) -> None:
         self._display = display
         self._iterable = iterable
@@ -127,8 +124,10 @@ class TqdmDisplay:
             bar.n = bar.last_print_n = items.given
         bar.iterable, iterable = items, bar.iterable
         try:
-            # The generator asks for the bar's iterable once, when it begins.
-            yield from _first_then(_PLAIN["tqdm"](bar), lambda: setattr(bar, "iterable", iterable))
+            for item in _PLAIN["tqdm"](bar):
+                # The generator asks for the bar's iterable once, when it begins.
+                bar.iterable = iterable
+                yield item
         finally:
             bar.iterable = iterable
 
@@ -150,11 +149,10 @@ class RichDisplay:
         settings = dict(self.settings)
         if items.given:
             settings["completed"] = settings.get("completed", 0) + items.given
-        if self.progress is None:
-            generator: Iterator[Any] = _PLAIN["track"](items, **settings)
-        else:
-            generator = _PLAIN["Progress.track"](self.progress, items, **settings)
-        return generator
+        plain = "track" if self.progress is None else "Progress.track"
+        own = [] if self.progress is None else [self.progress]
+        found: Iterator[Any] = _PLAIN[plain](*own, items, **settings)
+        return found
 
 
 def resumable(iterable: Iterable[Any]) -> Iterator[Any]:
@@ -198,15 +196,6 @@ def _track_with(progress: Any, sequence: Any, *more: Any, **settings: Any) -> Sh
     names = ("total", "completed", "task_id", "description", "update_period")
     settings |= dict(zip(names, more, strict=False))
     return ShownIterator(RichDisplay(progress, settings), sequence)
-
-
-def _first_then(items: Iterator[Any], then: Callable[[], None]) -> Iterator[Any]:
-    """Give `items` on, and call `then` when the first has come."""
-    for item in items:
-        then()
-        yield item
-        break
-    yield from items
 
 
 def _reduced_bar(bar: Any) -> Any:

@@ -33,7 +33,7 @@ from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -52,7 +52,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from outlast.autosave.heap.objects import is_closed
@@ -112,14 +111,15 @@ def content(value: Any) -> Any:
     source = source_of(value)
     if source is not None:
         return source.read()
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, _CONTAINERS):
-        return tuple(value)
+    match value:
+        case torch.Tensor():
+            return value.detach().clone()
+        case np.ndarray():
+            return value.copy()
+        case dict():
+            return dict(value)
+        case list() | deque() | set():
+            return tuple(value)
     return dict(vars(value))
 
 
@@ -141,46 +141,6 @@ def put_back(held: Iterable[Held]) -> None:
         else:
             vars(owner).clear()
             vars(owner).update(seen)
-
-
-class Atoms:
-    """The sources of random numbers and the plain numbers and texts among some objects' attributes.
-
-    It is found in the same order in every process with the same objects.
-
-    Args:
-        roots: Where to begin; modules are looked into, long containers are not.
-    """
-
-    def __init__(self, roots: Iterable[Any]) -> None:
-        self._owners: list[Any] = []
-        self._sources: list[Source] = []
-        for item in _reached(roots, _is_large):
-            source = source_of(item)
-            if source is not None:
-                self._sources.append(source)
-            elif not isinstance(item, _CONTAINERS):
-                self._owners.append(item)
-
-    def read(self) -> dict[str, Any]:
-        """State of each source, and the atoms of each object, by its place in the order."""
-        found: dict[str, Any] = {
-            f"source {place}": source.read() for place, source in enumerate(self._sources)
-        }
-        for place, owner in enumerate(self._owners):
-            found[f"object {place}"] = {
-                name: value for name, value in vars(owner).items() if type(value) in ATOMS
-            }
-        return found
-
-    def write(self, states: dict[str, Any]) -> None:
-        """Put back what `read` gave, or a part of it."""
-        for name, state in states.items():
-            kind, place = name.split()
-            if kind == "source":
-                self._sources[int(place)].write(state)
-            else:
-                vars(self._owners[int(place)]).update(state)
 
 
 def _reached(roots: Iterable[Any], closed: Any) -> Iterator[Any]:
@@ -418,7 +378,7 @@ WorkerStates = dict[int, dict[str, Any]]
 """Number of a worker to the states that differ from those that it was seeded with."""
 
 
-class Reported:
+class Reported(NamedTuple):
     """A batch, and what has changed in the worker that made it.
 
     Attributes:
@@ -427,17 +387,9 @@ class Reported:
         changed: States that are not those sent last.
     """
 
-    __slots__ = ("batch", "changed", "worker")
-
-    def __init__(self, batch: Any, worker: int, changed: dict[str, Any]) -> None:
-        self.batch = batch
-        self.worker = worker
-        self.changed = changed
-
-    def pin_memory(self) -> Reported:
-        """The same with the batch in pinned memory, as the loader's thread asks for it."""
-        pinned = pin_memory(self.batch)  # type: ignore[no-untyped-call]
-        return Reported(pinned, self.worker, self.changed)
+    batch: Any
+    worker: int
+    changed: dict[str, Any]
 
     def note(self, states: WorkerStates) -> None:
         """Bring `states` up to date."""
@@ -446,17 +398,33 @@ class Reported:
 
 
 class _Watch:
-    """Watches a worker's sources of random numbers and its dataset; lives in the worker."""
+    """The sources of random numbers of a worker, and what its dataset holds; lives in the worker.
 
-    def __init__(self, worker: int, atoms: Atoms, states: dict[str, Any]) -> None:
+    Objects, and their sources, are found in the same order in every process with the same dataset.
+
+    Args:
+        worker: Its number.
+        roots: Where to begin; modules are looked into, long containers are not.
+        states: What the worker is to take over.
+    """
+
+    def __init__(self, worker: int, roots: Iterable[Any], states: dict[str, Any]) -> None:
         self.worker = worker
-        self._host = host_sources()
-        self._atoms = atoms
+        self._sources = host_sources()
+        self._owners: dict[str, Any] = {}
+        before = len(self._sources)
+        for item in _reached(roots, _is_large):
+            source = source_of(item)
+            if source is not None:
+                self._sources[f"source {len(self._sources) - before}"] = source
+            elif not isinstance(item, _CONTAINERS):
+                self._owners[f"object {len(self._owners)}"] = item
         self._seen = self._read()
-        for name, item in self._host.items():
-            if name in states:
-                item.write(states[name])
-        atoms.write({name: state for name, state in states.items() if name not in self._host})
+        for name, state in states.items():
+            if name in self._sources:
+                self._sources[name].write(state)
+            else:
+                vars(self._owners[name]).update(state)
         self._seen |= {name: state for name, state in states.items() if name in self._seen}
 
     def changed(self) -> dict[str, Any]:
@@ -467,55 +435,43 @@ class _Watch:
         return changed
 
     def _read(self) -> dict[str, Any]:
-        return {name: item.read() for name, item in self._host.items()} | self._atoms.read()
+        """State of each source, and the plain numbers and texts among each object's attributes."""
+        found: dict[str, Any] = {name: source.read() for name, source in self._sources.items()}
+        for place, owner in self._owners.items():
+            found[place] = {
+                name: value for name, value in vars(owner).items() if type(value) in ATOMS
+            }
+        return found
 
 
 _watch: _Watch | None = None
 
 
-class Starting:
-    """Takes the place of a loader's `worker_init_fn`: begins to watch, after that was called.
+def _start(
+    start: Callable[[int], None] | None, collate: Any, states: WorkerStates, worker: int
+) -> None:
+    """Take the place of a loader's `worker_init_fn`: begin to watch, after `start` was called.
 
     Args:
         start: The loader's own function; None for none.
         collate: The loader's own `collate_fn`.
         states: What the workers are to take over.
+        worker: Number of this one.
     """
-
-    def __init__(
-        self, start: Callable[[int], None] | None, collate: Any, states: WorkerStates
-    ) -> None:
-        self._start = start
-        self._collate = collate
-        self._states = states
-
-    def __call__(self, worker: int) -> None:
-        """Start in the worker process of this number."""
-        global _watch  # noqa: PLW0603 (a worker process has one)
-        if self._start is not None:
-            self._start(worker)
-        information = get_worker_info()
-        assert information is not None
-        # Whatever the dataset has drawn so far is drawn again in each process.
-        atoms = Atoms([information.dataset, self._collate])
-        _watch = _Watch(worker, atoms, self._states.get(worker, {}))
+    global _watch  # noqa: PLW0603 (a worker process has one)
+    if start is not None:
+        start(worker)
+    information = get_worker_info()
+    assert information is not None
+    # Whatever the dataset has drawn so far is drawn again in each process.
+    _watch = _Watch(worker, [information.dataset, collate], states.get(worker, {}))
 
 
-class Reporting:
-    """Takes the place of a loader's `collate_fn` in its workers.
-
-    Args:
-        collate: The loader's own function.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """Make a batch, and report with it."""
-        batch = self._collate(samples)
-        assert _watch is not None
-        return Reported(batch, _watch.worker, _watch.changed())
+def _report(collate: Callable[[Any], Any], samples: Any) -> Reported:
+    """Take the place of a loader's `collate_fn` in its workers: make and report a batch."""
+    batch = collate(samples)
+    assert _watch is not None
+    return Reported(batch, _watch.worker, _watch.changed())
 
 
 def observe(inner: Any, states: WorkerStates) -> None:
@@ -537,28 +493,18 @@ def observe(inner: Any, states: WorkerStates) -> None:
     inner._get_data = get_data
 
 
-class StatefulIterator:
-    """The iterator of a `StatefulDataLoader`, saved as what the loader's `state_dict` gives.
+class _Resumed:
+    """An iterator of a loader that is taken up where it was at its first use.
 
-    It is taken up again at its first use, when all objects hold what they held. What the loader
-    does not save, as the random numbers of workers, begins anew.
-
-    Args:
-        loader: The loader.
+    By then all objects hold what they held. Attributes that it does not have are those of the
+    loader's own iterator.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._begun = random_states()
-        self._state: dict[str, Any] | None = None
-        self._ended = False
-        self._inner: Any = _plain()(loader)
+    _inner: Any
+    _ended: bool
 
-    def __iter__(self) -> StatefulIterator:
+    def __iter__(self) -> Self:
         return self
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_inner" not in self.__dict__:
@@ -571,10 +517,36 @@ class StatefulIterator:
             raise StopIteration
         self._use()
         try:
-            return next(self._inner)
+            return self._next()
         except StopIteration:
             self._ended = True
             raise
+
+    def _next(self) -> Any:
+        return next(self._inner)
+
+    def _use(self) -> None:
+        """Let the iterator go on where it was, if that has not been done."""
+
+
+class StatefulIterator(_Resumed):
+    """The iterator of a `StatefulDataLoader`, saved as what the loader's `state_dict` gives.
+
+    What the loader does not save, as the random numbers of workers, begins anew.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._begun = random_states()
+        self._state: dict[str, Any] | None = None
+        self._ended = False
+        self._inner = _stateful()[1](loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self._state
@@ -590,7 +562,6 @@ class StatefulIterator:
         self._inner = None
 
     def _use(self) -> None:
-        """Let the loader go on where it was, if that has not been done."""
         if self._inner is not None or self._ended:
             return
         loader, now = self._loader, random_states()
@@ -599,47 +570,24 @@ class StatefulIterator:
         try:
             set_random_states(self._begun)
             loader.load_state_dict(self._state)
-            self._inner = _plain()(loader)
+            self._inner = _stateful()[1](loader)
         finally:
             put_back(sources)
             set_random_states(now)
 
 
-@contextmanager
-def resumable_stateful_loaders() -> Iterator[None]:
-    """Within, loaders of torchdata, if it is installed, give iterators that can be pickled."""
-    if importlib.util.find_spec("torchdata") is None:
-        yield
-        return
-    loader, plain = _loader_type(), _plain()
-    loader.__iter__ = _iterate_stateful
-    try:
-        yield
-    finally:
-        loader.__iter__ = plain
-
-
-def _iterate_stateful(loader: Any) -> StatefulIterator:
-    # A class as such would not be given the loader.
-    return StatefulIterator(loader)
-
-
 @functools.cache
-def _loader_type() -> Any:
-    return importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+def _stateful() -> tuple[Any, Any]:
+    """Torchdata's loader, and its own `__iter__`; to be asked for before that is replaced."""
+    loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    return loader, loader.__iter__
 
 
-@functools.cache
-def _plain() -> Any:
-    """The loader's own `__iter__`; to be asked for before it is replaced."""
-    return _loader_type().__iter__
+_SAVED = ("epoch", "count", "ended", "born", "started", "handed", "received")
 
 
-class LoaderIterator:
+class LoaderIterator(_Resumed):
     """The iterator of a `DataLoader`, which can be pickled and goes on from where it was.
-
-    It is taken up again at its first use, when all objects hold what they held. Attributes that it
-    does not have are those of the loader's own iterator.
 
     Args:
         loader: The loader.
@@ -658,23 +606,8 @@ class LoaderIterator:
         self._inner: Any = self._built(passing=True)
         self._prime()
 
-    def __iter__(self) -> LoaderIterator:
-        return self
-
     def __len__(self) -> int:
         return len(self._loader._index_sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_inner" not in self.__dict__:
-            raise AttributeError(name)
-        self._use()
-        return getattr(self._inner, name)
-
-    def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
-        self._use()
-        return self._next()
 
     def restart(self) -> None:
         """Begin another epoch with the same workers, as a loader with persistent ones does."""
@@ -703,28 +636,14 @@ class LoaderIterator:
                 "a DataLoader with in_order=False hands out batches in an order that no second run "
                 "repeats, and cannot be saved in the middle of an epoch; set in_order=True"
             )
-        return {
-            "loader": self._loader,
-            "persistent": self._held is None,
-            "epoch": self._epoch,
-            "count": self._count,
-            "ended": self._ended,
-            "born": self._born,
-            "started": self._started,
-            "handed": self._handed,
-            "received": self._received,
-            "series": self._draws.series,
-        }
+        state = {"loader": self._loader, "persistent": self._held is None}
+        state |= {name: getattr(self, f"_{name}") for name in _SAVED}
+        return state | {"series": self._draws.series}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._hold(state["loader"], state["persistent"])
-        self._epoch = state["epoch"]
-        self._count = state["count"]
-        self._ended = state["ended"]
-        self._born = state["born"]
-        self._started = state["started"]
-        self._handed = state["handed"]
-        self._received = state["received"]
+        for name in _SAVED:
+            setattr(self, f"_{name}", state[name])
         self._draws = Draws(state["series"])
         self._inner = None
 
@@ -775,8 +694,9 @@ class LoaderIterator:
             parts["batch_sampler" if loader._auto_collation else "sampler"] = indices
         if loader.num_workers > 0:
             states = self._started if self._reads else self._handed
-            parts["collate_fn"] = Reporting(loader.collate_fn)
-            parts["worker_init_fn"] = Starting(loader.worker_init_fn, loader.collate_fn, states)
+            own = loader.collate_fn
+            parts["collate_fn"] = functools.partial(_report, own)
+            parts["worker_init_fn"] = functools.partial(_start, loader.worker_init_fn, own, states)
         with _replaced(loader, parts):
             inner = loader._get_iterator()
         if self._indices is not None and passing:
@@ -803,7 +723,6 @@ class LoaderIterator:
             else:
                 data = next(self._inner)
         except StopIteration:
-            self._ended = True
             raise
         except Exception:
             # The batch that could not be read is passed over, as the loader's own iterator does.
@@ -816,7 +735,6 @@ class LoaderIterator:
         return data
 
     def _use(self) -> None:
-        """Take the epoch up where it was, if that has not been done."""
         if self._inner is not None or self._ended:
             return
         now = random_states()
@@ -837,12 +755,13 @@ class LoaderIterator:
         """Draw the epoch again; whether it was the same."""
         self._draws = self._begun(self._draws.series)
         self._received = dict(self._started if self._reads else self._handed)
-        if self._epoch == 0:
+        first = self._epoch == 0
+        if first:
             self._draws.rewind()
-            self._inner = self._built(passing=True)
         else:
             self._seed.write(self._born)
-            self._inner = self._built(passing=False)
+        self._inner = self._built(passing=first)
+        if not first:
             self._draws.rewind()
             self._iterate_again()
         try:
@@ -853,6 +772,7 @@ class LoaderIterator:
             else:
                 self._skip(self._indices)
         except StopIteration:
+            self._ended = self._ended or self._indices is None
             return False
         return self._draws.settle()
 
@@ -878,20 +798,20 @@ class LoaderIterator:
             self._inner._sampler_iter = iter(self._indices)
 
     def _other_draws(self) -> AutosaveError:
-        drawn = self._draws.series.drawn
+        loader, drawn = self._loader, self._draws.series.drawn
         if self._reads:
             return AutosaveError(
-                f"the dataset {type(self._loader.dataset).__qualname__} has ended before batch "
-                f"{drawn}, up to which it was read when the program was saved; give it the same "
-                "files in the same order"
+                f"the dataset {type(loader.dataset).__qualname__} has ended before batch {drawn}, "
+                "up to which it was read when the program was saved; give it the same files in the "
+                "same order"
             )
-        sampler = type(self._loader.batch_sampler or self._loader.sampler).__qualname__
+        sampler = type(loader.batch_sampler or loader.sampler).__qualname__
         if sampler == "BatchSampler":
-            sampler = type(self._loader.sampler).__qualname__
+            sampler = type(loader.sampler).__qualname__
         return AutosaveError(
             f"the sampler {sampler} gives other indices than before the program was saved, in the "
-            f"first {drawn} batches of the epoch; keep the dataset's length, "
-            "and what the sampler draws from, the same in every run and throughout an epoch"
+            f"first {drawn} batches of the epoch; keep the dataset's length, and what the sampler "
+            "draws from, the same in every run and throughout an epoch"
         )
 
 
@@ -926,13 +846,6 @@ class PersistentIterator:
         return getattr(self._iterator, name)
 
 
-def _iterate(loader: DataLoader[Any]) -> Any:
-    """Replace `DataLoader.__iter__`, with a `LoaderIterator`."""
-    if loader.persistent_workers and loader.num_workers > 0:
-        return PersistentIterator(loader)
-    return LoaderIterator(loader)
-
-
 @contextmanager
 def _replaced(loader: DataLoader[Any], parts: dict[str, Any]) -> Iterator[None]:
     """Give a loader other attributes for a while, also those that it does not let be set."""
@@ -947,14 +860,26 @@ def _replaced(loader: DataLoader[Any], parts: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def resumable_loaders() -> Iterator[None]:
-    """Within, data loaders give iterators that can be pickled and taken up again."""
-    plain = DataLoader.__iter__
-    DataLoader.__iter__ = _iterate  # type: ignore[method-assign]
+    """Within, data loaders, torchdata's too, give iterators that can be pickled and taken up."""
+
+    def iterate(loader: DataLoader[Any]) -> Any:
+        persistent = loader.persistent_workers and loader.num_workers > 0
+        return PersistentIterator(loader) if persistent else LoaderIterator(loader)
+
+    def iterate_stateful(loader: Any) -> StatefulIterator:
+        # A class as such would not be given the loader.
+        return StatefulIterator(loader)
+
+    replaced: list[tuple[Any, Any, Any]] = [(DataLoader, DataLoader.__iter__, iterate)]
+    if importlib.util.find_spec("torchdata") is not None:
+        replaced.append((*_stateful(), iterate_stateful))
+    for kind, _, ours in replaced:
+        kind.__iter__ = ours
     try:
-        with resumable_stateful_loaders():
-            yield
+        yield
     finally:
-        DataLoader.__iter__ = plain  # type: ignore[method-assign]
+        for kind, plain, _ in replaced:
+            kind.__iter__ = plain
 
 
 def _reduced(inner: Any) -> Any:

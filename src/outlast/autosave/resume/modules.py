@@ -174,6 +174,9 @@ class ForeignModules:
     Args:
         sources: The program.
         is_own: Whether a module is the program's.
+
+    Attributes:
+        packages: Names of the modules of packages that the program leads to.
     """
 
     def __init__(
@@ -186,16 +189,11 @@ class ForeignModules:
         self._before = {
             owner: tuple(values) for owner, values in self._namespaces(frozenset()).items()
         }
-        self._packages: frozenset[str] = frozenset()
+        self.packages: frozenset[str] = frozenset()
         self._iterators: Changes = {}
         self._left: set[tuple[Owner, str]] = set()
         self._modules_at_setup: frozenset[str] = frozenset()
         self._at_setup: list[tuple[Owner, Mapping[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
-
-    @property
-    def packages(self) -> frozenset[str]:
-        """Names of the modules of packages that the program leads to."""
-        return self._packages
 
     def begin(self, own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Take note of how things are when set-up is done.
@@ -206,21 +204,22 @@ class ForeignModules:
         Returns:
             Names and objects to look into, apart from the program's own.
         """
-        self._packages = self._led_to(own)
+        self.packages = self._led_to(own)
         found = {
             f"{module}.{name}": value
-            for module in sorted(self._packages)
+            for module in sorted(self.packages)
             for name, value in vars(sys.modules[module]).items()
             if not _is_special(name)
         }
-        spaces = self._namespaces(self._packages)
         self._modules_at_setup = frozenset(sys.modules)
-        self._at_setup = [
-            (owner, values, self._names(owner, values), tuple(values.values()))
-            for owner, values in spaces.items()
-        ]
-        for owner, values in spaces.items():
-            if owner[0] in self._packages:
+        for owner, values in self._namespaces(self.packages).items():
+            before = self._before.get(owner)
+            # The names of before set-up where none has come or gone.
+            grown = before is None or len(before) != len(values)
+            same = before is not None and not grown and all(map(is_, before, values))
+            names = before if before is not None and same else tuple(values)
+            self._at_setup.append((owner, values, names, tuple(values.values())))
+            if owner[0] in self.packages:
                 # They go on without becoming other objects.
                 iterators = {
                     name: value
@@ -228,15 +227,23 @@ class ForeignModules:
                     if is_builtin_iterator(type(value))
                 }
                 self._iterators |= {owner: (iterators, ())} if iterators else {}
-            else:
+            elif before is not None:
+                # Names of a module of the process that were put there after that was made.
+                put = self._written & values.keys()
+                if grown:
+                    put |= values.keys() - frozenset(before)
                 found |= {
                     f"{'.'.join(filter(None, owner))}.{name}": values[name]
-                    for name in self._put_into(owner, values)
-                    if not (
-                        isinstance(values[name], types.ModuleType) or _is_outlasts(values[name])
-                    )
+                    for name in sorted(put)
+                    if self._is_put(owner, name)
+                    and not isinstance(values[name], types.ModuleType)
+                    and not _is_outlasts(values[name])
                 }
-        return found | self._used(own) | _of_loggers(own)
+        found |= self._used(own)
+        for name, logger in {"root": logging.root, **logging.root.manager.loggerDict}.items():
+            if isinstance(logger, logging.Logger):
+                found |= _of_logger(name, logger, own)
+        return found
 
     def changes(self) -> Changes:
         """Changes since set-up."""
@@ -251,33 +258,29 @@ class ForeignModules:
 
     def _changed(self) -> Changes:
         flat = itertools.chain.from_iterable
-        # Hundreds of thousands of names are compared at each save, and hardly ever has one changed.
-        if sum(len(values) for _, values, _, _ in self._at_setup) == sum(
-            len(before) for _, _, _, before in self._at_setup
-        ) and all(
-            map(
-                is_,
-                flat(before for _, _, _, before in self._at_setup),
-                flat(values.values() for _, values, _, _ in self._at_setup),
-            )
-        ):
-            return dict(self._iterators)
         found: Changes = dict(self._iterators)
+        now = [values for _, values, _, _ in self._at_setup]
+        then = [before for _, _, _, before in self._at_setup]
+        # Hundreds of thousands of names are compared at each save, and hardly ever has one changed.
+        if sum(map(len, now)) == sum(map(len, then)) and all(
+            map(is_, flat(then), flat(values.values() for values in now))
+        ):
+            return found
         for owner, values, names, before in self._at_setup:
             if len(values) == len(before) and all(map(is_, before, values.values())):
                 continue
-            old, now = dict(zip(names, before, strict=True)), dict(values)
+            old = dict(zip(names, before, strict=True))
             new = {
                 name: value
-                for name, value in now.items()
+                for name, value in list(values.items())
                 if (name not in old or not _same(old[name], value))
                 and not (_is_outlasts(value) or _is_outlasts(old.get(name)))
                 and self._counts(owner, name, value, is_new=name not in old)
             }
             lost = tuple(
                 name
-                for name in old.keys() - now.keys()
-                if (owner[0] in self._packages or name in self._written)
+                for name in old.keys() - values.keys()
+                if (owner[0] in self.packages or name in self._written)
                 and not _is_outlasts(old[name])
             )
             if new or lost:
@@ -290,24 +293,20 @@ class ForeignModules:
         for (module, name), (values, lost) in changes.items():
             try:
                 owner: Any = module_named(module)
-            except ImportError as error:
-                raise AutosaveError(
-                    f"the module `{module}` was there when the program was saved, and cannot be "
-                    f"imported now ({error})"
-                ) from None
-            try:
                 owner = functools.reduce(getattr, name.split(".") if name else (), owner)
-            except AttributeError as error:
+            except (ImportError, AttributeError) as error:
+                place, there = f"`{module}.{name}`", "is not there now"
+                if isinstance(error, ImportError):
+                    place, there = f"the module `{module}`", "cannot be imported now"
                 raise AutosaveError(
-                    f"`{module}.{name}` was there when the program was saved, and is not there now "
-                    f"({error})"
+                    f"{place} was there when the program was saved, and {there} ({error})"
                 ) from None
-            place = type if isinstance(owner, type) else object
+            place_of = type if isinstance(owner, type) else object
             for key, value in values.items():
-                place.__setattr__(owner, key, value)
+                place_of.__setattr__(owner, key, value)
             for attribute in lost:
                 if attribute in vars(owner):
-                    place.__delattr__(owner, attribute)
+                    place_of.__delattr__(owner, attribute)
 
     def leave(self, owner: Owner, name: str) -> bool:
         """Save a name no more; gives whether it may be left, as the program has none such."""
@@ -315,22 +314,6 @@ class ForeignModules:
             return False
         self._left.add((owner, name))
         return True
-
-    def _names(self, owner: Owner, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of variables: those of before set-up where none has come or gone."""
-        before = self._before.get(owner, ())
-        same = len(before) == len(values) and all(map(is_, before, values))
-        return before if same else tuple(values)
-
-    def _put_into(self, owner: Owner, values: Mapping[str, Any]) -> Iterable[str]:
-        """Names of a module of the process that were put there after that was made."""
-        before = self._before.get(owner)
-        if before is None:
-            return ()
-        names = self._written & values.keys()
-        if len(before) != len(values):
-            names |= values.keys() - frozenset(before)
-        return sorted(name for name in names if self._is_put(owner, name))
 
     def _is_put(self, owner: Owner, name: str) -> bool:
         """Return True if a name of a module of the process was put there after that was made."""
@@ -349,7 +332,7 @@ class ForeignModules:
         if is_new and isinstance(value, (type, types.FunctionType)) and is_importable(value):
             # Packages import their parts when they are asked for.
             return False
-        if owner[0] in self._packages:
+        if owner[0] in self.packages:
             return not _is_special(name) or name in self._written
         return self._is_put(owner, name)
 
@@ -376,17 +359,27 @@ class ForeignModules:
         found: set[str] = set()
         waiting = deque(value for values in own.values() for value in values.values())
         while waiting:
-            for name in _modules_of(waiting.popleft()):
-                module = sys.modules.get(name)
+            value = waiting.popleft()
+            # Modules that an object shows the way to.
+            names: list[Any] = [type(value).__module__]
+            if isinstance(value, types.ModuleType):
+                names = [value.__name__]
+            elif isinstance(value, (type, *_FUNCTIONS)):
+                names.append(getattr(value, "__module__", None))
+            if isinstance(value, types.MethodType):
+                names.append(type(value.__self__).__module__)
+            for name in names:
+                module = sys.modules.get(name) if isinstance(name, str) else None
                 if name in found or module is None or not self._is_package(name, module):
                     continue
                 found.add(name)
                 waiting.extend(vars(module).values())
-        for name, module in list(sys.modules.items()):
-            # Made by the program itself.
-            if (name, "") not in self._before and self._is_made(name, module):
-                found.add(name)
-        return frozenset(found)
+        # Those made by the program itself, too.
+        return frozenset(found).union(
+            name
+            for name, module in list(sys.modules.items())
+            if (name, "") not in self._before and self._is_made(name, module)
+        )
 
     def _is_package(self, name: str, module: Any) -> bool:
         return (
@@ -420,39 +413,19 @@ class ForeignModules:
         return found
 
 
-def _modules_of(value: Any) -> Iterator[str]:
-    """Names of the modules that an object shows the way to."""
-    if isinstance(value, types.ModuleType):
-        names: tuple[Any, ...] = (value.__name__,)
-    else:
-        names = (type(value).__module__,)
-        if isinstance(value, (type, *_FUNCTIONS)):
-            names += (getattr(value, "__module__", None),)
-        if isinstance(value, types.MethodType):
-            names += (type(value.__self__).__module__,)
-    yield from (name for name in names if isinstance(name, str))
-
-
-def _of_loggers(own: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Handlers and filters of loggers that are the program's, and what it keeps in loggers."""
-    loggers = {"root": logging.root, **logging.root.manager.loggerDict}
-    found: dict[str, Any] = {}
-    for name, logger in loggers.items():
-        if not isinstance(logger, logging.Logger):
-            continue
-        inner = [*logger.handlers, *logger.filters]
-        inner += [one for handler in logger.handlers for one in handler.filters]
-        found |= {
-            f"logging.{name}.handlers[{place}]": item
-            for place, item in enumerate(inner)
-            if type(item).__module__ in own
-        }
-        found |= {
-            f"logging.{name}.{key}": value
-            for key, value in vars(logger).items()
-            if key not in _LOGGER
-        }
-    return found
+def _of_logger(
+    name: str, logger: logging.Logger, own: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Handlers and filters of a logger that are the program's, and what it keeps in the logger."""
+    inner = [*logger.handlers, *logger.filters]
+    inner += [item for handler in logger.handlers for item in handler.filters]
+    handlers = {
+        f"logging.{name}.handlers[{place}]": item
+        for place, item in enumerate(inner)
+        if type(item).__module__ in own
+    }
+    kept = {key: value for key, value in vars(logger).items() if key not in _LOGGER}
+    return handlers | {f"logging.{name}.{key}": value for key, value in kept.items()}
 
 
 def _is_special(name: str) -> bool:

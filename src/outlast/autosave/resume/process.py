@@ -336,9 +336,6 @@ REDUCERS: Mapping[type, Callable[[Any], Any]] = {PurePath: _reduced}
 _DEVICES = ("cuda", "xpu", "mps")
 
 
-_HELD = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-
-
 class Source(NamedTuple):
     """A source of random numbers.
 
@@ -378,53 +375,58 @@ def set_random_states(states: dict[str, Any]) -> None:
     """
     for name, source in host_sources().items():
         source.write(states[name])
-    for device in _DEVICES:
-        if device in states:
-            _set_device(device, [_tensor_of(state) for state in states[device]])
+    for device in (device for device in _DEVICES if device in states):
+        module = torch.backends.mps if device == "mps" else getattr(torch, device)
+        if not module.is_available():
+            raise AutosaveError(
+                f"the program was saved with {device} devices in use, and there is none here; "
+                "go on where there is one, or begin anew with another save directory"
+            )
+        drawn = [_tensor_of(state) for state in states[device]]
+        if device == "mps":
+            torch.mps.set_rng_state(drawn[0])
+            continue
+        # A program that uses one device may go on where there are fewer of them.
+        for number, state in enumerate(drawn[: module.device_count()]):
+            module.set_rng_state(state, number)
+
+
+_GENERATORS: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    random.Random: (lambda own: own.getstate(), lambda own, state: own.setstate(state)),
+    np.random.RandomState: (
+        lambda own: own.get_state(legacy=False), lambda own, state: own.set_state(state),
+    ),
+    np.random.Generator: (
+        lambda own: own.bit_generator.state,
+        lambda own, state: setattr(own.bit_generator, "state", state),
+    ),
+}  # fmt: skip
 
 
 def host_sources() -> dict[str, Source]:
     """Python's, NumPy's and torch's own generators of the host."""
-    return {
-        "python": Source(
-            lambda: pickle.dumps(random.getstate()),
-            lambda state: random.setstate(pickle.loads(state)),
-        ),
-        "numpy": Source(
-            lambda: pickle.dumps(np.random.get_state(legacy=False)),  # noqa: NPY002 (of programs)
-            lambda state: np.random.set_state(pickle.loads(state)),  # noqa: NPY002
-        ),
-        "torch": _of_torch(torch.default_generator),
+    own = {
+        "python": random._inst,
+        "numpy": np.random.mtrand._rand,
+        "torch": torch.default_generator,
     }
+    found = {name: source_of(generator) for name, generator in own.items()}
+    return {name: source for name, source in found.items() if source is not None}
 
 
 def source_of(value: Any) -> Source | None:
     """The source that an object is; None for any other object."""
-    if not isinstance(value, _HELD):
-        return None
     if isinstance(value, torch.Generator):
-        return _of_torch(value)
-    if isinstance(value, random.Random):
-        return Source(
-            lambda: pickle.dumps(value.getstate()),
-            lambda state: value.setstate(pickle.loads(state)),
-        )
-    if isinstance(value, np.random.RandomState):
-        return Source(
-            lambda: pickle.dumps(value.get_state(legacy=False)),
-            lambda state: value.set_state(pickle.loads(state)),
-        )
-    return Source(
-        lambda: pickle.dumps(value.bit_generator.state),
-        lambda state: setattr(value.bit_generator, "state", pickle.loads(state)),
-    )
 
+        def write(state: bytes) -> None:
+            value.set_state(_tensor_of(state))
 
-def _of_torch(generator: torch.Generator) -> Source:
-    def write(state: bytes) -> None:
-        generator.set_state(_tensor_of(state))
-
-    return Source(lambda: _bytes_of(generator.get_state()), write)
+        return Source(lambda: _bytes_of(value.get_state()), write)
+    found = next((pair for kind, pair in _GENERATORS.items() if isinstance(value, kind)), None)
+    if found is None:
+        return None
+    get, put = found
+    return Source(lambda: pickle.dumps(get(value)), lambda state: put(value, pickle.loads(state)))
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
@@ -433,24 +435,3 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 def _tensor_of(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def _set_device(device: str, states: list[torch.Tensor]) -> None:
-    module = getattr(torch, device)
-    if device == "mps":
-        if not torch.backends.mps.is_available():
-            raise _missing(device)
-        module.set_rng_state(states[0])
-        return
-    if not module.is_available():
-        raise _missing(device)
-    # A program that uses one device may go on where there are fewer of them.
-    for number, state in enumerate(states[: module.device_count()]):
-        module.set_rng_state(state, number)
-
-
-def _missing(device: str) -> AutosaveError:
-    return AutosaveError(
-        f"the program was saved with {device} devices in use, and there is none here; "
-        "go on where there is one, or begin anew with another save directory"
-    )

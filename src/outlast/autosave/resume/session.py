@@ -1,4 +1,8 @@
-"""Session of a rewritten program while it runs: `__outlast__`.
+"""A rewritten script run as plain Python would run it, and its session, `__outlast__`.
+
+Objects are named when set-up is done, and what has a name need not be written down as a whole.
+FSDP2 makes hooks, buffers and settings of its modules in their first forward pass: made before it,
+they are there in every start of the program, and have names.
 
 Digests of the steps after a save, to see whether a resumed run does what the first did.
 
@@ -13,26 +17,41 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
+import gc
 import hashlib
 import json
 import operator
 import pickle
 import sys
 import types
+import weakref
 import zlib
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol
+from importlib.machinery import SourceFileLoader
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from outlast.autosave.heap.capture import Captured, capture, restore
 from outlast.autosave.heap.names import Names, Unsaveable, marked, settled
 from outlast.autosave.heap.tensors import GradientUse
 from outlast.autosave.program.scopes import environment_names
+from outlast.autosave.program.source import RUNTIME, rewritten_imports
 from outlast.autosave.resume import files, iterators, loaders, process
-from outlast.autosave.resume.files import Handlers, add_handlers, file_handlers, later_handlers
+from outlast.autosave.resume.files import (
+    Handlers,
+    Logs,
+    add_handlers,
+    file_handlers,
+    later_handlers,
+    reopened_logs,
+)
 from outlast.autosave.resume.frames import (
+    FOREIGN,
     MODULE,
     Entries,
     Frames,
@@ -41,9 +60,12 @@ from outlast.autosave.resume.frames import (
     Place,
     entered_context,
     is_own,
-    stack,
+    located,
+    refuse_fed_queues,
+    refuse_shared,
 )
-from outlast.autosave.resume.iterators import resumable
+from outlast.autosave.resume.iterators import resumable, resumable_bars
+from outlast.autosave.resume.loaders import resumable_loaders
 from outlast.autosave.resume.modules import ForeignModules, ProgramModules, globals_of, own_names
 from outlast.autosave.resume.process import (
     changed,
@@ -51,15 +73,17 @@ from outlast.autosave.resume.process import (
     set_random_states,
     set_switches,
     switches,
+    visible_caches,
 )
-from outlast.autosave.resume.refusals import FOREIGN, located, refuse_fed_queues, refuse_shared
-from outlast.errors import AutosaveError
+from outlast.errors import EXIT_CRASHED, AutosaveError, OutlastError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
     from types import FrameType
 
-    from outlast.autosave.program.source import Rewritten, Site
+    from outlast.autosave.program.source import Rewritten, Site, SourceFile
+    from outlast.autosave.resume.files import FirstSizes
     from outlast.autosave.resume.modules import Changes
 
 
@@ -124,17 +148,13 @@ def difference(before: str, now: str) -> str:
     old, new = json.loads(before), json.loads(now)
     if old["random"] != new["random"]:
         return "the state of the random numbers"
+    was, there = old["tensors"], new["tensors"]
     # What was lost was found by saves, which two lives do not make after the same steps.
-    of_same_size = len(old["tensors"]) > _LATER_TENSORS or len(new["tensors"]) <= _LATER_TENSORS
-    alike = old["lost"] == new["lost"] and of_same_size
-    if alike and old["tensors"].keys() != new["tensors"].keys():
+    of_same_size = len(was) > _LATER_TENSORS or len(there) <= _LATER_TENSORS
+    if old["lost"] == new["lost"] and of_same_size and was.keys() != there.keys():
         return "which tensors there are"
     exact = old["exact"] and new["exact"]
-    different = [
-        path
-        for path, tensor in new["tensors"].items()
-        if path in old["tensors"] and not _same(old["tensors"][path], tensor, exact)
-    ]
+    different = [path for path in there if path in was and not _same(was[path], there[path], exact)]
     if not different:
         return ""
     others = f" and {len(different) - 1} other tensors" if len(different) > 1 else ""
@@ -144,24 +164,23 @@ def difference(before: str, now: str) -> str:
 def _tensors(objects: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that training may change, by name."""
     for path, value in objects.items():
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point() and _readable(value):
-                yield path, value
-        elif isinstance(value, torch.optim.Optimizer):
-            states = list(value.state.values())
-            for place, state in enumerate(states):
+        if isinstance(value, torch.optim.Optimizer):
+            for place, state in enumerate(list(value.state.values())):
                 for name, item in state.items() if isinstance(state, dict) else ():
-                    if isinstance(item, torch.Tensor) and _readable(item):
+                    if _readable(item):
                         yield f"{path}.state[{place}].{name}", item
+        elif _readable(value) and value.is_floating_point():
+            yield path, value
 
 
-def _readable(tensor: torch.Tensor) -> bool:
+def _readable(value: Any) -> bool:
     return (
-        tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not hasattr(tensor, "__tensor_flatten__")
-        and tensor.numel() > 0
-        and tensor.is_contiguous()
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and not hasattr(value, "__tensor_flatten__")
+        and value.numel() > 0
+        and value.is_contiguous()
     )
 
 
@@ -235,14 +254,32 @@ IN_PLACE: Mapping[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
 """Type to what its objects hold, and how to make others hold it; those that set-up makes anew."""
 
 
+class SavedState(NamedTuple):
+    """State that a keeper restores.
+
+    Attributes:
+        captured: What was in memory.
+        logs: Path of each log to its size in bytes.
+    """
+
+    captured: Captured
+    logs: dict[str, int]
+
+
 class Keeper(Protocol):
-    """Decides when to save, and does it."""
+    """Decides when to save a script, does it, and brings it back."""
 
     def due(self, step: int) -> bool:
         """Return True if the state is to be saved after `step` steps; asked once for each."""
 
-    def save(self, step: int, captured: Captured) -> None:
+    def save(self, step: int, state: SavedState) -> None:
         """Save; returns when the tensors may change again."""
+
+    def saved(self) -> SavedState | None:
+        """Return the state to resume from, when set-up is done; None starts from the beginning.
+
+        By then the script has made its process group, so that all ranks choose the same version.
+        """
 
     def digest(self, step: int, text: str) -> str | None:
         """Keep the digest of a step soon after a save, beside that save; on stable storage.
@@ -257,6 +294,9 @@ class Keeper(Protocol):
 
     def note(self, sentence: str) -> None:
         """Tell people of something that is not saved."""
+
+    def failed(self, error: OutlastError) -> None:
+        """Remember why the program must not go on; its script may catch the error itself."""
 
 
 _TRIED = 2
@@ -274,8 +314,8 @@ class Session:
 
     Args:
         files: The program.
-        keeper: Saves it.
-        saved: What to go back to; None starts from the beginning.
+        keeper: Saves it, and brings it back.
+        logs: The files that it opens for writing.
         gradients: Tells which gradients need not be saved; None makes one.
 
     Attributes:
@@ -302,7 +342,7 @@ class Session:
         self,
         files: list[Rewritten],
         keeper: Keeper,
-        saved: Captured | None = None,
+        logs: Logs,
         gradients: GradientUse | None = None,
     ) -> None:
         self.live = True
@@ -320,7 +360,9 @@ class Session:
         self._foreign = ForeignModules(self._sources, self._modules.is_own)
         self._script = files[0].source.name()
         self._keeper = keeper
-        self._saved = saved
+        self._logs = logs
+        # The modules that FSDP2 has sharded, when set-up is done.
+        self._sharded: list[weakref.ref[FSDPModule]] = []
         self._names: Names | None = None
         self._target: list[Place] = []
         self._random: Any = None
@@ -400,9 +442,7 @@ class Session:
         if self.live:
             return None
         values = sys._getframe(1).f_locals
-        return (
-            values.get(context) or entered_context(values, name) or stack(values, name, self._files)
-        )
+        return values.get(context) or entered_context(values.get(name), self._files, own=False)
 
     def held(self, context: Any) -> Held:
         """Stand-in for an entered context, which ends it when the program does its work."""
@@ -457,14 +497,19 @@ class Session:
         if self._gradients is not None and self._names is not None:
             self._gradients.boundary(number, self._names.weights)
         if self._watched_from is not None and is_compared(step - self._watched_from):
-            self._compare(step)
-        if self._keeper.due(step):
-            self._keeper.save(step, self._capture(number, frame))
+            with self._noted("a step of the program could not be compared"):
+                self._compare(step)
+        due = self._keeper.due(step)
+        if not due and self._tried[number] >= _TRIED:
+            return
+        with self._noted("the program's state could not be captured"):
+            captured = self._capture(number, frame)
+        if due:
+            self._keeper.save(step, SavedState(captured, self._logs.sizes()))
             self._watched_from = step
-        elif self._tried[number] < _TRIED:
+        else:
             # What a save would refuse is refused before hours are lost.
             self._tried[number] += 1
-            self._capture(number, frame)
 
     def left(self) -> None:
         """A step loop has come to its end, whatever ended it; after an error it is not told."""
@@ -492,52 +537,66 @@ class Session:
 
     def _lost(self) -> AutosaveError:
         site = self._frames.sites[self._target[-1].site or 0]
-        return AutosaveError(
+        error = AutosaveError(
             f"{self._script} did not come back to the loop in line {site.line} where it was saved "
             f"after {self.step} steps; its set-up must lead to the same loop in every run"
         )
+        self._keeper.failed(error)
+        return error
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """Tell the keeper of an error, since the script may catch it."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, OutlastError):
+                self._keeper.failed(AutosaveError(f"{what} ({type(error).__name__}: {error})"))
+            else:
+                self._keeper.failed(error)
+            raise
 
     def _begin(self, frame: FrameType) -> None:
         """The first training loop is reached: set-up is done."""
+        self._sharded = _sharded_modules()
+        with self._noted("the program's state could not be brought back"):
+            saved = self._keeper.saved()
+            names = self._name_objects(frame)
+            if saved is not None:
+                self._go_back(saved.captured, names)
+            self._logs.cut_back(None if saved is None else saved.logs)
+
+    def _name_objects(self, frame: FrameType) -> Names:
+        """Name all that set-up has made, and look at what it has set."""
         own = self._modules.globals()
+        # Frames of functions: that of a module has global names.
+        frames = {
+            depth: item
+            for depth, item in enumerate(self._frames.of(frame))
+            if item.f_code.co_name != MODULE
+        }
         roots = {
             f"{module}.{name}": value
             for module, values in own.items()
             for name, value in values.items()
         }
-        for depth, item in enumerate(self._frames.of(frame)):
-            if item.f_code.co_name != MODULE:
-                roots |= {f"{depth}:{name}": value for name, value in item.f_locals.items()}
+        for depth, item in frames.items():
+            roots |= {f"{depth}:{name}": value for name, value in item.f_locals.items()}
         reducers = {**REDUCERS, types.GeneratorType: self.generators.reduction}
         foreign = self._foreign.begin(own)
         self._names = Names(
             roots, list(own), reducers, IN_PLACE, foreign, self._foreign.packages, self._environment
         )
-        frames = self._frames.of(frame)
-        self._setup_values = self._from_environment(own) | self._from_environment(
-            {
-                f"{depth}:{self._frames.body_of(frame)}": frame.f_locals
-                for depth, frame in enumerate(frames)
-                if frame.f_code.co_name != MODULE
-            }
-        )
+        places: dict[str, Mapping[str, Any]] = own | {
+            f"{depth}:{self._frames.body_of(item)}": item.f_locals for depth, item in frames.items()
+        }
+        self._setup_values = {
+            place: {name: values[name] for name in values.keys() & self._environment}
+            for place, values in places.items()
+        }
         process.remember(roots, self._names)
         self._at_setup, self._handlers = switches(), file_handlers()
-        if self._saved is not None:
-            self._go_back(self._saved, self._names)
-            self._saved = None
-
-    def _from_environment(
-        self, values: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, dict[str, Any]]:
-        return {
-            place: {name: own[name] for name in own.keys() & self._environment}
-            for place, own in values.items()
-        }
-
-    def _marked(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
-        before = self._setup_values.get(place, {})
-        return marked(values.items(), before, self._environment) if before else values
+        return self._names
 
     def _settled(self, place: str, values: dict[str, Any]) -> dict[str, Any]:
         assert self._names is not None
@@ -562,7 +621,8 @@ class Session:
             self._foreign.put(changes)
         self._asked = self.step
         self._watched_from = self.step
-        dead = self._dead(self._target[0].site)
+        site = self._target[0].site
+        dead = frozenset[str]() if site is None else self._frames.sites[site].dead
         for module, found in values.items():
             own = globals_of(module)
             for name in own_names(own):
@@ -573,20 +633,30 @@ class Session:
 
     def _capture(self, number: int, frame: FrameType) -> Captured:
         assert self._names is not None
+
+        def marks(place: str, values: dict[str, Any]) -> dict[str, Any]:
+            before = self._setup_values.get(place, {})
+            return marked(values.items(), before, self._environment) if before else values
+
+        for reference in self._sharded:
+            if (sharded := reference()) is not None:
+                # Parameters that a forward pass without a backward pass has left gathered.
+                sharded.reshard()
         frames = self._frames.of(frame)
         self._entries.refuse_unseen(frames)
         refuse_fed_queues(self._names, self._files)
         places = [
-            place._replace(names=self._marked(f"{depth}:{place.body}", place.names))
+            place._replace(names=marks(f"{depth}:{place.body}", place.names))
             for depth, place in enumerate(self._frames.places(frame, number, self.kept))
         ]
         dead = {
-            frame.f_globals["__name__"]: self._dead(place.site)
+            frame.f_globals["__name__"]: self._frames.sites[place.site].dead
             for frame, place in zip(frames, places, strict=True)
-            if frame.f_code.co_name == MODULE
+            if frame.f_code.co_name == MODULE and place.site is not None
         }
+
         values = {
-            module: self._marked(
+            module: marks(
                 module,
                 {name: value for name, value in values.items() if name not in dead.get(module, ())},
             )
@@ -615,9 +685,6 @@ class Session:
             return False
         owner = list(foreign)[int(error.path[1].removeprefix("[value ").removesuffix("]"))]
         return self._foreign.leave(owner, ast.literal_eval(error.path[3][1:-1]))
-
-    def _dead(self, site: int | None) -> frozenset[str]:
-        return frozenset() if site is None else self._frames.sites[site].dead
 
     def _compare(self, step: int) -> None:
         """Keep the digest of a step after a save, or compare it with what an earlier life kept."""
@@ -667,3 +734,121 @@ class LoopIterator:
 
     def __reduce__(self) -> Any:
         return LoopIterator, (self._session, self._number, self._inner)
+
+
+def _sharded_modules() -> list[weakref.ref[FSDPModule]]:
+    """The modules that FSDP2 has sharded, with all that their first forward pass makes."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    # By their types, since asking an object for its class may run code of its own.
+    found = [object_ for object_ in gc.get_objects() if issubclass(type(object_), FSDPModule)]
+    inner = {id(part) for module in found for part in module.modules() if part is not module}
+    for module in found:
+        if id(module) not in inner:
+            # As its first forward pass does, and with the same outcome.
+            module._get_fsdp_state()._lazy_init()
+    return [weakref.ref(module) for module in found]
+
+
+_INTERRUPTED = 130
+"""What a shell sees of a process that Ctrl-C has ended."""
+
+
+def execute(
+    script: Path,
+    files: list[Rewritten],
+    arguments: Sequence[str],
+    keeper: Keeper,
+    *,
+    resuming: bool,
+    first_sizes: FirstSizes | None = None,
+    gradients: GradientUse | None = None,
+) -> int:
+    """Run a program to its end.
+
+    The script finds what it finds under ``python script.py``: its own `__main__`, its arguments,
+    its folder first on the path. Its traceback begins with its own first line. When it ends,
+    `__main__` stays in place, for functions that it has registered to be called at the exit.
+
+    Args:
+        script: The script as the command line names it.
+        files: The program, the script first.
+        arguments: Of the script.
+        keeper: Saves its state, and brings it back.
+        resuming: Whether there may be a state to go back to, so that set-up must empty no log.
+        first_sizes: What the logs were before the run; None knows of none.
+        gradients: Tells which gradients need not be saved; None learns it from the first steps.
+
+    Returns:
+        The exit code that the script would have had; 0 when it has come to its end.
+
+    Raises:
+        OutlastError: Raised on the way, or when the way back to where it was saved is not found.
+    """
+    root = files[0].source.path.parent
+    reopened = reopened_logs(resuming, root, first_sizes)
+    with reopened as logs, resumable_loaders(), resumable_bars():
+        session = Session(files, keeper, logs, gradients)
+        own = frozenset(str(file.source.path) for file in files)
+        imports = rewritten_imports(files[1:], session)
+        with imports, visible_caches(own), contextlib.closing(session):
+            return _execute(script, files[0].source, files[0].tree, arguments, session)
+
+
+def execute_plainly(script: Path, source: SourceFile, arguments: Sequence[str]) -> int:
+    """As `execute`, for a script as it is, which somebody else saves and resumes."""
+    return _execute(script, source, source.tree, arguments, None)
+
+
+def _execute(
+    script: Path,
+    source: SourceFile,
+    tree: ast.Module,
+    arguments: Sequence[str],
+    session: Session | None,
+) -> int:
+    real = source.path
+    # The script's __main__, as Python makes it.
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script.absolute())
+    module.__loader__ = SourceFileLoader("__main__", str(script.absolute()))
+    module.__dict__["__cached__"] = None
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    if session is not None:
+        module.__dict__[RUNTIME] = session
+    sys.modules["__main__"] = module
+    sys.argv = [str(script), *arguments]
+    if not sys.flags.safe_path:
+        # Python has put the folder there of the program that runs the script.
+        sys.path[0] = str(real.parent)
+    code = compile(tree, str(real), "exec", dont_inherit=True)
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as ended:
+        code_given: Any = ended.code
+        if code_given is None:
+            status = 0
+        elif isinstance(code_given, int):
+            status = code_given & 0xFF
+        else:
+            # A text is printed, as Python does.
+            print(code_given, file=sys.stderr, flush=True)
+            status = 1
+        if status == 0 and session is not None:
+            session.finish()
+        return status
+    except OutlastError:
+        raise
+    except BaseException as error:
+        # Hand the script's error to `sys.excepthook`, without the frames that led to the script.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        sys.excepthook(type(error), error, trace)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_CRASHED
+    if session is not None:
+        session.finish()
+    return 0
