@@ -34,7 +34,7 @@ from outlast.plan.configuration import (
     Sharding,
 )
 from outlast.plan.constraints import legal
-from outlast.plan.emit.targets import TARGETS, can_express, divides_sequences, problem, unwritten
+from outlast.plan.targets import TARGETS, can_express, divides_sequences, problem, unwritten
 from outlast.plan.transformer import Transformer
 
 
