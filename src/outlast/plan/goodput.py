@@ -72,26 +72,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outlast.plan.availability import (
-    SMALLEST_RATE,
-    ReplicaAvailability,
-    batches_of,
-    groups_hit,
-    rate_of,
-    replica_availability,
-    summed,
-    waited,
-)
 from outlast.plan.batch import Array, texts
 from outlast.plan.estimate import Term
 from outlast.plan.reliability import (
     DAY_SECONDS,
     HOUR_SECONDS,
+    SMALLEST_RATE,
     Number,
     Reliability,
+    ReplicaAvailability,
+    batches_of,
     column,
+    groups_hit,
     lost_nodes,
+    rate_of,
+    replica_availability,
     require,
+    summed,
+    waited,
 )
 
 LARGEST_EXPONENT = 500.0
