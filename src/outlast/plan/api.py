@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.errors import PlanError
-from outlast.plan.calibration import from_text, read_calibration, step_model_of
+from outlast.plan.calibration import Calibration, from_text, read_calibration, step_model_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import checked, cluster_of
 from outlast.plan.configuration import (
@@ -53,9 +53,6 @@ from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:
     from outlast.job import Job
-    from outlast.plan.cluster import Cluster
-    from outlast.plan.configuration import Schedule
-    from outlast.plan.transformer import Transformer
 
 
 PUBLISHED = "published_time.toml"
@@ -184,9 +181,7 @@ def predict(
     Raises:
         PlanError: The run is not legal, or something is not known; one sentence each.
     """
-    machines = _cluster(cluster)
-    known = _calibrated(calibration)
-    training = _training(job, machines, known)
+    training, machines, known = _asked(job, cluster, calibration)
     wrong = problems(training.model, training.run, machines, training.framework)
     if wrong:
         raise PlanError("\n".join(wrong))
@@ -220,9 +215,7 @@ def search(
     Raises:
         PlanError: Nothing fits; the sentence says what the least is.
     """
-    machines = _cluster(cluster)
-    known = _calibrated(calibration)
-    training = _training(job, machines, known)
+    training, machines, known = _asked(job, cluster, calibration)
     context = context_of(training, machines, calibration=known, **further)
     candidates = space(
         training.model,
@@ -240,7 +233,7 @@ def context_of(
     training: Training, cluster: Cluster, *, calibration: Calibrated = None, **further: Any
 ) -> Context:
     """Build the context that all candidates of a training on a cluster share."""
-    known = _calibrated(calibration)
+    known, run = _calibrated(calibration), training.run
     names = [calibrated_as(training.framework)]
     if training.compiled and training.framework == OUTLAST:
         names.insert(0, COMPILED)
@@ -252,9 +245,7 @@ def context_of(
         memory=None if cluster.processor else memory,
         memory_elsewhere=any(memory is fit for fit in published_memory().values()),
         tokens=training.tokens,
-        baseline=replace(training.run, precision="bf16")
-        if training.run.precision == "fp8"
-        else training.run,
+        baseline=replace(run, precision="bf16") if run.precision == "fp8" else run,
         framework=training.framework,
         timed_as=next((name for name in names if known.times(name)), ""),
         unique_tokens=training.unique_tokens,
@@ -264,17 +255,19 @@ def context_of(
     )
 
 
+def _shipped(name: str) -> Calibration:
+    return from_text((files("outlast.plan.facts") / name).read_text(encoding="utf-8"))
+
+
 def published_constants() -> StepModel:
     """Constants that were fitted to published runs (see docs/plan.md)."""
-    text = (files("outlast.plan.facts") / PUBLISHED).read_text(encoding="utf-8")
-    return step_model_of(from_text(text))
+    return step_model_of(_shipped(PUBLISHED))
 
 
 @cache
 def published_memory() -> Mapping[str, MemoryFit]:
     """Memory constants of frameworks that were fitted to published runs."""
-    text = (files("outlast.plan.facts") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
-    return MappingProxyType(device_memory_of(from_text(text)))
+    return MappingProxyType(device_memory_of(_shipped(PUBLISHED_MEMORY)))
 
 
 def _calibrated(calibration: Calibrated) -> Known:
@@ -289,15 +282,16 @@ def _calibrated(calibration: Calibrated) -> Known:
     return replace(own, memory={**published_memory(), **own.memory})
 
 
-def _cluster(cluster: Cluster | str | Path) -> Cluster:
+def _asked(
+    job: Job | Training, cluster: Cluster | str | Path, calibration: Calibrated
+) -> tuple[Training, Cluster, Known]:
+    """The training, the machines and what is known of both."""
     # A file is checked as it is read.
-    return checked(cluster) if isinstance(cluster, Cluster) else cluster_of(str(cluster))
-
-
-def _training(job: Job | Training, cluster: Cluster, calibration: Known) -> Training:
+    machines = checked(cluster) if isinstance(cluster, Cluster) else cluster_of(str(cluster))
+    known = _calibrated(calibration)
     if isinstance(job, Training):
-        return with_interval(job, cluster, calibration)
-    return training_of(job, cluster.devices, cluster, calibration=calibration)
+        return with_interval(job, machines, known), machines, known
+    return training_of(job, machines.devices, machines, calibration=known), machines, known
 
 
 def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:
@@ -316,10 +310,8 @@ def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:
     model = model_of(job)
     data = _data_ranks(job, devices)
     parallel, train = job.parallel, job.train
-    schedule: Schedule = "1f1b"
-    stages_per_rank = 1
-    if parallel.pipeline > 1 and parallel.pipeline_schedule == "interleaved":
-        schedule, stages_per_rank = "interleaved", parallel.pipeline_stages_per_rank
+    interleaved = parallel.pipeline > 1 and parallel.pipeline_schedule == "interleaved"
+    stages_per_rank = parallel.pipeline_stages_per_rank if interleaved else 1
     sharded = parallel.shard > 1
     run = Configuration(
         data=data,
@@ -328,7 +320,7 @@ def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:
         sequence_parallel=False,
         pipeline=parallel.pipeline,
         stages_per_rank=stages_per_rank,
-        schedule=schedule,
+        schedule="interleaved" if interleaved else "1f1b",
         sharding="parameters" if sharded else "none",
         sharding_ranks=parallel.shard if sharded else 0,
         sequence=job.data.sequence_length,
@@ -357,11 +349,8 @@ def model_of(job: Job) -> Transformer:
             f'model.module = "{model.module}" is a function, whose model only running it can tell: '
             "give model.config or [model.settings], or predict with an outlast.plan Transformer"
         )
-    name = job.run.name
-    if model.settings:
-        read = transformer_of(model.settings, name)
-    else:
-        read = transformer_of(Path(model.config or model.directory or ""), name)
+    config = model.settings or Path(model.config or model.directory or "")
+    read = transformer_of(config, job.run.name)
     if job.data.tokenizer == "byte" and job.data.source != "tokens" and read.vocabulary < 256:
         raise PlanError(
             f'data.tokenizer = "byte" has 256 token ids, but the model\'s vocab_size is '

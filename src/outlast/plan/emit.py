@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from outlast.errors import EXIT_TO_BE_CONTINUED, PlanError
 from outlast.plan.batch import SHARDING
@@ -577,28 +577,23 @@ ROTARY_BASE = 500_000.0
 
 def megatron_files(plan: Plan) -> dict[str, str]:
     """Text of every file by its name."""
-    run, blocks = plan.run, plan.blocks
+    run, blocks, notes = plan.run, plan.blocks, plan.unsaid()
     stages = ["t" * count for count in blocks]
     # As Megatron writes stages: E embedding, t block, L loss, | between stages.
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     strategies = {"gradients": "optim_grads", "parameters": "optim_grads_params"}
+    mixed = {"fp16": "fp16_mixed", "bf16": "bf16_mixed"}
+    mixed["fp8"] = "bf16_with_fp8_delayed_scaling_mixed"
     values = {
         "fully_sharded": run.sharding in strategies and run.data > 1,
         "strategy": strategies.get(run.sharding, ""),
         "replicas": 1 if run.sharding == "none" else run.data // plan.sharding_group,
         "layout": "|".join(stages) if run.pipeline > 1 and len(set(blocks)) > 1 else "",
-        "mixed": {
-            "fp32": None,
-            "fp16": "fp16_mixed",
-            "bf16": "bf16_mixed",
-            "fp8": "bf16_with_fp8_delayed_scaling_mixed",
-        }[run.precision],
+        "mixed": mixed.get(run.precision),
     }
     return {
-        "megatron.sh": plan.script("megatron.sh", *plan.unsaid(), **values),
-        "megatron_bridge.yaml": plan.render(
-            "megatron_bridge.yaml", BRIDGE, *plan.unsaid(), **values
-        ),
+        "megatron.sh": plan.script("megatron.sh", *notes, **values),
+        "megatron_bridge.yaml": plan.render("megatron_bridge.yaml", BRIDGE, *notes, **values),
     }
 
 
@@ -758,8 +753,7 @@ def _time_limit(settings: EmitSettings) -> tuple[int, str]:
     return minutes, length
 
 
-Writer: TypeAlias = "Callable[[Plan], dict[str, str]]"
-_WRITERS: Mapping[str, Writer] = {
+_WRITERS: Mapping[str, Callable[[Plan], dict[str, str]]] = {
     "outlast": outlast_files,
     "torchtitan": torchtitan_files,
     "megatron": megatron_files,

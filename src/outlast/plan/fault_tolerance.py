@@ -169,11 +169,8 @@ def _price(row: Array, link: float, memory_rate: float) -> tuple[float, float, f
     """Of one kind of node: lost nodes outlived, seconds of copy, parity, load and rebuild."""
     nodes, held, copies, wanted, largest, processes = row.tolist()
     smallest, size = parity_groups(int(nodes), int(largest))
-    losses = int(wanted)
-    if wanted < 0.0:
-        losses = int(copies < 2.0)
-    if smallest <= losses:
-        losses = 0
+    losses = int(copies < 2.0) if wanted < 0.0 else int(wanted)
+    losses = losses if smallest > losses else 0
     share = held / processes
     copy = keep_seconds(held, memory_rate)
     parity = parity_seconds(share, losses, link, COMBINE_BYTES_PER_S)
@@ -255,20 +252,19 @@ def fault_tolerance(context: Context, block: Block, step: Step) -> FaultToleranc
         times = np.ceil(np.minimum(interval, longest) / base * (1.0 - 1e-9))
         times = np.where(kept.used, np.maximum(times, 1.0), 1.0)
         interval = base * times
-    tiers = []
-    for (name, outlives), price in zip(SURVIVES.items(), prices.swapaxes(0, 1), strict=True):
-        every, blocked, write, slowdown, restore = price.T
-        tiers.append(
-            Tier(
-                name=name,
-                survives_nodes=outlives,
-                every=every * times,
-                blocked_seconds=blocked,
-                write_seconds=write,
-                slowdown=slowdown,
-                restore_seconds=restore,
-            )
+    tiers = [
+        Tier(
+            name=name,
+            survives_nodes=outlives,
+            every=every * times,
+            blocked_seconds=blocked,
+            write_seconds=write,
+            slowdown=slowdown,
+            restore_seconds=restore,
         )
+        for (name, outlives), price in zip(SURVIVES.items(), prices.swapaxes(0, 1), strict=True)
+        for every, blocked, write, slowdown, restore in [price.T]
+    ]
     tiers += [] if kept is None else kept.tiers(cluster)
     run = Reliability(
         nodes=nodes,
@@ -329,7 +325,16 @@ def _saves(
             continue
         place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))
         rates[place] += float(cause.per_day(nodes)) / DAY_SECONDS
-    base, every = _least_waste(context, [priced[tier] for tier in used], rates)
+    base, every = NO_FAILURES_SECONDS, tuple(1 for _ in rates)
+    if sum(rates) > 0.0:
+        waits = float(np.max(context.restart.restart_seconds))
+        expected = [
+            (save, Failures(max(rate, LEAST_RATE), waits, restore))
+            for (save, restore), rate in zip(priced.values(), rates, strict=True)
+        ]
+        # The base interval, and what each tier's is in terms of it.
+        chosen = choose_tiers(expected)
+        base, every = chosen.base_seconds, chosen.every
     if outlives > NOT_KEPT and not settings.checkpoint_seconds:
         # Memory goes when all nodes do, which no list of failures has: files are not for never.
         rarest = max(_saves(context, settings, nodes, state)[0], NO_FAILURES_SECONDS)
@@ -362,22 +367,6 @@ def _priced(
         blocked = max(staging, LEAST_OVERHEAD_SECONDS)
         priced[tier] = SaveCost(blocked, write, WRITING_SLOWDOWN), transfer_seconds(state, rate)
     return priced
-
-
-def _least_waste(
-    context: Context, priced: list[tuple[SaveCost, float]], rates: list[float]
-) -> tuple[float, tuple[int, ...]]:
-    """The base interval and what each tier's is in terms of it."""
-    if sum(rates) <= 0.0:
-        return NO_FAILURES_SECONDS, tuple(1 for _ in rates)
-    waits = float(np.max(context.restart.restart_seconds))
-    chosen = choose_tiers(
-        [
-            (save, Failures(max(rate, LEAST_RATE), waits, restore))
-            for (save, restore), rate in zip(priced, rates, strict=True)
-        ]
-    )
-    return chosen.base_seconds, chosen.every
 
 
 def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Replicas:

@@ -786,22 +786,16 @@ def replica_availability(settings: Reliability, nodes: Array) -> ReplicaAvailabi
         hit = groups_hit(settings, nodes, cause.nodes_hit)
         soft = (groups > 1.0) & (hit < groups)
         rate = np.where(soft, rate_of(settings, cause, nodes), 0.0)
-        away = (
-            column(back.restart_seconds)
-            + (column(back.replace_seconds) if lost_nodes(cause) else 0.0)
-            + column(replicas.recovery_seconds)
-        )
+        lost = lost_nodes(cause) > 0
+        replaced = column(back.replace_seconds) if lost else 0.0
+        away = column(back.restart_seconds) + replaced + column(replicas.recovery_seconds)
         # Until the other groups act.
         seen = cause.detection_seconds
         noticed = np.where(own > 0.0, np.minimum(own, seen), seen)
-        pause = (
-            noticed
-            + column(replicas.regroup_seconds)
-            + column(replicas.rejoin_seconds)
-            + column(replicas.step_seconds) / 2.0
-        )
+        regrouped = noticed + column(replicas.regroup_seconds) + column(replicas.rejoin_seconds)
+        pause = regrouped + column(replicas.step_seconds) / 2.0
         pauses, watched = pauses + rate * pause, watched + rate * noticed
-        repair = rate * (cause.repair_hours if lost_nodes(cause) else 0.0) * HOUR_SECONDS
+        repair = rate * (cause.repair_hours if lost else 0.0) * HOUR_SECONDS
         taken.append(GroupLosses(cause.nodes_hit, hit, rate, rate * hit * away, repair))
     rate = summed(cause.rate for cause in taken)
     if not (rate > 0.0).any():

@@ -593,10 +593,6 @@ _RECOMPUTE: Mapping[str, Recompute] = {
 _ZERO: Mapping[int, Sharding] = {0: "none", 1: "optimizer", 2: "gradients", 3: "parameters"}
 
 
-class _RefusedRowError(Exception):
-    """A row that cannot be read; the text says why."""
-
-
 def read_rows(path: Path | str) -> tuple[list[Row], list[Refused]]:
     """The rows of a table, and those that cannot be read with the reason.
 
@@ -622,7 +618,7 @@ def read_rows(path: Path | str) -> tuple[list[Row], list[Refused]]:
         name = (cells.get("row_id") or "").strip() or f"line {number}"
         try:
             rows.append(_row(name, _Cells(cells)))
-        except (_RefusedRowError, PlanError) as error:
+        except PlanError as error:
             refused.append(Refused(name, str(error)))
     return rows, refused
 
@@ -643,33 +639,33 @@ class _Cells:
         try:
             return float(text)
         except ValueError:
-            raise _RefusedRowError(f"{column} = {text!r} is no number: correct it") from None
+            raise PlanError(f"{column} = {text!r} is no number: correct it") from None
 
     def whole(self, column: str, default: int | None = None) -> int:
         value = self.number(column)
         if value is None:
             if default is None:
-                raise _RefusedRowError(f"{column} is not stated")
+                raise PlanError(f"{column} is not stated")
             return default
         if value != int(value):
-            raise _RefusedRowError(f"{column} = {value:g} is no whole number: correct it")
+            raise PlanError(f"{column} = {value:g} is no whole number: correct it")
         return int(value)
 
 
 def _row(name: str, cells: _Cells) -> Row:
     group = cells.text("group")
     if group in REFUSED_GROUPS:
-        raise _RefusedRowError(REFUSED_GROUPS[group])
+        raise PlanError(REFUSED_GROUPS[group])
     if group not in CONVENTIONS:
         known = ", ".join(CONVENTIONS)
-        raise _RefusedRowError(f"group = {group!r} has no known conventions: known are {known}")
+        raise PlanError(f"group = {group!r} has no known conventions: known are {known}")
     if "LoRA" in cells.text("notes"):
-        raise _RefusedRowError("only adapters are trained, which a configuration cannot say")
+        raise PlanError("only adapters are trained, which a configuration cannot say")
     convention = CONVENTIONS[group]
     model = _table_model(cells, convention)
     cluster = published_cluster(cells.text("gpu"), cells.whole("num_gpus"), group)
     if cluster is None:
-        raise _RefusedRowError(f"gpu = {cells.text('gpu')!r}: no peak of it is known")
+        raise PlanError(f"gpu = {cells.text('gpu')!r}: no peak of it is known")
     run = _configuration(cells, convention)
     allocated, held, reserved = _table_memory_bytes(cells)
     flop_per_s = cells.number("tflops_gpu")
@@ -702,7 +698,7 @@ def _table_model(cells: _Cells, convention: Convention) -> Transformer:
     if not cells.text("layers"):
         known = mixture(name)
         if known is None:
-            raise _RefusedRowError(f"model = {name!r}: its shape is not stated and not known")
+            raise PlanError(f"model = {name!r}: its shape is not stated and not known")
         return replace(known, name=name)
     heads, hidden = cells.whole("heads"), cells.whole("hidden")
     vocabulary = cells.whole("vocab", convention.vocabulary or None)
@@ -732,7 +728,7 @@ def _configuration(cells: _Cells, convention: Convention) -> Configuration:
     recompute = cells.text("recompute")
     if recompute and recompute not in _RECOMPUTE:
         known = ", ".join(_RECOMPUTE)
-        raise _RefusedRowError(f"recompute = {recompute!r} is none of {known}")
+        raise PlanError(f"recompute = {recompute!r} is none of {known}")
     data, sequence = cells.whole("dp"), convention.sequence
     if cells.text("group") == "uci":
         batch = 524288 // sequence  # The notes: 524288 tokens per step by arithmetic.
@@ -770,7 +766,7 @@ def _sharding(cells: _Cells) -> Sharding:
     if cells.text("zero_stage"):
         stage = cells.whole("zero_stage")
         if stage not in _ZERO:
-            raise _RefusedRowError(f"zero_stage = {stage} is not 0 to 3")
+            raise PlanError(f"zero_stage = {stage} is not 0 to 3")
         return _ZERO[stage]
     if "dist-optim" in words:
         return "optimizer"
@@ -784,7 +780,7 @@ def _precision(text: str) -> Precision:
     for spelling, precision in spellings.items():
         if spelling in text.casefold():
             return precision
-    raise _RefusedRowError(f"precision = {text!r} is none of fp16, bf16, fp8")
+    raise PlanError(f"precision = {text!r} is none of fp16, bf16, fp8")
 
 
 def _table_seconds(cells: _Cells, model: Transformer, run: Configuration) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import numpy as np
 
@@ -134,7 +135,8 @@ class StepModel:
         mixture = first["experts"] > 1.0
         if self.calibrated(whose, mixture=mixture):
             place = self.places.get(whose.group(mixture=mixture))
-            return _outside(place.ranges if place else self.support, first)
+            spans = (place.ranges if place else self.support).outside(first)
+            return tuple(f"outside measured range: {span}" for span in spans)
         reasons = [f"not calibrated on this cluster ({whose.cluster})"]
         if not self.rows:
             return ("nothing was calibrated: priors alone", *reasons)
@@ -150,10 +152,8 @@ class StepModel:
             alike = [place.ranges for name, place in self.places.items() if beginning in name]
             if alike:
                 break
-        seen = alike[0] if alike else self.support
-        for ranges in alike[1:]:
-            seen = seen.joined(ranges)
-        return (*reasons, *_outside(seen, first))
+        seen = reduce(Support.joined, alike) if alike else self.support
+        return (*reasons, *(f"outside measured range: {span}" for span in seen.outside(first)))
 
     def seconds(self, cases: Cases, whose: Sequence[Belonging]) -> Array:
         """(cases,) with the correction."""
@@ -269,13 +269,10 @@ def validate_elsewhere(rows: Sequence[Row]) -> Validation | None:
     predicted, deviations = np.zeros(len(rows)), np.zeros(len(rows))
     numbers = _numbers(rows)
     for name in names:
-        out = np.flatnonzero(sites == name)
-        found = fit(
-            numbers.taken(sites != name),
-            _seconds([row for row in rows if row.cluster.name != name]),
-            [belonging(row) for row in rows if row.cluster.name != name],
-        )
-        asked, whose = numbers.taken(out), [belonging(rows[int(index)]) for index in out]
+        out, others = sites == name, [row for row in rows if row.cluster.name != name]
+        found = fit(numbers.taken(~out), _seconds(others), [belonging(row) for row in others])
+        asked = numbers.taken(out)
+        whose = [belonging(row) for row in rows if row.cluster.name == name]
         predicted[out] = step_seconds(asked, found.constants(whose))
         unseen = [Belonging(item.chip, UNSEEN, UNSEEN) for item in whose]
         deviations[out] = found.log_deviation(asked, unseen)
@@ -339,10 +336,6 @@ def _places(rows: Sequence[Row], groups: Sequence[str]) -> dict[str, Place]:
             reached[row.run.precision] = max(float(share), reached.get(row.run.precision, 0.0))
         places[group] = Place(ranges_of(some), reached)
     return places
-
-
-def _outside(ranges: Support, features: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(f"outside measured range: {span}" for span in ranges.outside(features))
 
 
 def _features(cases: Cases) -> dict[str, Array]:
