@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -27,7 +27,7 @@ import psutil
 
 from outlast.errors import HardwareError
 from outlast.hardware.catalogue import Device, device_reported_as
-from outlast.hardware.figure import Unavailable
+from outlast.hardware.figure import Unavailable, plain
 from outlast.hardware.filesystem import probe
 from outlast.hardware.nvml import Gpus, read_gpus
 
@@ -350,7 +350,7 @@ class Machine:
         What is missing becomes ``{"unavailable": reason, "remedy": remedy}``; known devices become
         their key.
         """
-        found: dict[str, Any] = _plain(self)
+        found: dict[str, Any] = plain(self, keyed=Device)
         return found
 
 
@@ -395,18 +395,6 @@ def read_processor(cpuinfo: Path = CPUINFO) -> tuple[str, tuple[str, ...]]:
     model = entries.get("model name") or platform.processor() or platform.machine() or "unknown"
     flags = (entries.get("flags") or entries.get("Features") or "").split()
     return model, tuple(name for name in CPU_FEATURES if name in flags)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Unavailable):
-        return {"unavailable": value.reason, "remedy": value.remedy}
-    if isinstance(value, Device):
-        return value.key
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 State: TypeAlias = Literal["ok", "degraded", "missing"]

@@ -113,6 +113,22 @@ class Cases:
         return int(max(getattr(self, field.name).size for field in fields(self)))
 
     @property
+    def rank_tokens(self) -> Array:
+        """Tokens of one micro-batch on one rank."""
+        return np.asarray(self.micro_batch * self.sequence / self.context)
+
+    @property
+    def mixture(self) -> Array:
+        """Share of the blocks that have routed experts."""
+        return np.asarray(self.mixture_layers / self.layers)
+
+    @property
+    def active_width(self) -> Array:
+        """Inner features of a mean block's feed-forward part that a token goes through."""
+        routed = self.experts_per_token * self.expert_intermediate + self.shared_intermediate
+        return np.asarray((1.0 - self.mixture) * self.intermediate + self.mixture * routed)
+
+    @property
     def shards(self) -> Array:
         """Ranks of one sharding group, with the context ranks that hold the same weights."""
         return np.asarray(self.sharding_ranks * self.context)
@@ -269,17 +285,17 @@ _WHOLE = 0.05
 
 def block_parameters(cases: Cases) -> Array:
     """Of an average block, all its experts counted, on all ranks together."""
-    mixture = cases.mixture_layers / cases.layers
     dense = cases.matrices * cases.hidden * cases.intermediate
     routed = cases.experts * cases.matrices * cases.hidden * cases.expert_intermediate
     shared = cases.hidden * (cases.matrices * cases.shared_intermediate + cases.experts)
+    mixture = cases.mixture
     return cases.attention_parameters + (1.0 - mixture) * dense + mixture * (routed + shared)
 
 
 def routed_parameters(cases: Cases) -> Array:
     """Of an average block, those of its routed experts, on all ranks together."""
     routed = cases.experts * cases.matrices * cases.hidden * cases.expert_intermediate
-    return cases.mixture_layers / cases.layers * routed
+    return cases.mixture * routed
 
 
 def embedding_parameters(cases: Cases) -> Array:
@@ -375,11 +391,7 @@ def in_flight(cases: Cases, index: Array) -> Array:
 
 def head_blocks(cases: Cases) -> Array:
     """Cost of the head in blocks, where stages are balanced by cost."""
-    mixture = cases.mixture_layers / cases.layers
-    wide = (1.0 - mixture) * cases.intermediate + mixture * (
-        cases.experts_per_token * cases.expert_intermediate + cases.shared_intermediate
-    )
-    return cases.vocabulary / (4.0 * cases.query_width + cases.matrices * wide)
+    return cases.vocabulary / (4.0 * cases.query_width + cases.matrices * cases.active_width)
 
 
 def stage(cases: Cases, place: Place) -> Stage:

@@ -149,7 +149,7 @@ def product_efficiency(
     """(layouts,) rate of the form's products over that of the dense ones, at most 1."""
     form, rank_share = settings.tensorize_form, settings.tensorize_rank
     half = half_side(layouts, constants, layouts.matmul_flop_per_s)
-    tokens = layouts.micro_batch * layouts.sequence / layouts.context
+    tokens = layouts.rank_tokens
     dense = structured = operations = np.zeros(1)
     for layer in linear_layers(model):
         rows = tokens * layer.used * layouts.expert if layer.expert else tokens
@@ -359,7 +359,7 @@ def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
     A structured layer counts as the dense one, whose checks are the dearer ones.
     """
     count = len(layouts)
-    tokens = layouts.micro_batch * layouts.sequence / layouts.context
+    tokens = layouts.rank_tokens
     blocks = layouts.layers / layouts.pipeline
     wide = layouts.intermediate + layouts.experts_per_token * layouts.expert_intermediate
     attention_inputs = layouts.query_width + 2.0 * layouts.kv_width

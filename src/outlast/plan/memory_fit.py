@@ -510,7 +510,7 @@ def _design(cases: Cases) -> Array:
     shards = np.where(cases.sharding == 3.0, cases.sharding_ranks, 1.0)
     # Weights and gradients in fp32, and one or two moments.
     states = parameters / shards * np.where(cases.muon > 0.0, 12.0, 16.0)
-    tokens = cases.micro_batch * cases.sequence / cases.context
+    tokens = cases.rank_tokens
     wide = cases.intermediate + cases.experts_per_token * cases.expert_intermediate
     block = 4.0 * tokens * (10.0 * cases.hidden + 4.0 * (cases.query_width + wide) / cases.tensor)
     layers = cases.layers / cases.pipeline

@@ -114,15 +114,10 @@ def read_run_row(path: Path | str, cluster: Cluster) -> Row:
     }
     reserved, allocated = _memory_bytes(run, max(started))
     # The job with the degrees that the start resolved, e.g. `replicate` in place of 0.
-    degrees: dict[str, Any] = {
-        name: last.parallel[name]
-        for name in ("replicate", "shard", "tensor", "pipeline")
-        if name in last.parallel
-    }
-    model, configuration = run_of(
-        job.model_copy(update={"parallel": job.parallel.model_copy(update=degrees)}),
-        last.world_size,
-    )
+    names = {"replicate", "shard", "tensor", "pipeline"} & set(last.parallel)
+    degrees: dict[str, Any] = {name: last.parallel[name] for name in names}
+    resolved = job.model_copy(update={"parallel": job.parallel.model_copy(update=degrees)})
+    model, configuration = run_of(resolved, last.world_size)
     return Row(
         name=run.name,
         model=model,
@@ -155,11 +150,9 @@ def _memory_bytes(run: Run, attempt: int) -> tuple[float | None, float | None]:
     events = [event for record, event in run.of(MemoryMeasured) if record.attempt == attempt]
     if not events:
         return None, None
-    most = {kind: events[-1].most(kind) for kind in ("reserved", "allocated", "resident")}
-    found = {kind: None if largest is None else largest[1] for kind, largest in most.items()}
-    if found["reserved"] is None:
-        return found["resident"], None
-    return found["reserved"], found["allocated"]
+    largest = (events[-1].most(kind) for kind in ("reserved", "allocated", "resident"))
+    reserved, allocated, resident = (None if item is None else item[1] for item in largest)
+    return (resident, None) if reserved is None else (reserved, allocated)
 
 
 def _time_flags(name: str, job: Job) -> tuple[str, ...]:
@@ -429,10 +422,9 @@ def _text(path: Path) -> str:
 
 def _model(table: Mapping[str, Any], settings: Path) -> Transformer:
     where = f"{settings}: model"
-    if "published" in table or "huggingface" in table:
-        check_keys(
-            table, {"published": str, "huggingface": str}, {"published", "huggingface"}, where
-        )
+    named = {"published": str, "huggingface": str}
+    if set(named) & set(table):
+        check_keys(table, named, named, where)
         if len(table) > 1:
             raise PlanError(f"{where} names both published and huggingface: keep one")
         if "published" in table:
