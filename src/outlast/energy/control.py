@@ -301,8 +301,6 @@ class Applied:
             if self.over:
                 # A signal came in between, and what it gave back has just been set again.
                 self._restore_devices()
-                if self.lease_path is not None:
-                    self._lease.withdraw(self.lease_path)
             return not self.over
 
     def give_back(self) -> None:
@@ -324,11 +322,10 @@ class Applied:
             found = None if self.lease_path is None else read_lease(self.lease_path)
             if found is None or found.same_holder(self._lease):
                 self._restore_devices()
-                if self.lease_path is not None:
-                    self._lease.withdraw(self.lease_path)
             self._given_back = True
 
     def _restore_devices(self) -> None:
+        """Restore what was tried, then remove the lease."""
         failures = []
         for part in sorted(self._tried):
             device, field = part
@@ -348,6 +345,8 @@ class Applied:
                 f"clocks or power limits may still be set: {'; '.join(failures)}; then run outlast "
                 f"energy restore {self.lease_path}"
             )
+        if self.lease_path is not None:
+            self._lease.withdraw(self.lease_path)
 
 
 @contextmanager

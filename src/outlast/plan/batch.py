@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,6 +155,17 @@ class Cases:
                 for value in [getattr(self, field.name)]
             }
         )
+
+
+def once_each(function: Callable[..., Any], *columns: Array) -> Array:
+    """(cases, ...) of a function of the numbers of each case, asked once for all that are equal.
+
+    Args:
+        function: Of one number of each column, as a float.
+        columns: (cases,) each.
+    """
+    rows, places = np.unique(np.column_stack(columns), axis=0, return_inverse=True)
+    return np.array([function(*row) for row in rows.tolist()])[places.ravel()]
 
 
 def remainder(dividend: Array, divisor: Array) -> Mask:

@@ -12,12 +12,14 @@ for all candidates at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
 from outlast.errors import PlanError
+from outlast.plan.batch import once_each
 from outlast.plan.configuration import NO_RECOVERY
 from outlast.plan.goodput import Goodput, goodput
 from outlast.plan.reliability import (
@@ -130,9 +132,8 @@ def in_memory_checkpoints(
     processes = np.minimum(devices, cluster.devices_per_node)
     sockets = cluster.storage.peer_bytes_per_s / cluster.devices_per_node
     link = sockets or min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
-    keys = np.column_stack([nodes, held, copies, wanted, largest, processes])
-    found, inverse = np.unique(keys, axis=0, return_inverse=True)
-    prices = np.array([_price(row, link, memory_rate) for row in found])[inverse.ravel()]
+    price = partial(_price, link, memory_rate)
+    prices = once_each(price, nodes, held, copies, wanted, largest, processes)
     outlives, copy, parity, load, rebuild = np.where(used[:, None], prices, 0.0).T
     # Copying takes a processor's own time, and a device's step does not notice it.
     slack = np.zeros(len(block)) if cluster.processor else SLACK_SHARE * step.seconds
@@ -165,9 +166,11 @@ def _held(block: Block, cluster: Cluster, state: Array) -> tuple[Array, Array, A
     return devices, state / (stages * parts) * here, copies
 
 
-def _price(row: Array, link: float, memory_rate: float) -> tuple[float, float, float, float, float]:
+def _price(
+    link: float, memory_rate: float, *node: float
+) -> tuple[float, float, float, float, float]:
     """Of one kind of node: lost nodes outlived, seconds of copy, parity, load and rebuild."""
-    nodes, held, copies, wanted, largest, processes = row.tolist()
+    nodes, held, copies, wanted, largest, processes = node
     smallest, size = parity_groups(int(nodes), int(largest))
     losses = int(copies < 2.0) if wanted < 0.0 else int(wanted)
     losses = losses if smallest > losses else 0
@@ -386,8 +389,7 @@ def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Repli
         )
     )
     link = min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
-    sizes, inverse = np.unique(state, return_inverse=True)
-    healing = np.array([transfer_seconds(float(size), link) for size in sizes])[inverse.ravel()]
+    healing = once_each(lambda size: transfer_seconds(size, link), state)
     return Replicas(
         groups=np.where(live | coded, data, 1.0),
         minimum=np.where(coded, np.maximum(data - copies + 1.0, 1.0), 1.0),
@@ -431,9 +433,9 @@ def _recoverable(cluster: Cluster, block: Block) -> np.ndarray:
     live = block.by_setting(lambda setting: setting.recovery.mode == "live")
     parity = block.by_setting(lambda setting: setting.recovery.parity or 0)
     largest = block.by_setting(lambda setting: setting.recovery.parity_group)
-    found, inverse = np.unique(np.column_stack([nodes, largest]), axis=0, return_inverse=True)
-    groups = [parity_groups(int(count), int(most))[0] for count, most in found]
-    smallest = np.array(groups)[inverse.ravel()]
+    smallest = once_each(
+        lambda count, most: parity_groups(int(count), int(most))[0], nodes, largest
+    )
     return np.asarray(~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity)))
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from outlast.coding.cost import dropped_error, lost_chunks
 from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import texts
+from outlast.plan.batch import once_each, texts
 from outlast.plan.estimate import NORMAL_90, Interval, Source, Term, Total
 from outlast.plan.facts import facts
 from outlast.plan.mechanisms import form_of
@@ -237,13 +237,13 @@ def coding_error(workers: Array, chunks_per_worker: Array, copies: Array, failur
     Raises:
         CodingError: For settings out of range.
     """
+
+    def error(ranks: float, chunks: float, held: float, probability: float) -> float:
+        lost = lost_chunks(int(ranks), int(chunks), int(held), probability)
+        return dropped_error(1.0 - lost / (ranks * chunks))
+
     rows = np.broadcast_arrays(workers, chunks_per_worker, copies, failure)
-    settings, places = np.unique(np.stack(rows, axis=-1), axis=0, return_inverse=True)
-    errors = []
-    for ranks, chunks, held, probability in settings:
-        lost = lost_chunks(int(ranks), int(chunks), int(held), float(probability))
-        errors.append(dropped_error(1.0 - lost / (ranks * chunks)))
-    return np.asarray(errors, dtype=float)[places.reshape(-1)]
+    return once_each(error, *(row.ravel() for row in rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

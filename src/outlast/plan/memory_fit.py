@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.batch import Array, Cases, cases, stage, stage_parameters
+from outlast.plan.batch import Array, Cases, stage, stage_parameters
 from outlast.plan.calibration import Calibration, Constant, step_model_of
 from outlast.plan.conformal import folds, scale_of_few
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, MemoryConstants, memory_constants
 from outlast.plan.facts import facts
 from outlast.plan.memory import LOG_DEVIATION, demand
-from outlast.plan.rows import Row
+from outlast.plan.rows import Row, cases_of
 from outlast.plan.step_fit import most_probable
 from outlast.plan.step_model import StepModel
 
@@ -280,7 +280,7 @@ def runs_of(rows: Sequence[Row]) -> MemoryRuns:
         )
 
     return MemoryRuns(
-        cases=cases([(row.model, row.run, row.cluster) for row in rows]),
+        cases=cases_of(rows),
         allocated_bytes=figures("held_bytes"),
         peak_bytes=figures("allocated_bytes"),
         reserved_bytes=figures("reserved_bytes"),
@@ -442,7 +442,7 @@ def fit_resident(rows: Sequence[Row]) -> Resident:
     known = [row for row in rows if row.fits_memory and row.reserved_bytes is not None]
     if not known:
         raise PlanError("no probe has a memory figure: train with this version of Outlast")
-    numbers = cases([(row.model, row.run, row.cluster) for row in known])
+    numbers = cases_of(known)
     measured = np.array([row.reserved_bytes for row in known], dtype=np.float64)
     design = _design(numbers) / measured[:, None] / RESIDENT_NOISE
     priors = RESIDENT_PRIORS.values()

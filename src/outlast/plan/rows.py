@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.batch import Array
+from outlast.plan.batch import Array, Cases, cases
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.transformer import Transformer
@@ -139,6 +139,11 @@ class Refused:
 
     name: str
     reason: str
+
+
+def cases_of(rows: Sequence[Row]) -> Cases:
+    """The rows' runs as the models read them."""
+    return cases([(row.model, row.run, row.cluster) for row in rows])
 
 
 def forced(rows: Iterable[Row]) -> list[Row]:

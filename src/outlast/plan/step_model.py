@@ -8,7 +8,7 @@ from functools import reduce
 
 import numpy as np
 
-from outlast.plan.batch import Array, Cases, Part, cases, texts, total_of
+from outlast.plan.batch import Array, Cases, Part, texts, total_of
 from outlast.plan.conformal import (
     OTHERS,
     Conformal,
@@ -18,7 +18,7 @@ from outlast.plan.conformal import (
     folds,
     support_of,
 )
-from outlast.plan.rows import Row
+from outlast.plan.rows import Row, cases_of
 from outlast.plan.step_fit import (
     Belonging,
     Fit,
@@ -216,7 +216,7 @@ def fitted(rows: Sequence[Row], prior: Fit | None = None) -> tuple[Fit, Residual
         rows: All with `fits_time`.
         prior: What other runs have taught.
     """
-    numbers, whose = _numbers(rows), [belonging(row) for row in rows]
+    numbers, whose = cases_of(rows), [belonging(row) for row in rows]
     found = fit(numbers, _seconds(rows), whose, prior=prior)
     plain = step_seconds(numbers, found.constants(whose))
     places = [item.place for item in whose]
@@ -235,7 +235,7 @@ def validate(
         prior: What other runs have taught.
     """
     fold = folds([row.key for row in rows], count, seed)
-    numbers = _numbers(rows)
+    numbers = cases_of(rows)
     predicted, deviations, distances = (np.zeros(len(rows)) for _ in range(3))
     for number in range(count):
         kept = [row for row, own in zip(rows, fold, strict=True) if own != number]
@@ -267,7 +267,7 @@ def validate_elsewhere(rows: Sequence[Row]) -> Validation | None:
     if len(names) < FEWEST_SITES:
         return None
     predicted, deviations = np.zeros(len(rows)), np.zeros(len(rows))
-    numbers = _numbers(rows)
+    numbers = cases_of(rows)
     for name in names:
         out, others = sites == name, [row for row in rows if row.cluster.name != name]
         found = fit(numbers.taken(~out), _seconds(others), [belonging(row) for row in others])
@@ -349,14 +349,10 @@ def distances_from(support: Support, cases: Cases) -> Array:
     return np.broadcast_to(away, (len(cases),))
 
 
-def _numbers(rows: Sequence[Row]) -> Cases:
-    return cases([(row.model, row.run, row.cluster) for row in rows])
-
-
 def _seconds(rows: Sequence[Row]) -> Array:
     return np.array([row.step_seconds or np.nan for row in rows])
 
 
 def ranges_of(rows: Sequence[Row]) -> Support:
     """Of the features of some runs."""
-    return support_of(_features(_numbers(rows)))
+    return support_of(_features(cases_of(rows)))
