@@ -20,7 +20,6 @@ import numpy as np
 from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
 from outlast.errors import PlanError
 from outlast.plan.batch import once_each
-from outlast.plan.configuration import NO_RECOVERY
 from outlast.plan.goodput import Goodput, goodput
 from outlast.plan.reliability import (
     DAY_SECONDS,
@@ -43,7 +42,7 @@ from outlast.recover.cost import (
 )
 
 if TYPE_CHECKING:
-    from outlast.plan.batch import Array
+    from outlast.plan.batch import Array, Mask
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Settings
     from outlast.plan.mechanisms import Step
@@ -414,51 +413,48 @@ def missing_tier(cluster: Cluster, settings: Settings) -> str:
     return ""
 
 
-def possible(cluster: Cluster, block: Block) -> np.ndarray:
+def _obstacles(cluster: Cluster, block: Block) -> tuple[dict[str, np.ndarray], dict[str, Mask]]:
+    """Settings that do not go with the layout or with each other.
+
+    Returns:
+        (candidates,) numbers by name, and (candidates,) masks by the sentence to say of one
+        candidate, which names the numbers in braces.
+    """
+    layouts, spread, of_settings = block.layouts, block.spread, block.by_setting
+    copies = of_settings(lambda setting: setting.coding_copies)
+    parity = of_settings(lambda setting: setting.recovery.parity or 0)
+    largest = of_settings(lambda setting: setting.recovery.parity_group)
+    live = of_settings(lambda setting: setting.recovery.mode == "live")
+    nodes, data, sharded = _nodes(cluster, block), spread(layouts.data), layouts.sharding > 0.0
+    divided = sharded | (layouts.tensor * layouts.context * layouts.pipeline > 1.0)
+    small = parity > 0
+    if small.any():
+        # Nodes of the smallest group among which parity is made.
+        smallest = once_each(lambda *counts: parity_groups(*map(int, counts))[0], nodes, largest)
+        small = small & (smallest <= parity)
+    numbers = {"copies": copies, "data": data, "parity": parity, "needed": parity + 1}
+    numbers |= {"nodes": nodes, "largest": largest}
+    return numbers, {
+        "recovery = live does not go with coding_copies = {copies}, which sums over the replicas "
+        "in its own way: set coding_copies = 1, or recovery = restart": live & (copies > 1),
+        "recovery = live goes with whole replicas on one device each alone: set sharding = none, "
+        "tensor = 1, context = 1 and pipeline = 1, or recovery = restart": live & spread(divided),
+        "recovery parity = {parity} needs groups of at least {needed} nodes, and {nodes} in groups "
+        "of at most {largest} make smaller ones: take more nodes, raise parity_group, or lower "
+        "parity": small,
+        "coding_copies = {copies} goes with whole replicas alone, since sharded states are lost "
+        "with their holder: set sharding = none, or coding_copies = 1": (
+            (copies > 1) & spread(sharded)
+        ),
+        "coding_copies = {copies} of each chunk need as many replicas, and data = {data}: raise "
+        "data, or lower coding_copies": (copies > 1) & (copies > data),
+    }
+
+
+def possible(cluster: Cluster, block: Block) -> Mask:
     """(candidates,) of bool: the settings go with the cluster and with the layout."""
     stored = block.by_setting(lambda setting: not missing_tier(cluster, setting))
-    if any(setting.recovery != NO_RECOVERY for setting in block.settings):
-        stored = stored & _recoverable(cluster, block)
-    held = block.by_setting(lambda setting: setting.coding_copies)
-    sharded, data = block.spread(block.layouts.sharding) > 0.0, block.spread(block.layouts.data)
-    return stored & ~((held > 1.0) & (sharded | (held > data)))
-
-
-def _recoverable(cluster: Cluster, block: Block) -> np.ndarray:
-    """(candidates,) of bool: the way to go on without a checkpoint goes with the layout."""
-    layouts, nodes = block.layouts, _nodes(cluster, block)
-    divided = layouts.tensor * layouts.context * layouts.pipeline
-    whole = block.spread((layouts.sharding == 0.0) & (divided == 1.0))
-    coded = block.by_setting(lambda setting: setting.coding_copies > 1)
-    live = block.by_setting(lambda setting: setting.recovery.mode == "live")
-    parity = block.by_setting(lambda setting: setting.recovery.parity or 0)
-    largest = block.by_setting(lambda setting: setting.recovery.parity_group)
-    smallest = once_each(
-        lambda count, most: parity_groups(int(count), int(most))[0], nodes, largest
-    )
-    return np.asarray(~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity)))
-
-
-def _why_not_recoverable(cluster: Cluster, block: Block, row: int) -> str:
-    settings = block.settings[int(block.setting[row])]
-    recovery = settings.recovery
-    if recovery == NO_RECOVERY or bool(_recoverable(cluster, block)[row]):
-        return ""
-    if recovery.mode == "live" and settings.coding_copies > 1:
-        return (
-            f"recovery = live does not go with coding_copies = {settings.coding_copies}, which "
-            "sums over the replicas in its own way: set coding_copies = 1, or recovery = restart"
-        )
-    if recovery.mode == "live":
-        return (
-            "recovery = live goes with whole replicas on one device each alone: set sharding = "
-            "none, tensor = 1, context = 1 and pipeline = 1, or recovery = restart"
-        )
-    return (
-        f"recovery parity = {recovery.parity} needs groups of at least {recovery.parity + 1} "  # type: ignore[operator]
-        f"nodes, and {_nodes(cluster, block)[row]:g} in groups of at most {recovery.parity_group} "
-        "make smaller ones: take more nodes, raise parity_group, or lower parity"
-    )
+    return np.asarray(stored & ~np.any(list(_obstacles(cluster, block)[1].values()), axis=0))
 
 
 def _nodes(cluster: Cluster, block: Block) -> np.ndarray:
@@ -468,22 +464,11 @@ def _nodes(cluster: Cluster, block: Block) -> np.ndarray:
 
 def why_impossible(cluster: Cluster, block: Block, row: int = 0) -> str:
     """A sentence on what a candidate cannot have; empty where it can have everything."""
-    settings = block.settings[int(block.setting[row])]
-    found = missing_tier(cluster, settings) or _why_not_recoverable(cluster, block, row)
-    if found or settings.coding_copies == 1:
-        return found
-    if block.spread(block.layouts.sharding)[row] > 0.0:
-        return (
-            f"coding_copies = {settings.coding_copies} goes with whole replicas alone, since "
-            "sharded states are lost with their holder: set sharding = none, or coding_copies = 1"
-        )
-    data = int(block.spread(block.layouts.data)[row])
-    if settings.coding_copies > data:
-        return (
-            f"coding_copies = {settings.coding_copies} of each chunk need as many replicas, and "
-            f"data = {data}: raise data, or lower coding_copies"
-        )
-    return ""
+    if missing := missing_tier(cluster, block.settings[int(block.setting[row])]):
+        return missing
+    numbers, masks = _obstacles(cluster, block)
+    shown = {name: int(values[row]) for name, values in numbers.items()}
+    return next((text.format(**shown) for text, mask in masks.items() if mask[row]), "")
 
 
 def refuse_impossible(cluster: Cluster, block: Block) -> None:
