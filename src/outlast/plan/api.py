@@ -115,33 +115,27 @@ def training_of(
         PlanError: A model that only a program can describe.
     """
     model, run = run_of(job, devices)
-    left: list[str] = []
-    form, rank = _tensorize(job, model, left)
-    steps = _steps(job, left)
+    form, rank = _tensorize(job, model)
+    coded = job.coding.scheme == "coverage" and run.sharding == "none"
     settings = Settings(
-        tiers=_tiers(job, cluster, left),
+        tiers=_tiers(job, cluster),
         guard=job.guard.policy,
-        coding_copies=_copies(job, run, left),
+        coding_copies=min(job.coding.copies, run.data) if coded else 1,
         tensorize_form=form,
         tensorize_rank=rank,
-        recovery=_recovery(job, run, left),
+        recovery=_recovery(job, run),
     )
-    if settings.recovery.mode == "restart" and {"memory", "local"} & set(settings.tiers):
-        left.append(
-            f"checkpoint.fast = {job.checkpoint.fast!r} counts as unused: states in memory "
-            "(recover.mode) are newer and survive as much"
-        )
-    if job.guard.modules:
-        left.append("guard.modules is not predicted: guard.policy counts for all modules")
+    every = job.checkpoint.every_steps
     training = Training(
         model=model,
         run=run,
         tokens=float(job.train.steps) * run.tokens,
         compiled=job.train.compile,
         settings=settings,
-        checkpoint_steps=steps,
+        # A run that saves at its end alone loses everything until then.
+        checkpoint_steps=0 if every == "auto" else every or job.train.steps,
         commits_without=settings.coding_copies > 1 and job.coding.lost == "commit",
-        unmapped=tuple(left),
+        unmapped=_unmapped(job, run, settings, cluster),
     )
     return training if cluster is None else with_interval(training, cluster, calibration)
 
@@ -391,123 +385,91 @@ def _micro_batch(job: Job, data: int, stages: int) -> int:
     return -(-share // passes)
 
 
-def _tensorize(job: Job, model: Transformer, left: list[str]) -> tuple[str, float]:
+def _tensorize(job: Job, model: Transformer) -> tuple[str, float]:
+    """Form and share of the full rank; a budget that only weights tell counts as dense."""
     chosen = job.tensorize
-    if chosen.form == "off":
-        return "dense", 0.0
-    if isinstance(chosen.rank, str):
-        left.append(
-            f'tensorize.rank = "{chosen.rank}" is a budget that only the model\'s weights tell: '
-            "layers are predicted as dense; give a number or a share"
-        )
+    if chosen.form == "off" or isinstance(chosen.rank, str):
         return "dense", 0.0
     share = chosen.rank if isinstance(chosen.rank, float) else chosen.rank / model.hidden
-    if isinstance(chosen.rank, float) and chosen.form not in TWO_FACTOR_FORMS:
-        left.append(
-            f"tensorize.rank = {chosen.rank:g} of form {chosen.form} is a share of the parameters: "
-            "it is predicted as a share of the full rank; give a whole number"
-        )
-    if chosen.match or chosen.exclude:
-        left.append(
-            "tensorize.match and exclude are not predicted: all linear layers of the blocks count "
-            "as replaced"
-        )
     return chosen.form, float(share)
 
 
-def _recovery(job: Job, run: Configuration, left: list[str]) -> Recovery:
+def _recovery(job: Job, run: Configuration) -> Recovery:
     chosen = job.recover
-    if chosen.mode == "live" and chosen.groups not in (0, run.data):
-        left.append(
-            f"recover.groups = {chosen.groups} is not predicted: each of the {run.data} replicas "
-            "counts as a group"
-        )
-    if chosen.fixed_order:
-        left.append(
-            "recover.fixed_order = true is not predicted: its sums of parts, and steps of smaller "
-            "micro-batches, take longer than predicted"
-        )
     if chosen.mode != "restart":
         return Recovery(mode=chosen.mode, heartbeat_seconds=chosen.heartbeat_seconds)
     if run.devices == 1:
         # Nobody starts a process again that trains alone.
         return NO_RECOVERY
     parity = None if chosen.parity == "auto" else chosen.parity
-    if chosen.domain == "process" and parity != 0:
-        left.append(
-            'recover.domain = "process" keeps parity against lost processes: for lost nodes it is '
-            "predicted as none"
-        )
-        parity = 0
     return Recovery(
         mode="restart",
         every_steps=chosen.every_steps,
-        parity=parity,
+        parity=0 if chosen.domain == "process" else parity,
         parity_group=chosen.parity_group,
     )
 
 
-def _steps(job: Job, left: list[str]) -> int:
-    saves = job.checkpoint
-    if saves.replay != "off":
-        left.append(
-            f'checkpoint.replay = "{saves.replay}" is not predicted: the steps since the last '
-            "checkpoint count as lost"
-        )
-    if saves.delta_chain:
-        left.append(
-            f"checkpoint.delta_chain = {saves.delta_chain} is not predicted: checkpoints count as "
-            "stored in full"
-        )
-    if saves.every_steps == "auto":
-        left.append(
-            'checkpoint.every_steps = "auto" is predicted as the interval with the least waste, '
-            "without longest_minutes, slowdown_budget and mtbf_hours"
-        )
-        return 0
-    # A run that saves at its end alone loses everything until then.
-    return saves.every_steps or job.train.steps
-
-
-def _tiers(job: Job, cluster: Cluster | None, left: list[str]) -> tuple[str, ...]:
-    saves = job.checkpoint
-    if saves.mirror:
-        left.append(
-            f"checkpoint.mirror = {saves.mirror!r} counts as one with the run's directory, the "
-            "shared storage"
-        )
-    used = {"shared"}
-    if saves.fast:
-        tier = "memory" if saves.fast.startswith(MEMORY_FOLDERS) else "local"
-        if tier == "memory" or (cluster is not None and cluster.storage.local_bytes_per_s > 0.0):
-            used.add(tier)
-            left.append(
-                f"checkpoint.drain_every = {saves.drain_every} is not predicted: as many "
-                "checkpoints are copied on as waste the least time"
-            )
-        else:
-            of = "the cluster" if cluster is None else cluster.name
-            left.append(
-                f"checkpoint.fast = {saves.fast!r} is not predicted, since nothing is known of "
-                f"the disks of {of}: give local_bytes_per_s under [storage] of the cluster file"
-            )
+def _tiers(job: Job, cluster: Cluster | None) -> tuple[str, ...]:
+    fast, used = job.checkpoint.fast, {"shared"}
+    if fast.startswith(MEMORY_FOLDERS):
+        used.add("memory")
+    elif fast and cluster is not None and cluster.storage.local_bytes_per_s > 0.0:
+        used.add("local")
     return tuple(tier for tier in TIERS if tier in used)
 
 
-def _copies(job: Job, run: Configuration, left: list[str]) -> int:
-    coding = job.coding
-    if coding.scheme == "off":
-        return 1
-    if coding.scheme != "coverage":
-        left.append(
-            f'coding.scheme = "{coding.scheme}" is not predicted: each replica would compute '
-            f"{coding.copies} shares; steps count as without a code"
-        )
-        return 1
-    if run.sharding != "none":
-        left.append(
-            'coding.scheme = "coverage" is not predicted for sharded states: steps count as '
-            "without a code"
-        )
-        return 1
-    return min(coding.copies, run.data)
+def _unmapped(
+    job: Job, run: Configuration, settings: Settings, cluster: Cluster | None
+) -> tuple[str, ...]:
+    """What of a job is no part of the prediction, a sentence each."""
+    tensorize, saves, recover, coding = job.tensorize, job.checkpoint, job.recover, job.coding
+    rank, structured = tensorize.rank, settings.tensorize_form != "dense"
+    shown = rank if isinstance(rank, str) else f"{rank:g}"
+    fast = {"memory", "local"} & set(settings.tiers)
+    by_process = settings.recovery.mode == "restart" and recover.domain == "process"
+    whose = "the cluster" if cluster is None else cluster.name
+    found = {
+        f'tensorize.rank = "{rank}" is a budget that only the model\'s weights tell: layers are '
+        "predicted as dense; give a number or a share": (
+            tensorize.form != "off" and isinstance(rank, str)
+        ),
+        f"tensorize.rank = {shown} of form {tensorize.form} is a share of the parameters: it is "
+        "predicted as a share of the full rank; give a whole number": (
+            structured and isinstance(rank, float) and tensorize.form not in TWO_FACTOR_FORMS
+        ),
+        "tensorize.match and exclude are not predicted: all linear layers of the blocks count as "
+        "replaced": structured and bool(tensorize.match or tensorize.exclude),
+        f'checkpoint.replay = "{saves.replay}" is not predicted: the steps since the last '
+        "checkpoint count as lost": saves.replay != "off",
+        f"checkpoint.delta_chain = {saves.delta_chain} is not predicted: checkpoints count as "
+        "stored in full": bool(saves.delta_chain),
+        'checkpoint.every_steps = "auto" is predicted as the interval with the least waste, '
+        "without longest_minutes, slowdown_budget and mtbf_hours": saves.every_steps == "auto",
+        f"checkpoint.mirror = {saves.mirror!r} counts as one with the run's directory, the shared "
+        "storage": bool(saves.mirror),
+        f"checkpoint.drain_every = {saves.drain_every} is not predicted: as many checkpoints are "
+        "copied on as waste the least time": bool(fast),
+        f"checkpoint.fast = {saves.fast!r} is not predicted, since nothing is known of the disks "
+        f"of {whose}: give local_bytes_per_s under [storage] of the cluster file": (
+            bool(saves.fast) and not fast
+        ),
+        f'coding.scheme = "{coding.scheme}" is not predicted: each replica would compute '
+        f"{coding.copies} shares; steps count as without a code": (
+            coding.scheme not in ("off", "coverage")
+        ),
+        'coding.scheme = "coverage" is not predicted for sharded states: steps count as without a '
+        "code": coding.scheme == "coverage" and run.sharding != "none",
+        f"recover.groups = {recover.groups} is not predicted: each of the {run.data} replicas "
+        "counts as a group": recover.mode == "live" and recover.groups not in (0, run.data),
+        "recover.fixed_order = true is not predicted: its sums of parts, and steps of smaller "
+        "micro-batches, take longer than predicted": recover.fixed_order,
+        'recover.domain = "process" keeps parity against lost processes: for lost nodes it is '
+        "predicted as none": by_process and recover.parity != 0,
+        f"checkpoint.fast = {saves.fast!r} counts as unused: states in memory (recover.mode) are "
+        "newer and survive as much": settings.recovery.mode == "restart" and bool(fast),
+        "guard.modules is not predicted: guard.policy counts for all modules": (
+            bool(job.guard.modules)
+        ),
+    }
+    return tuple(sentence for sentence, holds in found.items() if holds)
