@@ -422,7 +422,7 @@ def _tiers(job: Job, cluster: Cluster | None) -> tuple[str, ...]:
 def _unmapped(
     job: Job, run: Configuration, settings: Settings, cluster: Cluster | None
 ) -> tuple[str, ...]:
-    """What of a job is no part of the prediction, a sentence each."""
+    """Parts of a job that are not predicted, a sentence each."""
     tensorize, saves, recover, coding = job.tensorize, job.checkpoint, job.recover, job.coding
     rank, structured = tensorize.rank, settings.tensorize_form != "dense"
     shown = rank if isinstance(rank, str) else f"{rank:g}"
