@@ -18,7 +18,7 @@ from outlast.hardware import devices
 from outlast.plan import Configuration, Training, cluster_of, predict, published, search
 from outlast.plan.api import published_constants
 from outlast.plan.cluster_file import shipped_clusters
-from outlast.plan.constraints import CALIBRATED_AS, FRAMEWORKS
+from outlast.plan.constraints import FRAMEWORKS
 from outlast.plan.estimate import Interval
 from outlast.plan.huggingface import MODELS
 from outlast.plan.memory_fit import Known
@@ -26,6 +26,13 @@ from outlast.plan.prediction import Estimate
 from outlast.plan.rows import Row
 from outlast.plan.step_model import step_model
 
+CALIBRATED_AS = {
+    name: kind.calibrated_as
+    for key, kind in FRAMEWORKS.items()
+    for name in (key, *kind.also)
+    if kind.calibrated_as
+}
+"""Names that published runs have, by the names of frameworks."""
 Check: TypeAlias = tuple[bool, str]
 """Whether it holds, and what is wrong where it does not."""
 FLAG = "not calibrated on this cluster"

@@ -13,8 +13,8 @@ from harness import Bar
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import goodput
-from outlast.plan.reliability import Reliability, Replicas, Restart, Scenario, Tier
-from outlast.plan.simulate import simulate
+from outlast.plan.reliability import Reliability, Replicas, Restart, Tier
+from outlast.plan.simulate import Scenario, simulate
 
 SEED = 2_207_196_483
 """Of scenarios that had no part in building the model."""

@@ -25,8 +25,7 @@ from energy_measured import DEVICES, PIPELINES, Pipeline, measured
 from harness import Bar, at_most
 
 from outlast.energy import Schedule
-from outlast.energy.cost import cap_effect
-from outlast.energy.model import DeviceConstants
+from outlast.energy.model import DeviceConstants, Response, effective_clocks_mhz, evaluate
 from outlast.energy.schedule import ExecutedStep
 from outlast.plan.cluster import Power
 from outlast.plan.energy import (
@@ -187,6 +186,30 @@ def plan_errors(pipeline: Pipeline, data: Path, quick: bool) -> Errors:
         errors.append(float(found.device_joules.sum()) / whole - 1.0)
         flat.append(LIMIT_WATTS * pipeline.stages * step.step_seconds / whole - 1.0)
     return Errors(tuple(errors), tuple(flat))
+
+
+def cap_effect(
+    constants: DeviceConstants, activity: float, cap_watts: float, *, compute_share: float = 1.0
+) -> tuple[float, float]:
+    """Time and energy of a step of 1 s under a power limit, relative to the board's limit.
+
+    Args:
+        constants: Of the device.
+        activity: Watts per MHz at the voltage below the knee.
+        cap_watts: The limit.
+        compute_share: Share of the step that the clock governs.
+    """
+    top = np.array([constants.top_clock_mhz])
+    response = Response(
+        fixed_seconds=1.0 - compute_share,
+        clock_seconds=compute_share
+        * float(effective_clocks_mhz(constants, activity, top)[0])
+        / constants.top_clock_mhz,
+        activity_watts_per_mhz=activity,
+    )
+    capped = replace(constants, power_limit_watts=min(cap_watts, constants.power_limit_watts))
+    (seconds, joules), (longer, less) = (evaluate(response, c, top) for c in (constants, capped))
+    return float(longer[0] / seconds[0]), float(less[0] / joules[0])
 
 
 def cap_errors(pipeline: Pipeline, data: Path, *, times_known: bool) -> Errors:

@@ -20,7 +20,7 @@ from outlast.plan.constants import memory_constants
 from outlast.plan.memory import CLIFF_HEADROOM, memory_parts, room
 from outlast.plan.memory_fit import MemoryRuns, fit_memory, runs_of
 from outlast.plan.rows import Row
-from outlast.plan.table_rows import read_rows
+from outlast.plan.run_rows import read_rows
 
 GIB = 2**30
 NEAR = (40.0, 120.0)

@@ -33,8 +33,8 @@ from outlast.plan.calibration import (
 from outlast.plan.conformal import Conformal, Support
 from outlast.plan.memory_fit import device_constants, fit_device_memory, usable
 from outlast.plan.rows import Row, clean
+from outlast.plan.run_rows import read_rows
 from outlast.plan.step_model import step_model
-from outlast.plan.table_rows import read_rows
 from outlast.version import __version__
 
 SHIPPED = Path(outlast.plan.facts.__file__).parent

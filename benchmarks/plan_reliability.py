@@ -18,17 +18,8 @@ from plan_coded import coded
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import finish, goodput
-from outlast.plan.reliability import (
-    Guard,
-    Lemons,
-    Pace,
-    Reliability,
-    Replicas,
-    Restart,
-    Scenario,
-    Tier,
-)
-from outlast.plan.simulate import simulate
+from outlast.plan.reliability import Guard, Pace, Reliability, Replicas, Restart, Tier
+from outlast.plan.simulate import Lemons, Scenario, simulate
 
 SEED = 8_405_710_240
 SCENARIOS = 50

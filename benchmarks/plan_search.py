@@ -21,8 +21,8 @@ from outlast.plan.configuration import Configuration, Mechanisms
 from outlast.plan.conformal import Support
 from outlast.plan.huggingface import published
 from outlast.plan.rows import Row, clean
+from outlast.plan.run_rows import read_rows
 from outlast.plan.step_model import StepModel, belonging, fitted, validate
-from outlast.plan.table_rows import read_rows
 
 MOST_SECONDS = 2.0
 

@@ -23,6 +23,7 @@ from outlast.plan.batch import cases
 from outlast.plan.conformal import OTHERS, Support, conformal, folds
 from outlast.plan.probes import MISSED, choose_probes, directions
 from outlast.plan.rows import Row, clean
+from outlast.plan.run_rows import read_rows
 from outlast.plan.step_fit import NOISE, Belonging, Fit, believed
 from outlast.plan.step_model import (
     UNSEEN,
@@ -36,7 +37,6 @@ from outlast.plan.step_model import (
     validate,
 )
 from outlast.plan.step_time import step_seconds
-from outlast.plan.table_rows import read_rows
 
 FEWEST = 0.1
 """Share of the peak below which the sweep's runs are broken: they are fitted and not scored."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from outlast.hardware import Unavailable
 from outlast.plan import Configuration, Training, predict, published, search, transformer_of
-from outlast.plan.pareto_page import page
+from outlast.plan.pareto import page
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from plan_commands import SMALL, Plan, write_config, write_job
 from outlast.cli.plan_source import with_whole_paths
 from outlast.job import load_job
 from outlast.plan.configuration import Configuration
-from outlast.plan.emit import problem
 from outlast.plan.huggingface import published, transformer_of
+from outlast.plan.targets import problem
 
 HERE = ("--cluster", "h100x64")
 

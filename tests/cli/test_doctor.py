@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from outlast.cli import doctor as diagnosis
 from outlast.cli.doctor import doctor, matmul_check, render
 from outlast.errors import HardwareError
-from outlast.hardware.checks import Check
+from outlast.hardware.detect import Check
 
 GROUPS = ["Python and Outlast", "PyTorch", "Machine", "Accelerators", "Energy sensors", "Cluster"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 
 from outlast.energy.cost import (
     Watts,
-    cap_effect,
     carbon_grams,
     clock_effect,
     kwh,
@@ -89,12 +89,14 @@ def test_energy_over_clock_has_its_minimum_near_the_knee() -> None:
 
 
 def test_a_cap_is_a_clock() -> None:
-    seconds, joules = cap_effect(A100, 0.2, 250.0)
-    assert seconds > 1.0
-    assert joules < 1.0
-    assert cap_effect(A100, 0.2, 1000.0) == (1.0, 1.0)
+    response = Response(fixed_seconds=0.0, clock_seconds=1.0, activity_watts_per_mhz=0.2)
+    top = np.array([A100.top_clock_mhz])
+    seconds, joules = evaluate(response, A100, top)
+    longer, less = evaluate(response, replace(A100, power_limit_watts=250.0), top)
+    assert longer > seconds
+    assert less < joules
     with pytest.raises(EnergyError, match="power_limit_watts = 50 is not above the static 58 W"):
-        cap_effect(A100, 0.2, 50.0)
+        clock_effect(replace(A100, power_limit_watts=50.0), 0.2, 1410.0)
 
 
 @pytest.mark.parametrize("pue", [0.99, math.nan, math.inf])

@@ -7,15 +7,23 @@ import json
 import pytest
 
 from outlast.energy.schedule import (
+    Schedule,
     interleaved,
     schedule_from_text,
-    schedule_text,
     sharded,
     with_tail,
     with_transfers,
     zero_bubble,
 )
 from outlast.errors import EnergyError
+
+
+def schedule_text(schedule: Schedule) -> str:
+    return changed(
+        devices=schedule.devices,
+        operations=[[o.device, o.stage, o.phase, o.microbatch] for o in schedule.operations],
+        edges=[list(edge) for edge in schedule.edges],
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from outlast.errors import HardwareError
 from outlast.hardware import filesystem, probe
-from outlast.hardware.checks import storage_checks
+from outlast.hardware.detect import storage_checks
 from outlast.hardware.filesystem import mount_of
 
 MOUNTS = """\

@@ -19,7 +19,7 @@ from outlast.plan.calibration import (
 )
 from outlast.plan.cluster_file import cluster_of
 from outlast.plan.constants import NAMES, PRIORS, constants
-from outlast.plan.constraints import CALIBRATED_AS, FRAMEWORKS, framework_key
+from outlast.plan.constraints import FRAMEWORKS, framework_key
 from outlast.plan.huggingface import published
 from outlast.plan.mechanisms import HELD
 from outlast.plan.memory_fit import Known
@@ -36,6 +36,12 @@ FLAG = "not calibrated on this cluster"
 SMALL = replace(LLAMA_8B, layers=16, hidden=2048, head_width=64, intermediate=8192)
 RUN = configuration(data=64, batch=256, sharding="parameters")
 TRAINING = Training(model=LLAMA_8B, run=RUN, tokens=1e11, framework="nemo")
+CALIBRATED_AS = {
+    name: kind.calibrated_as
+    for key, kind in FRAMEWORKS.items()
+    for name in (key, *kind.also)
+    if kind.calibrated_as
+}
 MINE, YOURS = replace(H100, name="mine"), replace(H100, name="yours")
 
 

@@ -9,8 +9,7 @@ import yaml
 from plan_emit_runs import CLUSTER, DENSE, GOLDEN, MIXTURE, RUNS, SETTINGS, configured, golden_files
 
 from outlast.errors import PlanError
-from outlast.plan.emit import EmitSettings, emit, emitted
-from outlast.plan.emit.settings import Plan
+from outlast.plan.emit import EmitSettings, Plan, emit, emitted
 from outlast.plan.huggingface import transformer_of
 
 

@@ -17,7 +17,8 @@ from test_plan_emit_targets import drawn, models
 
 from outlast.errors import JobError, PlanError
 from outlast.job import job_from_text, load_job
-from outlast.plan.emit import EmitSettings, emit, emitted, problem
+from outlast.plan.emit import EmitSettings, emit, emitted
+from outlast.plan.targets import problem
 
 COMMON = {
     "expert": (1,),

@@ -9,7 +9,7 @@ from plan_emit_runs import CLUSTER, DENSE, MIXTURE, PLAIN, SHARED, configured
 from outlast.errors import PlanError
 from outlast.plan.batch import cases
 from outlast.plan.configuration import Configuration
-from outlast.plan.emit import TARGETS, can_express, problem
+from outlast.plan.targets import TARGETS, can_express, problem
 
 CHOICES = {
     "data": (1, 2, 4, 8),

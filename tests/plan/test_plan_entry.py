@@ -10,7 +10,7 @@ from outlast.errors import PlanError
 from outlast.job import load_job
 from outlast.plan.api import Training, context_of, predict, published_constants, run_of, training_of
 from outlast.plan.cluster import FailureCause, Storage
-from outlast.plan.constraints import CALIBRATED_AS
+from outlast.plan.constraints import FRAMEWORKS
 from outlast.plan.huggingface import transformer_of
 from outlast.plan.memory_fit import COMPILED, Known, fit_device_memory
 from outlast.plan.rows import Row
@@ -28,6 +28,12 @@ SITE = replace(
 )
 LONG = ("train.steps=5000000", "train.batch_size=64", "guard.policy=off", "recover.mode=off")
 TRAINING = Training(model=LLAMA_8B, run=RUN, tokens=1e11, framework="any")
+CALIBRATED_AS = {
+    name: kind.calibrated_as
+    for key, kind in FRAMEWORKS.items()
+    for name in (key, *kind.also)
+    if kind.calibrated_as
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(CALIBRATED_AS)))

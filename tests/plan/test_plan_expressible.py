@@ -9,8 +9,9 @@ import pytest
 from plan_runs import H100, LLAMA_8B, MIXTURE, configuration
 
 from outlast.errors import PlanError
-from outlast.plan.emit import can_express, emitted
+from outlast.plan.emit import emitted
 from outlast.plan.space import WORDS, Axes, Space, space
+from outlast.plan.targets import can_express
 from outlast.plan.transformer import Transformer
 
 TARGETS = ("outlast", "torchtitan", "megatron", "deepspeed", "accelerate")

@@ -25,8 +25,8 @@ from outlast.plan.goodput import goodput
 from outlast.plan.mechanisms import with_mechanisms
 from outlast.plan.model import judge
 from outlast.plan.prediction import Estimate
-from outlast.plan.reliability import Reliability, Scenario
-from outlast.plan.simulate import simulate
+from outlast.plan.reliability import Reliability
+from outlast.plan.simulate import Scenario, simulate
 from outlast.plan.space import Block
 from outlast.recover.cost import RECONNECT_SECONDS, SILENCE_SHARE, lost_seconds
 

@@ -12,8 +12,7 @@ from outlast.errors import PlanError
 from outlast.hardware import Unavailable
 from outlast.plan.configuration import Configuration, Mechanisms, layout_words, settings_words
 from outlast.plan.objectives import Objectives
-from outlast.plan.pareto import Front, kept, search
-from outlast.plan.pareto_page import SHOWN, page
+from outlast.plan.pareto import SHOWN, Front, kept, page, search
 from outlast.plan.space import Axes, Block, space
 
 

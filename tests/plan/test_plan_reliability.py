@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint.cost import Failures, SaveCost, waste_fraction
 from outlast.errors import PlanError
-from outlast.plan.availability import early_factor
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import FORMULAS, goodput
-from outlast.plan.reliability import Guard, Pace, Reliability, Replicas, Restart, Tier
+from outlast.plan.reliability import Guard, Pace, Reliability, Replicas, Restart, Tier, early_factor
 
 SHARED = Tier(name="shared", blocked_seconds=5.0, write_seconds=30.0, slowdown=0.1)
 CRASH = FailureCause(name="crash", per_node_day=0.004, detection_seconds=0.0)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from outlast.errors import PlanError
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import Goodput, finish, goodput
-from outlast.plan.reliability import Number, Reliability, Restart, Scenario, Tier
-from outlast.plan.simulate import simulate
+from outlast.plan.reliability import Number, Reliability, Restart, Tier
+from outlast.plan.simulate import Scenario, simulate
 
 DAY = 86_400.0
 

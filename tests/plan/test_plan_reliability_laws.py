@@ -15,8 +15,8 @@ from plan_random_runs import between
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import JobFailure, goodput, recovery_time
-from outlast.plan.reliability import Guard, Pace, Reliability, Replicas, Restart, Scenario, Tier
-from outlast.plan.simulate import simulate
+from outlast.plan.reliability import Guard, Pace, Reliability, Replicas, Restart, Tier
+from outlast.plan.simulate import Scenario, simulate
 
 APPROXIMATE = 3e-4
 """Of waits for whole racks, and of groups of which most are gone: three hundredths of a point."""

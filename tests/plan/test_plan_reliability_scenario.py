@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from outlast.errors import PlanError
-from outlast.plan.reliability import Lemons, Scenario, load_scenario, scenario_from_text
-from outlast.plan.simulate import simulate
+from outlast.plan.simulate import Lemons, Scenario, load_scenario, scenario_from_text, simulate
 
 TEXT = """
 [run]

@@ -9,17 +9,8 @@ import pytest
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import goodput
-from outlast.plan.reliability import (
-    Guard,
-    Lemons,
-    Pace,
-    Reliability,
-    Replicas,
-    Restart,
-    Scenario,
-    Tier,
-)
-from outlast.plan.simulate import simulate
+from outlast.plan.reliability import Guard, Pace, Reliability, Replicas, Restart, Tier
+from outlast.plan.simulate import Lemons, Scenario, simulate
 
 CRASH = FailureCause(name="crash", per_node_day=0.004, detection_seconds=120.0)
 NODE = FailureCause(name="node", per_node_day=0.0025, detection_seconds=60.0, repair_hours=24.0)

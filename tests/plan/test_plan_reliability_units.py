@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from outlast.plan.cluster import FailureCause
 from outlast.plan.goodput import finish, goodput
-from outlast.plan.reliability import Reliability, Replicas, Restart, Scenario, Tier
-from outlast.plan.simulate import simulate
+from outlast.plan.reliability import Reliability, Replicas, Restart, Tier
+from outlast.plan.simulate import Scenario, simulate
 
 DAY = 86_400.0
 NODE = FailureCause(name="node", per_node_day=0.01, repair_hours=12.0)

@@ -7,8 +7,8 @@ import pytest
 from outlast.errors import PlanError
 from outlast.plan.conformal import folds
 from outlast.plan.rows import forced
+from outlast.plan.run_rows import read_rows
 from outlast.plan.step_model import interval_groups
-from outlast.plan.table_rows import read_rows
 
 GPT = {
     "row_id": "a1",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outlast.hardware import Machine
-    from outlast.hardware.checks import Check
+    from outlast.hardware.detect import Check
 
 
 def doctor(
@@ -116,7 +116,7 @@ def collect(path: Path, machine: Machine) -> list[Check]:
     Returns:
         The checks in the order of the report.
     """
-    from outlast.hardware.checks import (
+    from outlast.hardware.detect import (
         Check,
         end_ranks,
         gloo_check,
@@ -202,7 +202,7 @@ def render(checks: Iterable[Check], seconds: float, console: Console) -> None:
 
 
 def _python_checks() -> Iterator[Check]:
-    from outlast.hardware.checks import Check
+    from outlast.hardware.detect import Check
 
     group = "Python and Outlast"
     good = PYTHON_RANGE[0] <= sys.version_info[:2] <= PYTHON_RANGE[1]
@@ -229,7 +229,7 @@ def _python_checks() -> Iterator[Check]:
 
 def _torch_checks(machine: Machine) -> Iterator[Check]:
     from outlast.hardware import Unavailable
-    from outlast.hardware.checks import Check
+    from outlast.hardware.detect import Check
 
     group = "PyTorch"
     try:
@@ -307,7 +307,7 @@ def _backends_check() -> Check:
     import torch
     import torch.distributed as dist
 
-    from outlast.hardware.checks import Check
+    from outlast.hardware.detect import Check
 
     gpu = torch.cuda.is_available()
     available = dist.is_available()
@@ -341,7 +341,7 @@ def matmul_check(device: str, dtype_name: str, size: int = 512) -> Check:
     """
     import torch
 
-    from outlast.hardware.checks import Check
+    from outlast.hardware.detect import Check
 
     dtype: torch.dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(0)

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from outlast.plan.estimate import Source, Total
     from outlast.plan.goodput import Finish, Goodput
     from outlast.plan.prediction import Estimate
-    from outlast.plan.reliability import Scenario
-    from outlast.plan.simulate import Simulated
+    from outlast.plan.simulate import Scenario, Simulated
     from outlast.records import Compared, Forecast, Run
 
 
@@ -630,7 +629,7 @@ def simulate(
 
 
 def _scenario(asked: PlanOptions, layout: Layout) -> Scenario:
-    from outlast.plan.reliability import load_scenario
+    from outlast.plan.simulate import load_scenario
 
     if asked.source.endswith(".toml"):
         path = Path(asked.source)
@@ -654,7 +653,7 @@ def scenario_of(context: Any, run: Any, settings: Any) -> Scenario:
 
     from outlast.plan.batch import cases
     from outlast.plan.model import judge
-    from outlast.plan.reliability import Scenario
+    from outlast.plan.simulate import Scenario
     from outlast.plan.space import Block
 
     numbers = cases([(context.model, run, context.cluster)])

@@ -167,8 +167,7 @@ def _rows(
     paths: list[Path], settings: Path | None, tables: list[Path], cluster: str | None
 ) -> tuple[list[Row], list[Refused]]:
     from outlast.plan.rows import Refused
-    from outlast.plan.run_rows import read_log_row, read_run_row
-    from outlast.plan.table_rows import read_rows
+    from outlast.plan.run_rows import read_log_row, read_rows, read_run_row
     from outlast.records import read_run
 
     if not paths and not tables:

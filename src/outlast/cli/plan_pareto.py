@@ -72,7 +72,7 @@ def pareto(
     """
     from outlast.cli.plan_source import planned
     from outlast.plan.objectives import FIGURES
-    from outlast.plan.pareto_page import page
+    from outlast.plan.pareto import page
 
     read = planned(asked)
     front, _, _ = search_front(read)
@@ -332,8 +332,9 @@ def emit(
     from outlast.cli.plan_source import planned
     from outlast.plan.configuration import Settings
     from outlast.plan.constraints import FRAMEWORKS
-    from outlast.plan.emit import EmitSettings, target_named
+    from outlast.plan.emit import EmitSettings
     from outlast.plan.emit import emit as write
+    from outlast.plan.targets import target_named
 
     target_named(target)
     trains = (launches or "outlast") if target == "sbatch" else target
@@ -382,7 +383,7 @@ def targets(json: AsJson = False) -> None:
 
     --json: [{"name", "title", "files", "expresses"}].
     """
-    from outlast.plan.emit import TARGETS
+    from outlast.plan.targets import TARGETS
 
     if json:
         print_json(

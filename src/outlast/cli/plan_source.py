@@ -348,7 +348,7 @@ def model_of_source(source: str) -> Transformer:
     Raises:
         PlanError: It is none of these.
     """
-    from outlast.plan.huggingface import published, transformer_of
+    from outlast.plan import published, transformer_of
 
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():

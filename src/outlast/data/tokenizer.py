@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -23,28 +23,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _USUAL_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-
-
-class Tokenizer(Protocol):
-    """Interface of tokenizers in this package."""
-
-    @property
-    def name(self) -> str:
-        """Identity: equal names make equal tokens of equal text."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Token ids are in [0, vocabulary_size)."""
-
-    @property
-    def end_of_text(self) -> int | None:
-        """Token written after each document; None writes none."""
-
-    def encode(self, text: bytes) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Turn text (UTF-8 bytes) into ids, (tokens,); adds no special token."""
-
-    def decode(self, ids: npt.ArrayLike) -> str:
-        """Turn ids, (tokens,), into text."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +70,14 @@ class FileTokenizer:
     def decode(self, ids: npt.ArrayLike) -> str:
         """Turn ids into text, special tokens of a `tokenizer.json` included."""
         return str(self._decode(np.asarray(ids, dtype=np.int64).ravel().tolist()))
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
+"""Turns text (UTF-8 bytes) into token ids in [0, vocabulary_size), and back.
+
+Equal names make equal tokens of equal text; the token `end_of_text`, unless None, is written after
+each document.
+"""
 
 
 def load_tokenizer(name: str, base: Path = Path()) -> Tokenizer:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from outlast.energy.controllers import check_clock
+from outlast.energy.controllers import NvmlController, check_clock
 from outlast.energy.lease import Held, Lease, read_lease
 from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
@@ -33,52 +33,6 @@ if TYPE_CHECKING:
 
     from outlast.energy.plan import ClockPlan
     from outlast.energy.schedule import Schedule
-
-
-class Controller(Protocol):
-    """Sets the clock and the power limit of one device.
-
-    Attributes:
-        uuid: Of the device.
-    """
-
-    @property
-    def uuid(self) -> str:
-        """Of the device."""
-
-    def clocks_mhz(self) -> tuple[int, ...] | Unavailable:
-        """Clocks that can be locked, ascending."""
-
-    def power_limit_watts(self) -> float | Unavailable:
-        """The power limit in force, to be put back later."""
-
-    def lock_clock(self, clock_mhz: int) -> None:
-        """Run at this SM clock from now on.
-
-        Raises:
-            EnergyError: When it cannot be set; says why and what helps.
-        """
-
-    def limit_power(self, watts: float) -> None:
-        """Do not draw more than this from now on.
-
-        Raises:
-            EnergyError: When it cannot be set; says why and what helps.
-        """
-
-    def restore(self, power_watts: float | None = None, *, clock: bool = True) -> None:
-        """Give the clock back to the driver, and put the power limit back where one is given.
-
-        Args:
-            power_watts: The power limit to put back; None leaves it alone.
-            clock: Whether the clock is given back; False leaves it alone.
-
-        Raises:
-            EnergyError: When one of both cannot be done; the other is done nevertheless.
-        """
-
-    def description(self) -> Mapping[str, str]:
-        """Text in the lease file from which another process makes this controller again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +127,10 @@ class DryRun:
         action = Action(words, command)
         self.actions.append(action)
         self._write(str(action))
+
+
+Controller: TypeAlias = NvmlController | DryRun
+"""Sets the clock and the power limit of one device, and gives both back; or says so."""
 
 
 # What ends a job: the scheduler's request, and the end of the terminal.
@@ -343,8 +301,6 @@ class Applied:
             if self.over:
                 # A signal came in between, and what it gave back has just been set again.
                 self._restore_devices()
-                if self.lease_path is not None:
-                    self._lease.withdraw(self.lease_path)
             return not self.over
 
     def give_back(self) -> None:
@@ -366,11 +322,10 @@ class Applied:
             found = None if self.lease_path is None else read_lease(self.lease_path)
             if found is None or found.same_holder(self._lease):
                 self._restore_devices()
-                if self.lease_path is not None:
-                    self._lease.withdraw(self.lease_path)
             self._given_back = True
 
     def _restore_devices(self) -> None:
+        """Restore what was tried, then remove the lease."""
         failures = []
         for part in sorted(self._tried):
             device, field = part
@@ -390,6 +345,8 @@ class Applied:
                 f"clocks or power limits may still be set: {'; '.join(failures)}; then run outlast "
                 f"energy restore {self.lease_path}"
             )
+        if self.lease_path is not None:
+            self._lease.withdraw(self.lease_path)
 
 
 @contextmanager

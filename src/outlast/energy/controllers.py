@@ -17,7 +17,7 @@ from outlast.errors import EnergyError
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
 NO_PRIVILEGE = (
@@ -25,22 +25,6 @@ NO_PRIVILEGE = (
     "Slurm set clocks with --gpu-freq or a prolog"
 )
 """The three ways to set clocks, for error messages."""
-
-
-def try_all(*steps: Callable[[], None]) -> None:
-    """Do every step, also when one before it failed.
-
-    Raises:
-        EnergyError: With the sentences of all that failed.
-    """
-    failures = []
-    for step in steps:
-        try:
-            step()
-        except EnergyError as error:
-            failures.append(str(error))
-    if failures:
-        raise EnergyError("; ".join(failures))
 
 
 def check_clock(clock_mhz: int, known: tuple[int, ...] | Unavailable, device: str) -> None:
@@ -158,7 +142,14 @@ class NvmlController:
         steps = [self._reset_clock] if clock else []
         if power_watts is not None:
             steps.append(partial(self._set_power, power_watts))
-        try_all(*steps)
+        failures = []
+        for step in steps:
+            try:
+                step()
+            except EnergyError as error:
+                failures.append(str(error))
+        if failures:
+            raise EnergyError("; ".join(failures))
 
     def description(self) -> Mapping[str, str]:
         """Text from which another process makes this controller again."""

@@ -7,7 +7,7 @@ joules of a node: `node_joules` adds the rest when it is known, and applies the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast.errors import EnergyError
@@ -118,44 +118,20 @@ def clock_effect(
     Raises:
         EnergyError: For a limit that static power alone exceeds.
     """
-    if not clock_mhz > 0.0:
-        raise EnergyError(f"clock_mhz = {clock_mhz} is not above 0")
-    return _effect(constants, activity, compute_share, constants, clock_mhz)
-
-
-def cap_effect(
-    constants: DeviceConstants, activity: float, cap_watts: float, *, compute_share: float = 1.0
-) -> tuple[float, float]:
-    """Time and energy of a step under a lower power limit, relative to the one in force.
-
-    Raises:
-        EnergyError: For a limit that static power alone exceeds.
-    """
-    capped = replace(constants, power_limit_watts=min(cap_watts, constants.power_limit_watts))
-    return _effect(constants, activity, compute_share, capped, constants.top_clock_mhz)
-
-
-def _effect(
-    constants: DeviceConstants,
-    activity: float,
-    compute_share: float,
-    slower: DeviceConstants,
-    clock_mhz: float,
-) -> tuple[float, float]:
-    """Time and energy of a step on `slower` at a clock, relative to the device at its top clock."""
     import numpy as np
 
     from outlast.energy.model import Response, effective_clocks_mhz, evaluate
 
+    if not clock_mhz > 0.0:
+        raise EnergyError(f"clock_mhz = {clock_mhz} is not above 0")
     if not 0.0 <= compute_share <= 1.0:
         raise EnergyError(f"compute_share = {compute_share} is not in [0, 1]")
     _at_least("activity", activity)
-    for limited in (slower, constants):
-        if not limited.power_limit_watts > limited.static_watts:
-            raise EnergyError(
-                f"power_limit_watts = {limited.power_limit_watts:g} is not above the static "
-                f"{limited.static_watts:g} W of {limited.name}: raise the limit"
-            )
+    if not constants.power_limit_watts > constants.static_watts:
+        raise EnergyError(
+            f"power_limit_watts = {constants.power_limit_watts:g} is not above the static "
+            f"{constants.static_watts:g} W of {constants.name}: raise the limit"
+        )
     top = constants.top_clock_mhz
     reached = float(effective_clocks_mhz(constants, activity, np.array([top]))[0])
     # A step of 1 s at the top clock.
@@ -164,9 +140,9 @@ def _effect(
         clock_seconds=compute_share * reached / top,
         activity_watts_per_mhz=activity,
     )
-    seconds, joules = evaluate(response, constants, np.array([float(top)]))
-    slower_seconds, slower_joules = evaluate(response, slower, np.array([float(clock_mhz)]))
-    return float(slower_seconds[0] / seconds[0]), float(slower_joules[0] / joules[0])
+    clocks = (np.array([float(clock)]) for clock in (top, clock_mhz))
+    whole, slower = (evaluate(response, constants, clock) for clock in clocks)
+    return float(slower[0][0] / whole[0][0]), float(slower[1][0] / whole[1][0])
 
 
 def _at_least(name: str, value: float) -> None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from outlast.energy.controllers import NvmlController
 
 _VERSION = 1
+_SETTINGS = {"clock_mhz": int, "power_watts": float, "previous_power_watts": float}
+_HOLDER = {"host": str, "boot": str, "pid": int}
+_HOLDER |= {"started_seconds": float, "expires_unix_seconds": float}
 _CONTROLLER_FIELDS = {"nvml": {"uuid"}, "zeusd": {"uuid", "socket"}}
 DIRECTORY_VARIABLE = "OUTLAST_LEASES"
 
@@ -247,25 +250,13 @@ def _parsed(content: Any) -> Lease:
         controller = {str(key): str(value) for key, value in device["controller"].items()}
         if not _CONTROLLER_FIELDS.get(controller["kind"], set()) <= controller.keys():
             raise ValueError
-        clock, power = device["clock_mhz"], device["power_watts"]
-        previous = device["previous_power_watts"]
-        devices.append(
-            Held(
-                uuid=str(device["uuid"]),
-                controller=controller,
-                clock_mhz=None if clock is None else int(clock),
-                power_watts=None if power is None else float(power),
-                previous_power_watts=None if previous is None else float(previous),
-            )
-        )
-    return Lease(
-        host=str(content["host"]),
-        boot=str(content["boot"]),
-        pid=int(content["pid"]),
-        started_seconds=float(content["started_seconds"]),
-        expires_unix_seconds=float(content["expires_unix_seconds"]),
-        devices=tuple(devices),
-    )
+        settings: dict[str, Any] = {
+            name: None if device[name] is None else kind(device[name])
+            for name, kind in _SETTINGS.items()
+        }
+        devices.append(Held(uuid=str(device["uuid"]), controller=controller, **settings))
+    holder: dict[str, Any] = {name: kind(content[name]) for name, kind in _HOLDER.items()}
+    return Lease(**holder, devices=tuple(devices))
 
 
 def restore(

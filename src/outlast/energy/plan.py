@@ -139,18 +139,15 @@ class Answer:
 
     Attributes:
         plan: The clocks.
-        straggler_seconds: T', the time of the slowest pipeline's step.
-        joules: Energy of this pipeline's step until T', waiting included.
-        waiting_joules: The part of it that is drawn between the plan's end and T'.
+        joules: Energy of this pipeline's step until T', the end of the slowest pipeline's step,
+            waiting included.
         fastest_joules: Top clocks, and waiting until T'.
         unused_seconds: How much longer than the longest plan of the frontier could still pay; above
             0 only for a frontier that ends before T*.
     """
 
     plan: ClockPlan
-    straggler_seconds: float
     joules: float
-    waiting_joules: float
     fastest_joules: float
     unused_seconds: float
 
@@ -200,14 +197,12 @@ class Frontier:
             EnergyError: When no plan is as fast; this pipeline is then the straggler.
         """
         plan = self.at(straggler_seconds)
-        watts = plan.devices * plan.blocking_watts
-        waited = watts * (straggler_seconds - plan.deadline_seconds)
+        waiting_seconds = straggler_seconds - plan.deadline_seconds
+        waited = plan.devices * plan.blocking_watts * waiting_seconds
         useful = min(straggler_seconds, self.longest_useful_seconds)
         return Answer(
             plan=plan,
-            straggler_seconds=straggler_seconds,
             joules=plan.joules_until(straggler_seconds),
-            waiting_joules=watts * (straggler_seconds - plan.seconds),
             fastest_joules=plan.fastest_joules + waited,
             unused_seconds=max(useful - max(plan.deadline_seconds for plan in self.plans), 0.0),
         )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from outlast.energy.cost import JOULES_PER_KWH
@@ -225,11 +225,10 @@ class Intensity:
     source: str
 
 
-class Provider(Protocol):
-    """Carbon intensity at a time; may ask a service, which this package never does."""
+Provider: TypeAlias = "Callable[[datetime, str], float]"
+"""Grams of CO2 equivalent per kWh at a moment that has a time zone, and in a region.
 
-    def __call__(self, moment: datetime, region: str) -> float:
-        """Grams of CO2 equivalent per kWh at a moment that has a time zone."""
+It may ask a service, which this package never does."""
 
 
 @cache
@@ -241,15 +240,8 @@ def table() -> Mapping[str, Intensity]:
     file = resources.files("outlast.energy").joinpath("intensity.csv")
     with file.open(encoding="utf-8") as lines:
         return {
-            row["region"]: Intensity(
-                row["region"],
-                row["name"],
-                float(row["grams_per_kwh"]),
-                int(row["year"]),
-                row["kind"],
-                row["source"],
-            )
-            for row in csv.DictReader(lines)
+            region: Intensity(region, name, float(grams), int(year), kind, source)
+            for region, name, grams, year, kind, source in list(csv.reader(lines))[1:]
         }
 
 

@@ -305,18 +305,6 @@ VERSION = 1
 _FIELDS = ("format", "version", "devices", "operations", "edges")
 
 
-def schedule_text(schedule: Schedule) -> str:
-    """A schedule as JSON text."""
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "devices": schedule.devices,
-        "operations": [[o.device, o.stage, o.phase, o.microbatch] for o in schedule.operations],
-        "edges": [list(edge) for edge in schedule.edges],
-    }
-    return json.dumps(content) + "\n"
-
-
 def schedule_from_text(text: str, source: str = "the schedule") -> Schedule:
     """Read a schedule.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from outlast.hardware.figure import Unavailable
+from outlast.hardware.figure import Unavailable, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -173,10 +173,10 @@ class Window:
         return {
             "name": self.name,
             "seconds": self.seconds,
-            "joules": {name: _plain(reading) for name, reading in self.joules.items()},
+            "joules": {name: plain(reading) for name, reading in self.joules.items()},
             "parts": dict(self.parts),
-            "states": {name: _plain(states) for name, states in self.states.items()},
-            "missing": [_plain(why) for why in self.missing],
+            "states": {name: plain(states) for name, states in self.states.items()},
+            "missing": [plain(why) for why in self.missing],
         }
 
 
@@ -185,13 +185,3 @@ def no_meter(what: str, missing: Sequence[Unavailable]) -> Unavailable:
     reasons = "; ".join(why.reason for why in missing)
     remedies = "; ".join(why.remedy for why in missing if why.remedy)
     return Unavailable(f"{what}: {reasons}" if reasons else what, remedies)
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, Unavailable):
-        return {"unavailable": value.reason, "remedy": value.remedy}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value

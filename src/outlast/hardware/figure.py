@@ -1,7 +1,7 @@
 """A figure with its unit, kind and source, and the explicit absence of one."""
 
-from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeAlias, get_args
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 from outlast.errors import HardwareError
 
@@ -90,3 +90,19 @@ def unit_of(name: str) -> str:
         if f"_{name}".endswith(ending):
             return unit
     raise HardwareError(f"{name} does not end with a unit: {', '.join(UNITS)}")
+
+
+def plain(value: Any, keyed: Any = ()) -> Any:
+    """Dataclasses and tuples as plain JSON types; what is missing with reason and remedy.
+
+    Args:
+        value: Of numbers, texts, dataclasses and tuples of these.
+        keyed: Type of which only the key is told, e.g. `Device`.
+    """
+    if isinstance(value, Unavailable):
+        return {"unavailable": value.reason, "remedy": value.remedy}
+    if isinstance(value, keyed):
+        return value.key
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name), keyed) for field in fields(value)}
+    return [plain(item, keyed) for item in value] if isinstance(value, tuple) else value

@@ -62,7 +62,15 @@ def read_gpus() -> Gpus | Unavailable:
     if isinstance(nvml, Unavailable):
         return nvml
     try:
-        return _read(nvml)
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown = visible_indices(setting, uuids, lambda entry: mig_parent(nvml, entry, uuids))
+        return Gpus(
+            driver_version=str(nvml.nvmlSystemGetDriverVersion()),
+            installed_count=len(handles),
+            visible=tuple(_gpu(nvml, i, handles[i], uuids[i]) for i in shown),
+        )
     except nvml.NVMLError as error:
         return Unavailable(f"NVML failed while listing the GPUs ({error})", "see nvidia-smi")
     finally:
@@ -135,19 +143,6 @@ def visible_indices(
         elif not is_slice:
             break
     return chosen
-
-
-def _read(nvml: Any) -> Gpus:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    uuids = [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-
-    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = visible_indices(setting, uuids, lambda entry: mig_parent(nvml, entry, uuids))
-    return Gpus(
-        driver_version=str(nvml.nvmlSystemGetDriverVersion()),
-        installed_count=len(handles),
-        visible=tuple(_gpu(nvml, i, handles[i], uuids[i]) for i in shown),
-    )
 
 
 def _gpu(nvml: Any, index: int, handle: Any, uuid: str) -> Gpu:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outlast.errors import PlanError
-from outlast.plan.calibration import from_text, read_calibration, step_model_of
+from outlast.plan.calibration import Calibration, from_text, read_calibration, step_model_of
 from outlast.plan.cluster import Cluster
 from outlast.plan.cluster_file import checked, cluster_of
 from outlast.plan.configuration import (
@@ -53,9 +53,6 @@ from outlast.tensorize.cost import TWO_FACTOR_FORMS
 
 if TYPE_CHECKING:
     from outlast.job import Job
-    from outlast.plan.cluster import Cluster
-    from outlast.plan.configuration import Schedule
-    from outlast.plan.transformer import Transformer
 
 
 PUBLISHED = "published_time.toml"
@@ -118,33 +115,27 @@ def training_of(
         PlanError: A model that only a program can describe.
     """
     model, run = run_of(job, devices)
-    left: list[str] = []
-    form, rank = _tensorize(job, model, left)
-    steps = _steps(job, left)
+    form, rank = _tensorize(job, model)
+    coded = job.coding.scheme == "coverage" and run.sharding == "none"
     settings = Settings(
-        tiers=_tiers(job, cluster, left),
+        tiers=_tiers(job, cluster),
         guard=job.guard.policy,
-        coding_copies=_copies(job, run, left),
+        coding_copies=min(job.coding.copies, run.data) if coded else 1,
         tensorize_form=form,
         tensorize_rank=rank,
-        recovery=_recovery(job, run, left),
+        recovery=_recovery(job, run),
     )
-    if settings.recovery.mode == "restart" and {"memory", "local"} & set(settings.tiers):
-        left.append(
-            f"checkpoint.fast = {job.checkpoint.fast!r} counts as unused: states in memory "
-            "(recover.mode) are newer and survive as much"
-        )
-    if job.guard.modules:
-        left.append("guard.modules is not predicted: guard.policy counts for all modules")
+    every = job.checkpoint.every_steps
     training = Training(
         model=model,
         run=run,
         tokens=float(job.train.steps) * run.tokens,
         compiled=job.train.compile,
         settings=settings,
-        checkpoint_steps=steps,
+        # A run that saves at its end alone loses everything until then.
+        checkpoint_steps=0 if every == "auto" else every or job.train.steps,
         commits_without=settings.coding_copies > 1 and job.coding.lost == "commit",
-        unmapped=tuple(left),
+        unmapped=_unmapped(job, run, settings, cluster),
     )
     return training if cluster is None else with_interval(training, cluster, calibration)
 
@@ -184,9 +175,7 @@ def predict(
     Raises:
         PlanError: The run is not legal, or something is not known; one sentence each.
     """
-    machines = _cluster(cluster)
-    known = _calibrated(calibration)
-    training = _training(job, machines, known)
+    training, machines, known = _asked(job, cluster, calibration)
     wrong = problems(training.model, training.run, machines, training.framework)
     if wrong:
         raise PlanError("\n".join(wrong))
@@ -220,9 +209,7 @@ def search(
     Raises:
         PlanError: Nothing fits; the sentence says what the least is.
     """
-    machines = _cluster(cluster)
-    known = _calibrated(calibration)
-    training = _training(job, machines, known)
+    training, machines, known = _asked(job, cluster, calibration)
     context = context_of(training, machines, calibration=known, **further)
     candidates = space(
         training.model,
@@ -240,7 +227,7 @@ def context_of(
     training: Training, cluster: Cluster, *, calibration: Calibrated = None, **further: Any
 ) -> Context:
     """Build the context that all candidates of a training on a cluster share."""
-    known = _calibrated(calibration)
+    known, run = _calibrated(calibration), training.run
     names = [calibrated_as(training.framework)]
     if training.compiled and training.framework == OUTLAST:
         names.insert(0, COMPILED)
@@ -252,9 +239,7 @@ def context_of(
         memory=None if cluster.processor else memory,
         memory_elsewhere=any(memory is fit for fit in published_memory().values()),
         tokens=training.tokens,
-        baseline=replace(training.run, precision="bf16")
-        if training.run.precision == "fp8"
-        else training.run,
+        baseline=replace(run, precision="bf16") if run.precision == "fp8" else run,
         framework=training.framework,
         timed_as=next((name for name in names if known.times(name)), ""),
         unique_tokens=training.unique_tokens,
@@ -264,17 +249,19 @@ def context_of(
     )
 
 
+def _shipped(name: str) -> Calibration:
+    return from_text((files("outlast.plan.facts") / name).read_text(encoding="utf-8"))
+
+
 def published_constants() -> StepModel:
     """Constants that were fitted to published runs (see docs/plan.md)."""
-    text = (files("outlast.plan.facts") / PUBLISHED).read_text(encoding="utf-8")
-    return step_model_of(from_text(text))
+    return step_model_of(_shipped(PUBLISHED))
 
 
 @cache
 def published_memory() -> Mapping[str, MemoryFit]:
     """Memory constants of frameworks that were fitted to published runs."""
-    text = (files("outlast.plan.facts") / PUBLISHED_MEMORY).read_text(encoding="utf-8")
-    return MappingProxyType(device_memory_of(from_text(text)))
+    return MappingProxyType(device_memory_of(_shipped(PUBLISHED_MEMORY)))
 
 
 def _calibrated(calibration: Calibrated) -> Known:
@@ -289,15 +276,16 @@ def _calibrated(calibration: Calibrated) -> Known:
     return replace(own, memory={**published_memory(), **own.memory})
 
 
-def _cluster(cluster: Cluster | str | Path) -> Cluster:
+def _asked(
+    job: Job | Training, cluster: Cluster | str | Path, calibration: Calibrated
+) -> tuple[Training, Cluster, Known]:
+    """The training, the machines and what is known of both."""
     # A file is checked as it is read.
-    return checked(cluster) if isinstance(cluster, Cluster) else cluster_of(str(cluster))
-
-
-def _training(job: Job | Training, cluster: Cluster, calibration: Known) -> Training:
+    machines = checked(cluster) if isinstance(cluster, Cluster) else cluster_of(str(cluster))
+    known = _calibrated(calibration)
     if isinstance(job, Training):
-        return with_interval(job, cluster, calibration)
-    return training_of(job, cluster.devices, cluster, calibration=calibration)
+        return with_interval(job, machines, known), machines, known
+    return training_of(job, machines.devices, machines, calibration=known), machines, known
 
 
 def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:
@@ -316,10 +304,8 @@ def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:
     model = model_of(job)
     data = _data_ranks(job, devices)
     parallel, train = job.parallel, job.train
-    schedule: Schedule = "1f1b"
-    stages_per_rank = 1
-    if parallel.pipeline > 1 and parallel.pipeline_schedule == "interleaved":
-        schedule, stages_per_rank = "interleaved", parallel.pipeline_stages_per_rank
+    interleaved = parallel.pipeline > 1 and parallel.pipeline_schedule == "interleaved"
+    stages_per_rank = parallel.pipeline_stages_per_rank if interleaved else 1
     sharded = parallel.shard > 1
     run = Configuration(
         data=data,
@@ -328,7 +314,7 @@ def run_of(job: Job, devices: int) -> tuple[Transformer, Configuration]:
         sequence_parallel=False,
         pipeline=parallel.pipeline,
         stages_per_rank=stages_per_rank,
-        schedule=schedule,
+        schedule="interleaved" if interleaved else "1f1b",
         sharding="parameters" if sharded else "none",
         sharding_ranks=parallel.shard if sharded else 0,
         sequence=job.data.sequence_length,
@@ -357,11 +343,8 @@ def model_of(job: Job) -> Transformer:
             f'model.module = "{model.module}" is a function, whose model only running it can tell: '
             "give model.config or [model.settings], or predict with an outlast.plan Transformer"
         )
-    name = job.run.name
-    if model.settings:
-        read = transformer_of(model.settings, name)
-    else:
-        read = transformer_of(Path(model.config or model.directory or ""), name)
+    config = model.settings or Path(model.config or model.directory or "")
+    read = transformer_of(config, job.run.name)
     if job.data.tokenizer == "byte" and job.data.source != "tokens" and read.vocabulary < 256:
         raise PlanError(
             f'data.tokenizer = "byte" has 256 token ids, but the model\'s vocab_size is '
@@ -402,123 +385,91 @@ def _micro_batch(job: Job, data: int, stages: int) -> int:
     return -(-share // passes)
 
 
-def _tensorize(job: Job, model: Transformer, left: list[str]) -> tuple[str, float]:
+def _tensorize(job: Job, model: Transformer) -> tuple[str, float]:
+    """Form and share of the full rank; a budget that only weights tell counts as dense."""
     chosen = job.tensorize
-    if chosen.form == "off":
-        return "dense", 0.0
-    if isinstance(chosen.rank, str):
-        left.append(
-            f'tensorize.rank = "{chosen.rank}" is a budget that only the model\'s weights tell: '
-            "layers are predicted as dense; give a number or a share"
-        )
+    if chosen.form == "off" or isinstance(chosen.rank, str):
         return "dense", 0.0
     share = chosen.rank if isinstance(chosen.rank, float) else chosen.rank / model.hidden
-    if isinstance(chosen.rank, float) and chosen.form not in TWO_FACTOR_FORMS:
-        left.append(
-            f"tensorize.rank = {chosen.rank:g} of form {chosen.form} is a share of the parameters: "
-            "it is predicted as a share of the full rank; give a whole number"
-        )
-    if chosen.match or chosen.exclude:
-        left.append(
-            "tensorize.match and exclude are not predicted: all linear layers of the blocks count "
-            "as replaced"
-        )
     return chosen.form, float(share)
 
 
-def _recovery(job: Job, run: Configuration, left: list[str]) -> Recovery:
+def _recovery(job: Job, run: Configuration) -> Recovery:
     chosen = job.recover
-    if chosen.mode == "live" and chosen.groups not in (0, run.data):
-        left.append(
-            f"recover.groups = {chosen.groups} is not predicted: each of the {run.data} replicas "
-            "counts as a group"
-        )
-    if chosen.fixed_order:
-        left.append(
-            "recover.fixed_order = true is not predicted: its sums of parts, and steps of smaller "
-            "micro-batches, take longer than predicted"
-        )
     if chosen.mode != "restart":
         return Recovery(mode=chosen.mode, heartbeat_seconds=chosen.heartbeat_seconds)
     if run.devices == 1:
         # Nobody starts a process again that trains alone.
         return NO_RECOVERY
     parity = None if chosen.parity == "auto" else chosen.parity
-    if chosen.domain == "process" and parity != 0:
-        left.append(
-            'recover.domain = "process" keeps parity against lost processes: for lost nodes it is '
-            "predicted as none"
-        )
-        parity = 0
     return Recovery(
         mode="restart",
         every_steps=chosen.every_steps,
-        parity=parity,
+        parity=0 if chosen.domain == "process" else parity,
         parity_group=chosen.parity_group,
     )
 
 
-def _steps(job: Job, left: list[str]) -> int:
-    saves = job.checkpoint
-    if saves.replay != "off":
-        left.append(
-            f'checkpoint.replay = "{saves.replay}" is not predicted: the steps since the last '
-            "checkpoint count as lost"
-        )
-    if saves.delta_chain:
-        left.append(
-            f"checkpoint.delta_chain = {saves.delta_chain} is not predicted: checkpoints count as "
-            "stored in full"
-        )
-    if saves.every_steps == "auto":
-        left.append(
-            'checkpoint.every_steps = "auto" is predicted as the interval with the least waste, '
-            "without longest_minutes, slowdown_budget and mtbf_hours"
-        )
-        return 0
-    # A run that saves at its end alone loses everything until then.
-    return saves.every_steps or job.train.steps
-
-
-def _tiers(job: Job, cluster: Cluster | None, left: list[str]) -> tuple[str, ...]:
-    saves = job.checkpoint
-    if saves.mirror:
-        left.append(
-            f"checkpoint.mirror = {saves.mirror!r} counts as one with the run's directory, the "
-            "shared storage"
-        )
-    used = {"shared"}
-    if saves.fast:
-        tier = "memory" if saves.fast.startswith(MEMORY_FOLDERS) else "local"
-        if tier == "memory" or (cluster is not None and cluster.storage.local_bytes_per_s > 0.0):
-            used.add(tier)
-            left.append(
-                f"checkpoint.drain_every = {saves.drain_every} is not predicted: as many "
-                "checkpoints are copied on as waste the least time"
-            )
-        else:
-            of = "the cluster" if cluster is None else cluster.name
-            left.append(
-                f"checkpoint.fast = {saves.fast!r} is not predicted, since nothing is known of "
-                f"the disks of {of}: give local_bytes_per_s under [storage] of the cluster file"
-            )
+def _tiers(job: Job, cluster: Cluster | None) -> tuple[str, ...]:
+    fast, used = job.checkpoint.fast, {"shared"}
+    if fast.startswith(MEMORY_FOLDERS):
+        used.add("memory")
+    elif fast and cluster is not None and cluster.storage.local_bytes_per_s > 0.0:
+        used.add("local")
     return tuple(tier for tier in TIERS if tier in used)
 
 
-def _copies(job: Job, run: Configuration, left: list[str]) -> int:
-    coding = job.coding
-    if coding.scheme == "off":
-        return 1
-    if coding.scheme != "coverage":
-        left.append(
-            f'coding.scheme = "{coding.scheme}" is not predicted: each replica would compute '
-            f"{coding.copies} shares; steps count as without a code"
-        )
-        return 1
-    if run.sharding != "none":
-        left.append(
-            'coding.scheme = "coverage" is not predicted for sharded states: steps count as '
-            "without a code"
-        )
-        return 1
-    return min(coding.copies, run.data)
+def _unmapped(
+    job: Job, run: Configuration, settings: Settings, cluster: Cluster | None
+) -> tuple[str, ...]:
+    """Parts of a job that are not predicted, a sentence each."""
+    tensorize, saves, recover, coding = job.tensorize, job.checkpoint, job.recover, job.coding
+    rank, structured = tensorize.rank, settings.tensorize_form != "dense"
+    shown = rank if isinstance(rank, str) else f"{rank:g}"
+    fast = {"memory", "local"} & set(settings.tiers)
+    by_process = settings.recovery.mode == "restart" and recover.domain == "process"
+    whose = "the cluster" if cluster is None else cluster.name
+    found = {
+        f'tensorize.rank = "{rank}" is a budget that only the model\'s weights tell: layers are '
+        "predicted as dense; give a number or a share": (
+            tensorize.form != "off" and isinstance(rank, str)
+        ),
+        f"tensorize.rank = {shown} of form {tensorize.form} is a share of the parameters: it is "
+        "predicted as a share of the full rank; give a whole number": (
+            structured and isinstance(rank, float) and tensorize.form not in TWO_FACTOR_FORMS
+        ),
+        "tensorize.match and exclude are not predicted: all linear layers of the blocks count as "
+        "replaced": structured and bool(tensorize.match or tensorize.exclude),
+        f'checkpoint.replay = "{saves.replay}" is not predicted: the steps since the last '
+        "checkpoint count as lost": saves.replay != "off",
+        f"checkpoint.delta_chain = {saves.delta_chain} is not predicted: checkpoints count as "
+        "stored in full": bool(saves.delta_chain),
+        'checkpoint.every_steps = "auto" is predicted as the interval with the least waste, '
+        "without longest_minutes, slowdown_budget and mtbf_hours": saves.every_steps == "auto",
+        f"checkpoint.mirror = {saves.mirror!r} counts as one with the run's directory, the shared "
+        "storage": bool(saves.mirror),
+        f"checkpoint.drain_every = {saves.drain_every} is not predicted: as many checkpoints are "
+        "copied on as waste the least time": bool(fast),
+        f"checkpoint.fast = {saves.fast!r} is not predicted, since nothing is known of the disks "
+        f"of {whose}: give local_bytes_per_s under [storage] of the cluster file": (
+            bool(saves.fast) and not fast
+        ),
+        f'coding.scheme = "{coding.scheme}" is not predicted: each replica would compute '
+        f"{coding.copies} shares; steps count as without a code": (
+            coding.scheme not in ("off", "coverage")
+        ),
+        'coding.scheme = "coverage" is not predicted for sharded states: steps count as without a '
+        "code": coding.scheme == "coverage" and run.sharding != "none",
+        f"recover.groups = {recover.groups} is not predicted: each of the {run.data} replicas "
+        "counts as a group": recover.mode == "live" and recover.groups not in (0, run.data),
+        "recover.fixed_order = true is not predicted: its sums of parts, and steps of smaller "
+        "micro-batches, take longer than predicted": recover.fixed_order,
+        'recover.domain = "process" keeps parity against lost processes: for lost nodes it is '
+        "predicted as none": by_process and recover.parity != 0,
+        f"checkpoint.fast = {saves.fast!r} counts as unused: states in memory (recover.mode) are "
+        "newer and survive as much": settings.recovery.mode == "restart" and bool(fast),
+        "guard.modules is not predicted: guard.policy counts for all modules": (
+            bool(job.guard.modules)
+        ),
+    }
+    return tuple(sentence for sentence, holds in found.items() if holds)

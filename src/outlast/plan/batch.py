@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,6 +113,22 @@ class Cases:
         return int(max(getattr(self, field.name).size for field in fields(self)))
 
     @property
+    def rank_tokens(self) -> Array:
+        """Tokens of one micro-batch on one rank."""
+        return np.asarray(self.micro_batch * self.sequence / self.context)
+
+    @property
+    def mixture(self) -> Array:
+        """Share of the blocks that have routed experts."""
+        return np.asarray(self.mixture_layers / self.layers)
+
+    @property
+    def active_width(self) -> Array:
+        """Inner features of a mean block's feed-forward part that a token goes through."""
+        routed = self.experts_per_token * self.expert_intermediate + self.shared_intermediate
+        return np.asarray((1.0 - self.mixture) * self.intermediate + self.mixture * routed)
+
+    @property
     def shards(self) -> Array:
         """Ranks of one sharding group, with the context ranks that hold the same weights."""
         return np.asarray(self.sharding_ranks * self.context)
@@ -139,6 +155,17 @@ class Cases:
                 for value in [getattr(self, field.name)]
             }
         )
+
+
+def once_each(function: Callable[..., Any], *columns: Array) -> Array:
+    """(cases, ...) of a function of the numbers of each case, asked once for all that are equal.
+
+    Args:
+        function: Of one number of each column, as a float.
+        columns: (cases,) each.
+    """
+    rows, places = np.unique(np.column_stack(columns), axis=0, return_inverse=True)
+    return np.array([function(*row) for row in rows.tolist()])[places.ravel()]
 
 
 def remainder(dividend: Array, divisor: Array) -> Mask:
@@ -269,17 +296,17 @@ _WHOLE = 0.05
 
 def block_parameters(cases: Cases) -> Array:
     """Of an average block, all its experts counted, on all ranks together."""
-    mixture = cases.mixture_layers / cases.layers
     dense = cases.matrices * cases.hidden * cases.intermediate
     routed = cases.experts * cases.matrices * cases.hidden * cases.expert_intermediate
     shared = cases.hidden * (cases.matrices * cases.shared_intermediate + cases.experts)
+    mixture = cases.mixture
     return cases.attention_parameters + (1.0 - mixture) * dense + mixture * (routed + shared)
 
 
 def routed_parameters(cases: Cases) -> Array:
     """Of an average block, those of its routed experts, on all ranks together."""
     routed = cases.experts * cases.matrices * cases.hidden * cases.expert_intermediate
-    return cases.mixture_layers / cases.layers * routed
+    return cases.mixture * routed
 
 
 def embedding_parameters(cases: Cases) -> Array:
@@ -375,11 +402,7 @@ def in_flight(cases: Cases, index: Array) -> Array:
 
 def head_blocks(cases: Cases) -> Array:
     """Cost of the head in blocks, where stages are balanced by cost."""
-    mixture = cases.mixture_layers / cases.layers
-    wide = (1.0 - mixture) * cases.intermediate + mixture * (
-        cases.experts_per_token * cases.expert_intermediate + cases.shared_intermediate
-    )
-    return cases.vocabulary / (4.0 * cases.query_width + cases.matrices * wide)
+    return cases.vocabulary / (4.0 * cases.query_width + cases.matrices * cases.active_width)
 
 
 def stage(cases: Cases, place: Place) -> Stage:

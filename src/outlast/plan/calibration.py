@@ -17,7 +17,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -37,7 +37,7 @@ NUMBER = (int, float)
 def check_keys(
     table: Mapping[str, Any], kinds: Mapping[str, Any], optional: Collection[str], where: str
 ) -> None:
-    """Refuses a table with other keys or types than expected.
+    """Refuses what is no table, or one with other keys or types than expected.
 
     Args:
         table: As TOML was read.
@@ -48,6 +48,8 @@ def check_keys(
     Raises:
         PlanError: A key is unknown ("did you mean"), missing, or has a value of another type.
     """
+    if not isinstance(table, Mapping):
+        raise PlanError(f"{where} = {str(table)[:60]!r} must be a table")
     for name in table:
         if name not in kinds:
             near = difflib.get_close_matches(name, kinds, n=1)
@@ -207,7 +209,10 @@ def calibration_of(
     """
     fitted = model.constants
     deviations = np.sqrt(np.diag(fitted.covariance))
-    names = tuple(_name(column) for column in fitted.columns)
+    names = tuple(
+        f"{column.constant}{_FOR}{column.level} {column.group}" if column.level else column.constant
+        for column in fitted.columns
+    )
     rows = zip(names, fitted.columns, fitted.values, deviations, strict=True)
     constants = {
         name: _constant(column, float(value), float(deviation))
@@ -251,12 +256,6 @@ def step_model_of(calibration: Calibration) -> StepModel:
     )
 
 
-def _name(column: Column) -> str:
-    if column.level is None:
-        return column.constant
-    return f"{column.constant}{_FOR}{column.level} {column.group}"
-
-
 def _column(name: str) -> Column:
     constant, _, belonging = name.partition(_FOR)
     level, _, group = belonging.partition(" ")
@@ -272,13 +271,8 @@ def _constant(column: Column, value: float, deviation: float) -> Constant:
     """The common constant in its own unit; a group's as a factor (on the odds, below a bound)."""
     prior = PRIORS[column.constant]
     if column.level is not None:
-        return Constant(
-            float(np.exp(value)),
-            deviation,
-            "factor",
-            "calibrated",
-            f"{column.level} {column.group}",
-        )
+        group = f"{column.level} {column.group}"
+        return Constant(float(np.exp(value)), deviation, "factor", "calibrated", group)
     median = prior.unbounded(np.array(prior.median))
     return Constant(float(prior.bounded(median + value)), deviation, prior.unit, "calibrated")
 
@@ -304,8 +298,8 @@ _HEAD = """\
 _TOP = {
     "format": int,
     "digest": str,
-    "floor": (int, float),
-    "coverage": (int, float),
+    "floor": NUMBER,
+    "coverage": NUMBER,
     "provenance": dict,
     "constants": dict,
     "correlation": dict,
@@ -349,12 +343,32 @@ def read_calibration(path: Path | str) -> Calibration:
 
 def to_text(calibration: Calibration) -> str:
     """The TOML text."""
+    from outlast.job.section import toml_value
+
+    def key(text: str) -> str:
+        return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else toml_value(text)
+
     tables = _tables(calibration)
     lines = [_HEAD + f'digest = "{_digest(tables)}"']
-    inner = {name: value for name, value in tables.items() if isinstance(value, dict)}
-    lines += [f"{name} = {_value(value)}" for name, value in tables.items() if name not in inner]
-    for name, value in inner.items():
-        lines += ["", *_table_lines(name, value)]
+    for name, value in tables.items():
+        if not isinstance(value, dict):
+            lines.append(f"{name} = {toml_value(value)}")
+    constants = tables["constants"]
+    sections = {name: table for name, table in tables.items() if isinstance(table, dict)}
+    for name, table in sections.items():
+        if table is constants and constants:
+            for inner, constant in constants.items():
+                lines += ["", f"[constants.{key(inner)}]"]
+                lines += [f"{key(field)} = {toml_value(item)}" for field, item in constant.items()]
+            lines.append("")
+            continue
+        lines += ["", f"[{name}]"]
+        for inner, value in table.items():
+            if isinstance(value, list) and value and isinstance(value[0], list):
+                rows = [f"    {toml_value(row)}," for row in value]
+                lines += [f"{key(inner)} = [", *rows, "]"]
+            else:
+                lines.append(f"{key(inner)} = {toml_value(value)}")
     return "\n".join([*lines, ""])
 
 
@@ -441,59 +455,16 @@ def _digest(tables: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _table_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
-    if name == "constants":
-        for inner, constant in table.items():
-            yield f"[constants.{_key(inner)}]"
-            yield from (f"{_key(field)} = {_value(item)}" for field, item in constant.items())
-            yield ""
-        if not table:
-            yield "[constants]"
-        return
-    yield f"[{name}]"
-    for inner, value in table.items():
-        if isinstance(value, list) and value and isinstance(value[0], list):
-            yield f"{_key(inner)} = ["
-            yield from (f"    {_value(row)}," for row in value)
-            yield "]"
-        else:
-            yield f"{_key(inner)} = {_value(value)}"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return (
-            "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
-        )
-    if isinstance(value, str):
-        return _quoted(value)
-    return repr(value)
-
-
-def _quoted(text: str) -> str:
-    # TOML's escapes are those of JSON, but TOML also forbids a raw DEL.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(text: str) -> str:
-    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _quoted(text)
-
-
 def _calibration(tables: Mapping[str, Any], source: str) -> Calibration:
     constants = {}
     for name, table in tables["constants"].items():
-        where = f"{source}: constants.{name}"
-        _require_table(table, where)
-        check_keys(table, *kinds_of(Constant), where)
+        check_keys(table, *kinds_of(Constant), f"{source}: constants.{name}")
         constants[name] = Constant(**table)
     check_keys(tables["correlation"], {"order": list, "lower": list}, set(), source)
     order = texts(tables["correlation"]["order"], f"{source}: correlation.order")
     places = {}
     for name, table in tables.get("places", {}).items():
         where = f"{source}: places.{name}"
-        _require_table(table, where)
         check_keys(table, {"utilisation": dict, "ranges": dict}, set(), where)
         shares = {
             key: number(value, f"{where}.{key}") for key, value in table["utilisation"].items()
@@ -524,11 +495,6 @@ def _calibration(tables: Mapping[str, Any], source: str) -> Calibration:
         provenance=Provenance(**{**provenance, **lists}),
         places=places,
     )
-
-
-def _require_table(value: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise PlanError(f"{where} = {str(value)[:60]!r} must be a table")
 
 
 def _ranges(table: Mapping[str, Any], where: str) -> Support:

@@ -4,89 +4,76 @@
     read_cluster(Path("mine.toml"))        # strict: unknown keys and contradictions are refused
     this_cluster()                         # the machine at hand
 
-What a file leaves out comes from the catalogue of `outlast.hardware`, and says so in `sources`.
+What a file leaves out comes from the catalogue of `outlast.hardware`, from priors and from
+published failures, and says so in `sources`: each figure is a `Source` with the catalogue's own
+kind and words ("unverified" stays "unverified"), or `Unavailable` with the reason. What is derived
+from other parts is a "prior" and says how.
+
+Failure rates differ by 2.8 times between two clusters of one owner (RSC-1 and RSC-2), so published
+ones are a start and no forecast: every such cause is flagged as assumed in `Cluster.sources`.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
+import statistics
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from outlast.errors import HardwareError, PlanError
 from outlast.hardware import (
     Device,
     Figure,
-    Gpu,
     Machine,
     Node,
     Quantity,
     Unavailable,
     device,
     devices,
+    link,
     node,
     nodes,
     this_machine,
 )
 from outlast.plan.cluster import Cluster, FailureCause, Power, Prices, Storage
-from outlast.plan.cluster_defaults import (
-    DEVICES_PER_NODE,
-    PRECISIONS,
-    RACKS,
-    RECORDS,
-    STORAGE,
-    Shape,
-    assumed_causes,
-    assumed_record,
-    assumed_sources,
-    figure_value,
-    figures,
-    fill_links,
-    power,
-    storage_figures,
-)
 from outlast.plan.estimate import Source
+from outlast.plan.facts import facts
 
+Known: TypeAlias = Source | Unavailable
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+RATES = ("peak_flop_per_s", "matmul_flop_per_s")
+COUNTS = ("nodes", "devices", "devices_per_node", "fast_domain", "spares", "host_cores")
+AMOUNTS = (
+    "memory_bytes",
+    "memory_bytes_per_s",
+    "fast_bytes_per_s",
+    "fabric_bytes_per_s",
+    "fabric_latency_seconds",
+)
 TEXT, COUNT, AMOUNT, TABLE, YES_NO = "text", "count", "amount", "table", "yes or no"
 _TYPES = {"str": TEXT, "int": COUNT, "bool": YES_NO, "float": AMOUNT, "float | None": AMOUNT}
 """By the type of a field."""
+_TABLES = {"power": Power, "prices": Prices, "storage": Storage, "failures": FailureCause}
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "cluster": {
-        "name": TEXT,
-        "node": TEXT,
-        "device": TEXT,
-        "nodes": COUNT,
-        "devices": COUNT,
-        "devices_per_node": COUNT,
-        "fast_domain": COUNT,
-        "spares": COUNT,
-        "host_cores": COUNT,
+        **dict.fromkeys(("name", "node", "device"), TEXT),
+        **dict.fromkeys(COUNTS, COUNT),
         "processor": YES_NO,
         "failure_rates": TEXT,
-        "peak_flop_per_s": TABLE,
-        "matmul_flop_per_s": TABLE,
-        "memory_bytes": AMOUNT,
-        "memory_bytes_per_s": AMOUNT,
-        "fast_bytes_per_s": AMOUNT,
-        "fabric_bytes_per_s": AMOUNT,
-        "fabric_latency_seconds": AMOUNT,
+        **dict.fromkeys(RATES, TABLE),
+        **dict.fromkeys(AMOUNTS, AMOUNT),
     },
     **{
         section: {field.name: _TYPES[str(field.type)] for field in fields(kind)}
-        for section, kind in (
-            ("power", Power),
-            ("prices", Prices),
-            ("storage", Storage),
-            ("failures", FailureCause),
-        )
+        for section, kind in _TABLES.items()
     },
 }
 """What a cluster file may say; `[sources]` may name any of its numbers beside."""
@@ -134,29 +121,26 @@ def _checked(section: str, content: Any, source: str) -> None:
         if kind is None:
             raise PlanError(_unknown((section,), key, source))
         where = f"{section}.{key}"
-        if kind == TABLE:
-            _checked_precisions(where, value, source)
-        else:
+        if kind != TABLE:
             zero = section in ("storage", "prices", "failures") or key in _MAY_BE_ZERO
-            _checked_value(where, value, kind, zero=zero, source=source)
-
-
-def _checked_precisions(where: str, value: Any, source: str) -> None:
-    if not isinstance(value, dict):
-        raise PlanError(
-            f"{where} = {value!r} of {source}: give it by precision, as in [{where}] bf16 = 989e12"
-        )
-    for precision, amount in value.items():
-        if precision not in PRECISIONS:
+            _checked_value(f"{where} = {value!r} of {source}", value, kind, zero=zero)
+            continue
+        if not isinstance(value, dict):
             raise PlanError(
-                f"{where}.{precision} of {source} is no precision: known are "
-                f"{', '.join(PRECISIONS)}"
+                f"{where} = {value!r} of {source}: give it by precision, as in [{where}] bf16 = "
+                "989e12"
             )
-        _checked_value(f"{where}.{precision}", amount, AMOUNT, zero=False, source=source)
+        for precision, amount in value.items():
+            if precision not in PRECISIONS:
+                raise PlanError(
+                    f"{where}.{precision} of {source} is no precision: known are "
+                    f"{', '.join(PRECISIONS)}"
+                )
+            said = f"{where}.{precision} = {amount!r} of {source}"
+            _checked_value(said, amount, AMOUNT, zero=False)
 
 
-def _checked_value(where: str, value: Any, kind: str, *, zero: bool, source: str) -> None:
-    said = f"{where} = {value!r} of {source}"
+def _checked_value(said: str, value: Any, kind: str, *, zero: bool) -> None:
     if kind == TEXT:
         if not isinstance(value, str) or not value:
             raise PlanError(f"{said}: give text in quotes")
@@ -166,24 +150,19 @@ def _checked_value(where: str, value: Any, kind: str, *, zero: bool, source: str
     else:
         wanted = "a whole number" if kind == COUNT else "a number"
         kinds = int if kind == COUNT else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not _finite(value):
+        number = isinstance(value, kinds) and not isinstance(value, bool)
+        # A whole number may be larger than any float.
+        if not number or not abs(value) <= sys.float_info.max:
             raise PlanError(f"{said}: give {wanted}")
         if value < 0 or (value == 0 and not zero):
             raise PlanError(f"{said}: give {wanted} {'of at least' if zero else 'above'} 0")
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number that no float can hold
-        return False
 
 
 def _unknown(inside: tuple[str, ...], key: str, source: str) -> str:
     """The sentence about a key that is not known, with the nearest one that is."""
     known = list(SECTIONS[inside[0]]) if inside else [*SECTIONS, "sources"]
     elsewhere = [f"{name}.{key}" for name, keys in SECTIONS.items() if key in keys]
-    near = difflib.get_close_matches(key, known, n=1)
+    near = get_close_matches(key, known, n=1)
     kind = "key" if inside else "section"
     said = f"{'.'.join([*inside, key])} of {source} is not a known {kind}"
     if near:
@@ -194,11 +173,12 @@ def _unknown(inside: tuple[str, ...], key: str, source: str) -> str:
 
 
 _REMEDY = "run `outlast plan calibrate --run`, which measures it"
-_KINDS = ("fp32", "bf16")
 
 
 def here(ranks: int, machine: Machine | None = None) -> dict[str, Any]:
     """Tables as of a cluster file with one node.
+
+    Without GPUs, each rank has its share of the cores, and of a processor's figures that share.
 
     Args:
         ranks: Processes that train; 0: one, or one per visible GPU.
@@ -208,104 +188,75 @@ def here(ranks: int, machine: Machine | None = None) -> dict[str, Any]:
         PlanError: Nothing is known of its processors or GPUs.
     """
     machine = machine or this_machine()
-    if not isinstance(machine.gpus, Unavailable) and machine.gpus.visible:
-        return _with_gpus(machine, machine.gpus.visible, ranks)
-    return _processors(machine, ranks or 1)
-
-
-def _with_gpus(machine: Machine, visible: tuple[Gpu, ...], ranks: int) -> dict[str, Any]:
-    count = ranks or len(visible)
-    if count > len(visible):
-        raise PlanError(f"{count} ranks need as many GPUs, and {len(visible)} are visible here")
-    facts = visible[0].facts
-    if isinstance(facts, Unavailable):
-        raise PlanError(f"{facts.reason}: {_REMEDY}")
-    if any(gpu.name != visible[0].name for gpu in visible):
-        names = ", ".join(sorted({gpu.name for gpu in visible}))
-        raise PlanError(f"GPUs of several kinds are visible ({names}): show one kind to the run")
-    table = {
-        "device": facts.key,
-        "nodes": 1,
-        "devices_per_node": count,
-        "host_cores": int(machine.usable_cores),
-    }
-    return {"cluster": table}
-
-
-def _processors(machine: Machine, ranks: int) -> dict[str, Any]:
-    """Each rank has its share of the cores, and of a processor's figures that share."""
-    facts = machine.cpu_facts
-    if isinstance(facts, Unavailable) or isinstance(facts.core_count, Unavailable):
-        reason = facts.reason if isinstance(facts, Unavailable) else "its cores are not recorded"
+    visible = () if isinstance(machine.gpus, Unavailable) else machine.gpus.visible
+    table = {"nodes": 1, "host_cores": int(machine.usable_cores)}
+    if visible:
+        count = ranks or len(visible)
+        if count > len(visible):
+            raise PlanError(f"{count} ranks need as many GPUs, and {len(visible)} are visible here")
+        part = visible[0].facts
+        if isinstance(part, Unavailable):
+            raise PlanError(f"{part.reason}: {_REMEDY}")
+        names = sorted({gpu.name for gpu in visible})
+        if len(names) > 1:
+            raise PlanError(
+                f"GPUs of several kinds are visible ({', '.join(names)}): show one kind to the run"
+            )
+        return {"cluster": {**table, "device": part.key, "devices_per_node": count}}
+    ranks, part = ranks or 1, machine.cpu_facts
+    if isinstance(part, Unavailable) or isinstance(part.core_count, Unavailable):
+        reason = part.reason if isinstance(part, Unavailable) else "its cores are not recorded"
         raise PlanError(
             f"how fast this machine computes is not known ({reason}; it has "
             f"{machine.usable_cores:g} cores and {machine.usable_memory_bytes / 2**30:.0f} GiB): "
             f"{_REMEDY}"
         )
-    share = machine.usable_cores / facts.core_count.value / ranks
-    figures_here = {kind: getattr(facts, f"{kind}_peak_flop_per_s") for kind in _KINDS}
-    known = {kind: figure for kind, figure in figures_here.items() if isinstance(figure, Figure)}
-    peaks = {kind: figure.value * min(share, 1.0) for kind, figure in known.items()}
-    texts = {
-        f"peak_flop_per_s.{kind}": (
-            f"{figure.kind}: {figure.source}; {share:.3g} of the processor's cores"
-        )
-        for kind, figure in known.items()
-    }
-    if not peaks or isinstance(facts.memory_peak_bytes_per_s, Unavailable):
-        raise PlanError(f"the peak of {facts.name} is not recorded: {_REMEDY}")
-    bandwidth = facts.memory_peak_bytes_per_s.value * min(share, 1.0)
-    words = f"{facts.memory_peak_bytes_per_s.kind}: {facts.memory_peak_bytes_per_s.source}"
+    share = machine.usable_cores / part.core_count.value / ranks
+    peaks = {kind: getattr(part, f"{kind}_peak_flop_per_s") for kind in ("fp32", "bf16")}
+    peaks = {kind: peak for kind, peak in peaks.items() if isinstance(peak, Figure)}
+    memory = part.memory_peak_bytes_per_s
+    if not peaks or isinstance(memory, Unavailable):
+        raise PlanError(f"the peak of {part.name} is not recorded: {_REMEDY}")
+    bandwidth = memory.value * min(share, 1.0)
     return {
         "cluster": {
-            "device": facts.key,
-            "nodes": 1,
+            **table,
+            "device": part.key,
             "devices_per_node": ranks,
-            "host_cores": int(machine.usable_cores),
-            "peak_flop_per_s": peaks,
+            "peak_flop_per_s": {kind: peak.value * min(share, 1.0) for kind, peak in peaks.items()},
             "memory_bytes": machine.usable_memory_bytes / ranks,
             "memory_bytes_per_s": bandwidth,
             # A message is written once and read once in memory that ranks share.
             "fast_bytes_per_s": bandwidth / 2.0,
         },
         "sources": {
-            **texts,
+            **{
+                f"peak_flop_per_s.{kind}": (
+                    f"{peak.kind}: {peak.source}; {share:.3g} of the processor's cores"
+                )
+                for kind, peak in peaks.items()
+            },
             "memory_bytes": "measured: read from this machine",
-            "memory_bytes_per_s": words,
+            "memory_bytes_per_s": f"{memory.kind}: {memory.source}",
             "fast_bytes_per_s": "prior: a copy in memory that the ranks share",
         },
     }
 
 
 _OTHER_PART = "or give `device` the name of the part that it is"
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Allowed deviation of a figure from the catalogue's of the same part.
-
-    Attributes:
-        least: Share of the catalogue's.
-        most: Share of the catalogue's.
-        remedy: What to check, for people.
-    """
-
-    least: float
-    most: float
-    remedy: str
-
-
-_MEMORY = _Range(0.75, 1.1, f"correct it, {_OTHER_PART}")
+_Range: TypeAlias = tuple[float, float, str]
+"""Least and most share of the catalogue's figure of the same part, and what to check beyond."""
+_MEMORY = (0.75, 1.1, f"correct it, {_OTHER_PART}")
 """A driver keeps some, and GB and GiB differ by 7 %; more is another part."""
-_PEAK = _Range(0.1, 1.1, f"give FLOP/s of the dense peak, without sparsity, {_OTHER_PART}")
+_PEAK = (0.1, 1.1, f"give FLOP/s of the dense peak, without sparsity, {_OTHER_PART}")
 """A vendor's sparse peak is twice the dense one; a thousandth is a peak in another unit."""
-_MATMUL = _Range(0.1, 1.1, f"give FLOP/s of the best dense product, {_OTHER_PART}")
-_BANDWIDTH = _Range(0.1, 1.2, f"give bytes (not bits) per second in one direction, {_OTHER_PART}")
+_MATMUL = (0.1, 1.1, f"give FLOP/s of the best dense product, {_OTHER_PART}")
+_BANDWIDTH = (0.1, 1.2, f"give bytes (not bits) per second in one direction, {_OTHER_PART}")
 """Memory and fast links: bits are 8 times, both directions twice as many."""
-_FABRIC = _Range(0.0, 4.0, "are these bits? Give bytes per second of one device, in one direction")
+_FABRIC = (0.0, 4.0, "are these bits? Give bytes per second of one device, in one direction")
 """Networks are chosen freely: slow ones are real, and none has four times the usual adapter."""
-_LIMIT_WATTS = _Range(0.1, 1.2, f"give watts of one device, {_OTHER_PART}")
-_IDLE_WATTS = _Range(0.1, 3.0, f"give watts of one device, {_OTHER_PART}")
+_LIMIT_WATTS = (0.1, 1.2, f"give watts of one device, {_OTHER_PART}")
+_IDLE_WATTS = (0.1, 3.0, f"give watts of one device, {_OTHER_PART}")
 """A device that holds memory or a context idles at up to twice its least."""
 _MOST_PUE = 5.0
 """More is a percentage."""
@@ -342,7 +293,10 @@ def contradictions(cluster: Cluster) -> Iterator[str]:
     yield from _amounts(cluster)
     yield from _other_part(cluster)
     yield from _power(cluster)
-    yield from _prices(cluster)
+    for name in ("per_device_hour", "per_kwh", "grams_per_kwh"):
+        price = getattr(cluster.prices, name)
+        if price is not None and not 0.0 <= price < math.inf:
+            yield f"prices.{name} = {price:g}: give at least 0"
     for cause in cluster.failures:
         if cause.per_node_day > _MOST_FAILURES:
             yield (
@@ -353,11 +307,8 @@ def contradictions(cluster: Cluster) -> Iterator[str]:
 
 
 def _amounts(cluster: Cluster) -> Iterator[str]:
-    amounts = {
-        name: getattr(cluster, name)
-        for name in ("memory_bytes", "memory_bytes_per_s", "fast_bytes_per_s", "fabric_bytes_per_s")
-    }
-    for table in ("peak_flop_per_s", "matmul_flop_per_s"):
+    amounts = {name: getattr(cluster, name) for name in AMOUNTS[:-1]}
+    for table in RATES:
         amounts |= {f"{table}.{key}": item for key, item in getattr(cluster, table).items()}
     for name, value in amounts.items():
         if not 0.0 < value < math.inf:
@@ -402,16 +353,15 @@ def _other_part(cluster: Cluster) -> Iterator[str]:
     except HardwareError:
         return
     for name, value, known, bounds in _compared(cluster, part):
-        if not isinstance(known, Figure):
+        if not isinstance(known, Figure) or (cluster.processor and bounds is not _PEAK):
             continue
         # As PyTorch counts devices: a part with two dies is two of them.
         usual = known.value / part.logical_devices
+        least, most, remedy = bounds
         # A processor's devices are shares of it, and its sockets may be several.
-        least = 0.0 if cluster.processor else bounds.least * usual
-        if cluster.processor and bounds is not _PEAK:
-            continue
-        if not least <= value <= bounds.most * usual:
-            yield f"{name} = {value:g} is not that of {cluster.device} ({usual:g}): {bounds.remedy}"
+        least = 0.0 if cluster.processor else least
+        if not least * usual <= value <= most * usual:
+            yield f"{name} = {value:g} is not that of {cluster.device} ({usual:g}): {remedy}"
 
 
 def _compared(
@@ -419,7 +369,7 @@ def _compared(
 ) -> Iterator[tuple[str, float, Quantity | None, _Range]]:
     """Each figure with its name, the catalogue's of the whole part, and how far it may be off."""
     yield "memory_bytes", cluster.memory_bytes, part.memory_bytes, _MEMORY
-    for field, bounds in (("peak_flop_per_s", _PEAK), ("matmul_flop_per_s", _MATMUL)):
+    for field, bounds in zip(RATES, (_PEAK, _MATMUL), strict=True):
         for key, value in getattr(cluster, field).items():
             stem = "bf16" if key == "fp16" else key
             yield f"{field}.{key}", value, getattr(part, f"{stem}_{field}", None), bounds
@@ -451,15 +401,234 @@ def _power(cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _prices(cluster: Cluster) -> Iterator[str]:
-    for name in ("per_device_hour", "per_kwh", "grams_per_kwh"):
-        value = getattr(cluster.prices, name)
-        if value is not None and not 0.0 <= value < math.inf:
-            yield f"prices.{name} = {value:g}: give at least 0"
-
-
+RACKS: Mapping[str, tuple[int, int]] = {"gb200": (4, 72)}
+"""Parts whose fast link joins a rack: devices of a node, devices of the rack (GB200 NVL72)."""
+_DEVICES_PER_NODE = 8
+_TRAINING_SHARE = 0.76
+"""Power of an 8x H100 node in heavy training over its rating (2506.14551, abstract)."""
+_BLOCKED_SHARE = 83.64 / 400.0
+"""Power of a blocked A100 over its limit (Perseus' artefact), the only part on record."""
+_HOST_LINK = {"a100-sxm-80": "pcie4-x16", "mi250x": "pcie4-x16"}
+_SHARED_BYTES_PER_S_PER_NODE = 1e9
+_SHARED_BYTES_PER_S = 2e12
+RECORDS: Mapping[str, Any] = facts("failures")
+"""Failure rates that others published, by the name that `failure_rates` of a cluster file gives."""
 SPARE_EVERY = 50
 """Own assumption: of so many nodes one stands by, where nobody says."""
+POWER = tuple(field.name for field in fields(Power))
+STORAGE = tuple(field.name for field in fields(Storage))
+_ORIGINS = ("datasheet", "measured", "published", "unverified", "calibrated", "prior")
+_UNITS = {
+    "flop_per_s": "FLOP/s",
+    "bytes_per_s": "B/s",
+    "bytes": "B",
+    "seconds": "s",
+    "watts": "W",
+    "device_hour": "/h",
+    "kwh": "/kWh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Number of devices in a node and in a fast domain, and the links between them.
+
+    Attributes:
+        nodes: Nodes of the run.
+        devices_per_node: Devices of a node, as PyTorch counts them.
+        fast_domain: Devices that the fast link joins.
+    """
+
+    nodes: int
+    devices_per_node: int
+    fast_domain: int
+
+
+def _source(quantity: Quantity, share: float = 1.0) -> Known:
+    if isinstance(quantity, Unavailable):
+        return quantity
+    return Source(quantity.value * share, quantity.unit, quantity.kind, quantity.source)
+
+
+def _of_device(part: Device, quantity: Quantity) -> Known:
+    """A figure of one device as PyTorch counts them: of a die, where a part has several."""
+    found = _source(quantity, 1.0 / part.logical_devices)
+    if isinstance(found, Unavailable) or part.logical_devices == 1:
+        return found
+    return replace(found, text=f"1/{part.logical_devices} of the whole part; {found.text}")
+
+
+def _median_share(field: str, whole: str) -> float:
+    """A figure over another one, the median over the parts of the catalogue that have both."""
+    pairs = [(getattr(part, field), getattr(part, whole)) for part in devices()]
+    return statistics.median(
+        value.value / most.value
+        for value, most in pairs
+        if isinstance(value, Figure) and isinstance(most, Figure)
+    )
+
+
+def _part_figures(part: Device) -> dict[str, Known]:
+    """Compute and memory of one device, by the names of `Cluster`; sub-keys follow a dot."""
+    found: dict[str, Known] = {}
+    for precision in PRECISIONS:
+        key = "bf16" if precision == "fp16" and part.category == "gpu" else precision
+        absent = Unavailable(f"no {precision} figure is recorded for {part.name}")
+        for table in RATES:
+            found[f"{table}.{precision}"] = _of_device(
+                part, getattr(part, f"{key}_{table}", absent)
+            )
+    found["memory_bytes"] = _of_device(part, part.memory_bytes)
+    found["memory_bytes_per_s"] = _of_device(part, part.memory_peak_bytes_per_s)
+    return found
+
+
+def _matmul_prior(peak: Source, known: Mapping[str, Known]) -> Source:
+    """The best matrix product of a precision that nobody measured, as a share of its peak.
+
+    The lowest share of the part's own measured precisions; else the median over measured parts.
+    """
+    pairs = [[known.get(f"{table}.{other}") for table in RATES] for other in PRECISIONS]
+    own = [
+        matmul.value / limit.value
+        for limit, matmul in pairs
+        if isinstance(matmul, Source) and isinstance(limit, Source) and matmul.origin != "prior"
+    ]
+    share = min(own) if own else _median_share("bf16_matmul_flop_per_s", "bf16_peak_flop_per_s")
+    of_whom = "the part's other precisions" if own else "the median over measured parts"
+    text = f"{share:.2f} of the peak, as of {of_whom}: measure it: `outlast plan calibrate --run`"
+    return Source(peak.value * share, "FLOP/s", "prior", text)
+
+
+def _link_figures(part: Device | None, sold: Node | None) -> dict[str, Known]:
+    """Bandwidths between devices, of one device and in one direction."""
+    nothing = Unavailable("it is not in the catalogue", "give it in the cluster file")
+    fabric: Known = _of_device(part, part.fabric_bytes_per_s) if part else nothing
+    if sold is not None and isinstance(sold.network_bytes_per_s, Figure):
+        fabric = _source(sold.network_bytes_per_s, 1.0 / sold.device_count)
+    return {
+        "fast_bytes_per_s": _of_device(part, part.scale_up_bytes_per_s) if part else nothing,
+        "fabric_bytes_per_s": fabric,
+        "fabric_latency_seconds": Source(
+            5e-6, "s", "prior", "a message over a switched network, with its software"
+        ),
+    }
+
+
+def _power_figures(part: Device, sold: Node | None) -> dict[str, Known]:
+    """Power draw of a device and of the rest of its node."""
+    limit, idle, blocked = (
+        _of_device(part, quantity)
+        for quantity in (part.power_limit_watts, part.idle_watts, part.blocked_watts)
+    )
+    rest = Source(0.0, "W", "prior", "not known and left out: energy is the devices' alone")
+    if isinstance(limit, Source) and part.category == "gpu":
+        if isinstance(idle, Unavailable):
+            share = _median_share("idle_watts", "power_limit_watts")
+            text = f"{share:.2f} of the limit, the median over parts on record"
+            idle = Source(share * limit.value, "W", "prior", text)
+        if isinstance(blocked, Unavailable):
+            text = (
+                f"{_BLOCKED_SHARE:.2f} of the limit, as of an A100 (Perseus' artefact), idle at "
+                "least"
+            )
+            blocked = Source(max(_BLOCKED_SHARE * limit.value, idle.value), "W", "prior", text)
+    rating = sold.power_limit_watts if sold else None
+    if sold is not None and isinstance(rating, Figure) and isinstance(limit, Source):
+        watts = _TRAINING_SHARE * rating.value - sold.device_count * limit.value
+        if watts > 0.0:
+            text = (
+                f"{_TRAINING_SHARE:.0%} of the node's {rating.value:g} W (2506.14551) without its "
+                "devices at their limit"
+            )
+            rest = Source(watts, "W", "prior", text)
+    return {
+        "power.limit_watts": limit,
+        "power.blocked_watts": blocked,
+        "power.idle_watts": idle,
+        "power.node_watts": rest,
+        "power.pue": Source(1.0, "1", "prior", "nobody gave it: energy is the computers' alone"),
+    }
+
+
+def _storage_figures(
+    part: Device | None, fabric_bytes_per_s: float, shape: Shape
+) -> dict[str, Known]:
+    """Storage for checkpoints; there is a local disk only where a file says so."""
+    host_link = link(_HOST_LINK.get(part.key if part else "", "pcie5-x16"))
+    host = host_link.peak_bytes_per_s.value * shape.devices_per_node
+    words = f"one {host_link.name} per device, at its peak"
+    if part and part.category == "cpu" and isinstance(part.memory_peak_bytes_per_s, Figure):
+        # A copy within main memory reads and writes it.
+        host, words = part.memory_peak_bytes_per_s.value / 2.0, "a copy within main memory"
+    shared = min(_SHARED_BYTES_PER_S_PER_NODE * shape.nodes, _SHARED_BYTES_PER_S)
+    peer = fabric_bytes_per_s * shape.devices_per_node if shape.nodes > 1 else 0.0
+    shared_words = (
+        "assumed: 1 GB/s per node up to 2 TB/s, as of Llama 3's file system (2407.21783, from "
+        "memory)"
+    )
+    tiers = {
+        "memory": (host, "prior", words),
+        "peer": (peer, "prior", "the node's network, at its peak; 0 where there is one node"),
+        "local": (0.0, "prior", "no local disk: give storage.local_bytes_per_s where there is one"),
+        "shared": (shared, "unverified", shared_words),
+    }
+    return {
+        f"storage.{tier}_bytes_per_s": Source(rate, "B/s", origin, text)
+        for tier, (rate, origin, text) in tiers.items()
+    }
+
+
+def _given_figures(tables: Mapping[str, Any], name: str) -> dict[str, Known]:
+    """The numbers of the file that a source can be named for."""
+    numbers: dict[str, float] = {}
+    for section in ("cluster", "power", "prices", "storage"):
+        prefix = "" if section == "cluster" else f"{section}."
+        for key, value in tables.get(section, {}).items():
+            if isinstance(value, dict):
+                numbers |= {f"{key}.{inner}": float(item) for inner, item in value.items()}
+            elif not isinstance(value, (str, bool)) and key not in COUNTS:
+                numbers[f"{prefix}{key}"] = float(value)
+    found: dict[str, Known] = {}
+    for field, number in numbers.items():
+        text = tables.get("sources", {}).get(field, "")
+        origin = next((kind for kind in _ORIGINS if text.startswith(kind)), "given")
+        stem = field.removeprefix("power.").removeprefix("storage.").split(".")[0]
+        unit = next((unit for ending, unit in _UNITS.items() if stem.endswith(ending)), "1")
+        found[field] = Source(number, unit, origin, text or f"the cluster file of {name}")
+    return found
+
+
+def _figures(
+    tables: Mapping[str, Any], part: Device | None, sold: Node | None, name: str
+) -> dict[str, Known]:
+    """Every figure by its name: the file's own, else the catalogue's."""
+    given = _given_figures(tables, name)
+    known = {**_part_figures(part), **_power_figures(part, sold)} if part else {}
+    known |= _link_figures(part, sold) | given
+    nameable = set(known) | {f"storage.{item}" for item in STORAGE}
+    if unknown := sorted(set(tables.get("sources", {})) - nameable):
+        raise PlanError(f"cluster {name}: sources.{unknown[0]} names no number of the cluster")
+    for precision in PRECISIONS:
+        peak, matmul = (f"{table}.{precision}" for table in RATES)
+        limit = known.get(peak)
+        if not isinstance(limit, Source):
+            if matmul in given:
+                raise PlanError(
+                    f"cluster {name}: {matmul} is given, but {peak} is not known: give it too"
+                )
+            known.pop(peak, None)
+            known.pop(matmul, None)
+        # A measured product says nothing of another peak than the catalogue's.
+        elif not isinstance(known.get(matmul), Source) or (peak in given and matmul not in given):
+            known[matmul] = _matmul_prior(limit, {**known, matmul: Unavailable("")})
+    if not any(field.startswith("peak_flop_per_s.") for field in known):
+        reason = part.bf16_peak_flop_per_s if part else Unavailable("it is not in the catalogue")
+        raise PlanError(
+            f"cluster {name}: no peak_flop_per_s is known ({reason}); give "
+            "[cluster.peak_flop_per_s] bf16"
+        )
+    return known
 
 
 def cluster_of(text: str) -> Cluster:
@@ -545,7 +714,7 @@ def _shorthand(part: str, count: int, text: str) -> Cluster:
         raise PlanError(f"cluster {text!r} has no device: give a count of at least 1")
     known = _part_named(part, text)
     usual = next((item for item in nodes() if item.device == known.key), None)
-    per_node = RACKS.get(known.key, (usual.device_count if usual else DEVICES_PER_NODE, 0))[0]
+    per_node = RACKS.get(known.key, (usual.device_count if usual else _DEVICES_PER_NODE, 0))[0]
     if count > per_node and count % per_node:
         raise PlanError(
             f"cluster {text!r}: {count} devices are no whole number of nodes of {per_node}; give "
@@ -579,30 +748,55 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
     name = given.get("name", name)
     part, sold, key = _part(given, name)
     shape = _shape(given, part, sold, name)
-    known = figures(tables, part, sold, name)
-    fill_links(known, shape, name)
-    fabric = figure_value(known, "fabric_bytes_per_s", name)
-    for field, figure in storage_figures(part, fabric, shape).items():
+    known = _figures(tables, part, sold, name)
+
+    def value(field: str) -> float:
+        figure = known.get(field, Unavailable("it is not in the catalogue"))
+        if isinstance(figure, Unavailable):
+            place, _, key = field.rpartition(".")
+            section = f"cluster.{place}" if place.endswith("flop_per_s") else place or "cluster"
+            raise PlanError(
+                f"cluster {name}: {key} is not known ({figure.reason}); give it in [{section}]"
+            )
+        return figure.value
+
+    # Stand-ins for links over which nothing is sent, so that nothing divides by zero.
+    memory, devices = value("memory_bytes_per_s"), shape.nodes * shape.devices_per_node
+    if isinstance(known["fast_bytes_per_s"], Unavailable) and devices == 1:
+        text = "one device sends nothing: its memory's stands in"
+        known["fast_bytes_per_s"] = Source(memory, "B/s", "prior", text)
+    fast = value("fast_bytes_per_s")
+    if isinstance(known["fabric_bytes_per_s"], Unavailable) and devices <= shape.fast_domain:
+        text = "all devices are in one fast domain: the fast link's stands in"
+        known["fabric_bytes_per_s"] = Source(fast, "B/s", "prior", text)
+    for field, figure in _storage_figures(part, value("fabric_bytes_per_s"), shape).items():
         known.setdefault(field, figure)
     processor = given.get("processor", part is not None and part.category == "cpu")
     causes, causes_from = _failures(tables, key, accelerators=not processor)
-    spares, spares_from = _spares(given, shape.nodes, processor=processor)
-    drawn = power(known, tables, name)
-    numbers: dict[str, Any] = {
-        table: {
-            precision: figure_value(known, f"{table}.{precision}", name)
-            for precision in PRECISIONS
-            if f"peak_flop_per_s.{precision}" in known
-        }
-        for table in ("peak_flop_per_s", "matmul_flop_per_s")
+    # Power is known where the file gives it, or the catalogue all that a device draws.
+    drawn = [isinstance(known.get(f"power.{item}"), Source) for item in POWER[:3]]
+    power = None
+    if all(drawn) or "power" in tables:
+        for field, fallback in (("power.node_watts", 0.0), ("power.pue", 1.0)):
+            known.setdefault(field, Source(fallback, "1", "prior", "nobody gave it"))
+        power = Power(**{item: value(f"power.{item}") for item in POWER})
+    numbers: dict[str, Any] = {}
+    for table in RATES:
+        fields = {precision: f"{table}.{precision}" for precision in PRECISIONS}
+        numbers[table] = {key: value(field) for key, field in fields.items() if field in known}
+    numbers |= {field: value(field) for field in AMOUNTS}
+    sources = {
+        field: figure
+        for field, figure in known.items()
+        if isinstance(figure, Source) and (power or not field.startswith("power."))
     }
-    for field, kind in SECTIONS["cluster"].items():
-        if kind == AMOUNT:
-            numbers[field] = figure_value(known, field, name)
-    prices = tables.get("prices", {})
-    sources = {field: figure for field, figure in known.items() if isinstance(figure, Source)}
-    if drawn is None:
-        sources = {field: source for field, source in sources.items() if field[:6] != "power."}
+    sources |= causes_from
+    spares = given.get("spares", 0)
+    if "spares" not in given and not processor and shape.nodes >= 2:
+        # Shared clusters can usually lend as many.
+        spares = math.ceil(shape.nodes / SPARE_EVERY)
+        text = "assumed: one node in fifty can be had in place of a broken one; give spares"
+        sources["spares"] = Source(float(spares), "1", "prior", text)
     return checked(
         Cluster(
             name=name,
@@ -613,27 +807,14 @@ def _built(tables: Mapping[str, Any], name: str) -> Cluster:
             **numbers,
             host_cores=given.get("host_cores", 0),
             spares=spares,
-            power=drawn,
-            prices=Prices(**prices),
-            storage=Storage(
-                **{item: figure_value(known, f"storage.{item}", name) for item in STORAGE}
-            ),
+            power=power,
+            prices=Prices(**tables.get("prices", {})),
+            storage=Storage(**{item: value(f"storage.{item}") for item in STORAGE}),
             processor=processor,
             failures=causes,
-            sources={**sources, **causes_from, **spares_from},
+            sources=sources,
         )
     )
-
-
-def _spares(
-    given: Mapping[str, Any], nodes: int, *, processor: bool
-) -> tuple[int, Mapping[str, Source]]:
-    """Nodes that stand by: as given, else one in fifty, as shared clusters can usually lend."""
-    if "spares" in given or processor or nodes < 2:
-        return given.get("spares", 0), {}
-    assumed = math.ceil(nodes / SPARE_EVERY)
-    text = "assumed: one node in fifty can be had in place of a broken one; give spares"
-    return assumed, {"spares": Source(float(assumed), "1", "prior", text)}
 
 
 def _part(given: Mapping[str, Any], name: str) -> tuple[Device | None, Node | None, str]:
@@ -699,23 +880,31 @@ def _failures(
             f"cluster.failure_rates = {record!r} is none of {', '.join(RECORDS)}: give one of "
             "these, or your own [[failures]]"
         )
-    if "failures" not in tables:
-        record = record or assumed_record(key, accelerators=accelerators)
-        causes = assumed_causes(record, accelerators=accelerators)
-        return causes, assumed_sources(record, causes)
-    if record is not None:
-        raise PlanError(
-            f"cluster.failure_rates = {record!r} and [[failures]] are both given: keep one"
+    if "failures" in tables:
+        if record is not None:
+            raise PlanError(
+                f"cluster.failure_rates = {record!r} and [[failures]] are both given: keep one"
+            )
+        for entry in tables["failures"]:
+            if missing := {"name", "per_node_day"} - set(entry):
+                raise PlanError(f"[[failures]] {entry} has no {sorted(missing)[0]}: give it")
+        causes = tuple(FailureCause(**entry) for entry in tables["failures"])
+        if len({cause.name for cause in causes}) < len(causes):
+            raise PlanError("two [[failures]] have one name: give each its own")
+        origin, text = "given", "the cluster file"
+    else:
+        # Of the same part where there is a record of it; without accelerators, the causes of hosts
+        # and software alone.
+        own = accelerators and key.startswith("a100")
+        published = RECORDS[record or ("rsc-1" if own else "llama-3")]
+        causes = tuple(
+            FailureCause(per_node_day=failures / published["node_days"], **cause)
+            for cause in map(dict, published["causes"])
+            for failures in [cause.pop("failures")]
+            if accelerators or cause["name"] in ("host", "software", "node")
         )
-    entries = tables["failures"]
-    for entry in entries:
-        if missing := {"name", "per_node_day"} - set(entry):
-            raise PlanError(f"[[failures]] {entry} has no {sorted(missing)[0]}: give it")
-    own = tuple(FailureCause(**entry) for entry in entries)
-    if len({cause.name for cause in own}) < len(own):
-        raise PlanError("two [[failures]] have one name: give each its own")
-    text = "the cluster file"
-    return own, {
-        f"failures.{cause.name}": Source(cause.per_node_day, "1/node-day", "given", text)
-        for cause in own
+        origin, text = "unverified", f"assumed: {published['text']}"
+    return causes, {
+        f"failures.{cause.name}": Source(cause.per_node_day, "1/node-day", origin, text)
+        for cause in causes
     }

@@ -2,7 +2,7 @@
 
 The rules judge a run that exists or is asked about: `problems` refuses what a framework cannot
 run at all, so that measured rows and jobs of all kinds can be predicted. What
-`emit` can write for a framework is narrower and in `outlast.plan.emit.targets`; a search within
+`emit` can write for a framework is narrower and in `outlast.plan.targets`; a search within
 a framework keeps to both, since its answer is to be written out and launched.
 
     problems(model, run, cluster, "megatron")     # [] or one sentence for each thing that is wrong
@@ -91,19 +91,11 @@ KEYS: Mapping[str, str] = {
 }
 """Keys of `FRAMEWORKS` by every name of a framework, in small letters."""
 
-CALIBRATED_AS: Mapping[str, str] = {
-    name: kind.calibrated_as
-    for key, kind in FRAMEWORKS.items()
-    for name in (key, *kind.also)
-    if kind.calibrated_as
-}
-"""Names that published runs have, by the names of frameworks; others keep their own."""
-
 
 def calibrated_as(framework: str) -> str:
     """The name under which runs of a framework are calibrated: an unknown one's own."""
-    key = KEYS.get(framework.casefold(), framework)
-    return CALIBRATED_AS.get(key, key)
+    key = KEYS.get(framework.casefold())
+    return framework if key is None else FRAMEWORKS[key].calibrated_as or key
 
 
 def framework_key(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from outlast.energy.cost import (
 )
 from outlast.errors import PlanError
 from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import texts
+from outlast.plan.batch import once_each, texts
 from outlast.plan.estimate import NORMAL_90, Interval, Source, Term, Total
 
 if TYPE_CHECKING:
@@ -123,20 +124,13 @@ def clock_factors(
         EnergyError: What `clock_effect` raises.
     """
     share = np.asarray(compute_share, dtype=float)
-    different, places = np.unique(np.atleast_1d(clocks_mhz), return_inverse=True)
-
     # Time is linear in the share, and power depends on the setting alone: two calls for each
     # setting say all.
-    def effects(share: float) -> Array:
-        clocks = map(float, different)
-        return np.array(
-            [
-                clock_effect(constants, activity_watts_per_mhz, clock, compute_share=share)
-                for clock in clocks
-            ]
-        )[places.ravel()]
-
-    slower, weaker = effects(1.0)[:, 0], effects(0.0)[:, 1]
+    effect = partial(clock_effect, constants, activity_watts_per_mhz)
+    slower, weaker = (
+        once_each(partial(effect, compute_share=share), np.atleast_1d(clocks_mhz))[:, column]
+        for column, share in enumerate((1.0, 0.0))
+    )
     return 1.0 + share * (slower - 1.0), weaker * np.ones(share.shape)
 
 
@@ -238,44 +232,40 @@ class StepEnergy:
             )
             for name, unit in _UNITS.items()
         }
-        inputs: dict[str, dict[str, float]] = {name: {"devices": devices} for name in _TEXTS}
-        for name in ("blocked", "idle"):
-            inputs[name][f"{name} seconds"] = seconds[name]
-        inputs["node's rest"] |= {
-            "step seconds": math.fsum(seconds.values()),
-            "devices_per_node": self.devices_per_node,
-        }
-        inputs["busy"] |= {
+        busy = {
             "busy seconds": seconds["busy"],
             "busy watts": weaker * float(watts[row if watts.size > 1 else 0]),
             "clock's factor of seconds": slower,
             "clock's factor of watts": weaker,
         }
-        constants = {
-            "busy": {"busy watts": self.draw.source},
-            "blocked": {"blocked watts": given["blocked_watts"]},
-            "idle": {"idle watts": given["idle_watts"]},
-            "node's rest": {"node watts": given["node_watts"]},
-            "building": {"PUE": given["pue"]},
+        rest = {
+            "step seconds": math.fsum(seconds.values()),
+            "devices_per_node": self.devices_per_node,
         }
+        drawn = {"busy watts": self.draw.source}
         if (activity := self.draw.activity) is not None:
-            inputs["busy"]["activity"] = float(activity[row if activity.size > 1 else 0])
-            constants["busy"] = {
-                "scale": self.draw.source,
-                "limit": given["limit_watts"],
-                "idle": given["idle_watts"],
-            }
-        values = (self.busy, self.blocked, self.idle, self.node, self.building)
+            busy["activity"] = float(activity[row if activity.size > 1 else 0])
+            drawn = {"scale": self.draw.source}
+            drawn |= {"limit": given["limit_watts"], "idle": given["idle_watts"]}
+        blocked, idle = ({f"{name} seconds": seconds[name]} for name in ("blocked", "idle"))
+        # Of each term of `_TEXTS`: joules, and the inputs and constants of its formula.
+        parts: tuple[tuple[Array, dict[str, float], dict[str, Source]], ...] = (
+            (self.busy, busy, drawn),
+            (self.blocked, blocked, {"blocked watts": given["blocked_watts"]}),
+            (self.idle, idle, {"idle watts": given["idle_watts"]}),
+            (self.node, rest, {"node watts": given["node_watts"]}),
+            (self.building, {}, {"PUE": given["pue"]}),
+        )
         return [
             Term(
                 name,
                 devices * float(joules[row]),
                 f"{text.formula} {self.draw.formula}" if name == "busy" else text.formula,
-                inputs[name],
-                constants[name],
+                {"devices": devices, **inputs},
+                constants,
                 text.source,
             )
-            for (name, text), joules in zip(_TEXTS.items(), values, strict=True)
+            for (name, text), (joules, inputs, constants) in zip(_TEXTS.items(), parts, strict=True)
         ]
 
 
@@ -374,22 +364,11 @@ def bill(prices: Prices, device_hours: Array, joules: Array | Unavailable) -> Bi
         return joules if isinstance(joules, Unavailable) else joules * of_joules(1.0, price)
 
     rent = prices.per_device_hour
-    paid = per_joule(
-        prices.per_kwh,
-        money,
-        "neither rent nor price of energy is given",
-        "per_device_hour or per_kwh",
-    )
-    return Bill(
-        money=paid if rent is None else device_hours * rent,
-        rented=rent is not None,
-        carbon_grams=per_joule(
-            prices.grams_per_kwh,
-            carbon_grams,
-            "the carbon of energy is not given",
-            "grams_per_kwh",
-        ),
-    )
+    why = "neither rent nor price of energy is given"
+    paid = per_joule(prices.per_kwh, money, why, "per_device_hour or per_kwh")
+    why = "the carbon of energy is not given"
+    grams = per_joule(prices.grams_per_kwh, carbon_grams, why, "grams_per_kwh")
+    return Bill(paid if rent is None else device_hours * rent, rent is not None, grams)
 
 
 def with_region(prices: Prices, region: str) -> Prices:

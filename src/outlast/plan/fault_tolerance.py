@@ -12,13 +12,14 @@ for all candidates at once.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outlast.checkpoint.cost import Failures, SaveCost, Sizes, choose_tiers, save_seconds
 from outlast.errors import PlanError
-from outlast.plan.configuration import NO_RECOVERY
+from outlast.plan.batch import once_each
 from outlast.plan.goodput import Goodput, goodput
 from outlast.plan.reliability import (
     DAY_SECONDS,
@@ -41,7 +42,7 @@ from outlast.recover.cost import (
 )
 
 if TYPE_CHECKING:
-    from outlast.plan.batch import Array
+    from outlast.plan.batch import Array, Mask
     from outlast.plan.cluster import Cluster
     from outlast.plan.configuration import Settings
     from outlast.plan.mechanisms import Step
@@ -130,9 +131,8 @@ def in_memory_checkpoints(
     processes = np.minimum(devices, cluster.devices_per_node)
     sockets = cluster.storage.peer_bytes_per_s / cluster.devices_per_node
     link = sockets or min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
-    keys = np.column_stack([nodes, held, copies, wanted, largest, processes])
-    found, inverse = np.unique(keys, axis=0, return_inverse=True)
-    prices = np.array([_price(row, link, memory_rate) for row in found])[inverse.ravel()]
+    price = partial(_price, link, memory_rate)
+    prices = once_each(price, nodes, held, copies, wanted, largest, processes)
     outlives, copy, parity, load, rebuild = np.where(used[:, None], prices, 0.0).T
     # Copying takes a processor's own time, and a device's step does not notice it.
     slack = np.zeros(len(block)) if cluster.processor else SLACK_SHARE * step.seconds
@@ -165,15 +165,14 @@ def _held(block: Block, cluster: Cluster, state: Array) -> tuple[Array, Array, A
     return devices, state / (stages * parts) * here, copies
 
 
-def _price(row: Array, link: float, memory_rate: float) -> tuple[float, float, float, float, float]:
+def _price(
+    link: float, memory_rate: float, *node: float
+) -> tuple[float, float, float, float, float]:
     """Of one kind of node: lost nodes outlived, seconds of copy, parity, load and rebuild."""
-    nodes, held, copies, wanted, largest, processes = row.tolist()
+    nodes, held, copies, wanted, largest, processes = node
     smallest, size = parity_groups(int(nodes), int(largest))
-    losses = int(wanted)
-    if wanted < 0.0:
-        losses = int(copies < 2.0)
-    if smallest <= losses:
-        losses = 0
+    losses = int(copies < 2.0) if wanted < 0.0 else int(wanted)
+    losses = losses if smallest > losses else 0
     share = held / processes
     copy = keep_seconds(held, memory_rate)
     parity = parity_seconds(share, losses, link, COMBINE_BYTES_PER_S)
@@ -255,20 +254,19 @@ def fault_tolerance(context: Context, block: Block, step: Step) -> FaultToleranc
         times = np.ceil(np.minimum(interval, longest) / base * (1.0 - 1e-9))
         times = np.where(kept.used, np.maximum(times, 1.0), 1.0)
         interval = base * times
-    tiers = []
-    for (name, outlives), price in zip(SURVIVES.items(), prices.swapaxes(0, 1), strict=True):
-        every, blocked, write, slowdown, restore = price.T
-        tiers.append(
-            Tier(
-                name=name,
-                survives_nodes=outlives,
-                every=every * times,
-                blocked_seconds=blocked,
-                write_seconds=write,
-                slowdown=slowdown,
-                restore_seconds=restore,
-            )
+    tiers = [
+        Tier(
+            name=name,
+            survives_nodes=outlives,
+            every=every * times,
+            blocked_seconds=blocked,
+            write_seconds=write,
+            slowdown=slowdown,
+            restore_seconds=restore,
         )
+        for (name, outlives), price in zip(SURVIVES.items(), prices.swapaxes(0, 1), strict=True)
+        for every, blocked, write, slowdown, restore in [price.T]
+    ]
     tiers += [] if kept is None else kept.tiers(cluster)
     run = Reliability(
         nodes=nodes,
@@ -329,7 +327,16 @@ def _saves(
             continue
         place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))
         rates[place] += float(cause.per_day(nodes)) / DAY_SECONDS
-    base, every = _least_waste(context, [priced[tier] for tier in used], rates)
+    base, every = NO_FAILURES_SECONDS, tuple(1 for _ in rates)
+    if sum(rates) > 0.0:
+        waits = float(np.max(context.restart.restart_seconds))
+        expected = [
+            (save, Failures(max(rate, LEAST_RATE), waits, restore))
+            for (save, restore), rate in zip(priced.values(), rates, strict=True)
+        ]
+        # The base interval, and what each tier's is in terms of it.
+        chosen = choose_tiers(expected)
+        base, every = chosen.base_seconds, chosen.every
     if outlives > NOT_KEPT and not settings.checkpoint_seconds:
         # Memory goes when all nodes do, which no list of failures has: files are not for never.
         rarest = max(_saves(context, settings, nodes, state)[0], NO_FAILURES_SECONDS)
@@ -364,22 +371,6 @@ def _priced(
     return priced
 
 
-def _least_waste(
-    context: Context, priced: list[tuple[SaveCost, float]], rates: list[float]
-) -> tuple[float, tuple[int, ...]]:
-    """The base interval and what each tier's is in terms of it."""
-    if sum(rates) <= 0.0:
-        return NO_FAILURES_SECONDS, tuple(1 for _ in rates)
-    waits = float(np.max(context.restart.restart_seconds))
-    chosen = choose_tiers(
-        [
-            (save, Failures(max(rate, LEAST_RATE), waits, restore))
-            for (save, restore), rate in zip(priced, rates, strict=True)
-        ]
-    )
-    return chosen.base_seconds, chosen.every
-
-
 def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Replicas:
     """Live groups, or workers of a gradient code; no candidate is both.
 
@@ -397,8 +388,7 @@ def _replicas(cluster: Cluster, block: Block, step: Step, state: Array) -> Repli
         )
     )
     link = min(cluster.fabric_bytes_per_s, SOCKET_BYTES_PER_S)
-    sizes, inverse = np.unique(state, return_inverse=True)
-    healing = np.array([transfer_seconds(float(size), link) for size in sizes])[inverse.ravel()]
+    healing = once_each(lambda size: transfer_seconds(size, link), state)
     return Replicas(
         groups=np.where(live | coded, data, 1.0),
         minimum=np.where(coded, np.maximum(data - copies + 1.0, 1.0), 1.0),
@@ -423,51 +413,48 @@ def missing_tier(cluster: Cluster, settings: Settings) -> str:
     return ""
 
 
-def possible(cluster: Cluster, block: Block) -> np.ndarray:
+def _obstacles(cluster: Cluster, block: Block) -> tuple[dict[str, np.ndarray], dict[str, Mask]]:
+    """Settings that do not go with the layout or with each other.
+
+    Returns:
+        (candidates,) numbers by name, and (candidates,) masks by the sentence to say of one
+        candidate, which names the numbers in braces.
+    """
+    layouts, spread, of_settings = block.layouts, block.spread, block.by_setting
+    copies = of_settings(lambda setting: setting.coding_copies)
+    parity = of_settings(lambda setting: setting.recovery.parity or 0)
+    largest = of_settings(lambda setting: setting.recovery.parity_group)
+    live = of_settings(lambda setting: setting.recovery.mode == "live")
+    nodes, data, sharded = _nodes(cluster, block), spread(layouts.data), layouts.sharding > 0.0
+    divided = sharded | (layouts.tensor * layouts.context * layouts.pipeline > 1.0)
+    small = parity > 0
+    if small.any():
+        # Nodes of the smallest group among which parity is made.
+        smallest = once_each(lambda *counts: parity_groups(*map(int, counts))[0], nodes, largest)
+        small = small & (smallest <= parity)
+    numbers = {"copies": copies, "data": data, "parity": parity, "needed": parity + 1}
+    numbers |= {"nodes": nodes, "largest": largest}
+    return numbers, {
+        "recovery = live does not go with coding_copies = {copies}, which sums over the replicas "
+        "in its own way: set coding_copies = 1, or recovery = restart": live & (copies > 1),
+        "recovery = live goes with whole replicas on one device each alone: set sharding = none, "
+        "tensor = 1, context = 1 and pipeline = 1, or recovery = restart": live & spread(divided),
+        "recovery parity = {parity} needs groups of at least {needed} nodes, and {nodes} in groups "
+        "of at most {largest} make smaller ones: take more nodes, raise parity_group, or lower "
+        "parity": small,
+        "coding_copies = {copies} goes with whole replicas alone, since sharded states are lost "
+        "with their holder: set sharding = none, or coding_copies = 1": (
+            (copies > 1) & spread(sharded)
+        ),
+        "coding_copies = {copies} of each chunk need as many replicas, and data = {data}: raise "
+        "data, or lower coding_copies": (copies > 1) & (copies > data),
+    }
+
+
+def possible(cluster: Cluster, block: Block) -> Mask:
     """(candidates,) of bool: the settings go with the cluster and with the layout."""
     stored = block.by_setting(lambda setting: not missing_tier(cluster, setting))
-    if any(setting.recovery != NO_RECOVERY for setting in block.settings):
-        stored = stored & _recoverable(cluster, block)
-    held = block.by_setting(lambda setting: setting.coding_copies)
-    sharded, data = block.spread(block.layouts.sharding) > 0.0, block.spread(block.layouts.data)
-    return stored & ~((held > 1.0) & (sharded | (held > data)))
-
-
-def _recoverable(cluster: Cluster, block: Block) -> np.ndarray:
-    """(candidates,) of bool: the way to go on without a checkpoint goes with the layout."""
-    layouts, nodes = block.layouts, _nodes(cluster, block)
-    divided = layouts.tensor * layouts.context * layouts.pipeline
-    whole = block.spread((layouts.sharding == 0.0) & (divided == 1.0))
-    coded = block.by_setting(lambda setting: setting.coding_copies > 1)
-    live = block.by_setting(lambda setting: setting.recovery.mode == "live")
-    parity = block.by_setting(lambda setting: setting.recovery.parity or 0)
-    largest = block.by_setting(lambda setting: setting.recovery.parity_group)
-    found, inverse = np.unique(np.column_stack([nodes, largest]), axis=0, return_inverse=True)
-    groups = [parity_groups(int(count), int(most))[0] for count, most in found]
-    smallest = np.array(groups)[inverse.ravel()]
-    return np.asarray(~(live & (~whole | coded)) & ((parity == 0.0) | (smallest > parity)))
-
-
-def _why_not_recoverable(cluster: Cluster, block: Block, row: int) -> str:
-    settings = block.settings[int(block.setting[row])]
-    recovery = settings.recovery
-    if recovery == NO_RECOVERY or bool(_recoverable(cluster, block)[row]):
-        return ""
-    if recovery.mode == "live" and settings.coding_copies > 1:
-        return (
-            f"recovery = live does not go with coding_copies = {settings.coding_copies}, which "
-            "sums over the replicas in its own way: set coding_copies = 1, or recovery = restart"
-        )
-    if recovery.mode == "live":
-        return (
-            "recovery = live goes with whole replicas on one device each alone: set sharding = "
-            "none, tensor = 1, context = 1 and pipeline = 1, or recovery = restart"
-        )
-    return (
-        f"recovery parity = {recovery.parity} needs groups of at least {recovery.parity + 1} "  # type: ignore[operator]
-        f"nodes, and {_nodes(cluster, block)[row]:g} in groups of at most {recovery.parity_group} "
-        "make smaller ones: take more nodes, raise parity_group, or lower parity"
-    )
+    return np.asarray(stored & ~np.any(list(_obstacles(cluster, block)[1].values()), axis=0))
 
 
 def _nodes(cluster: Cluster, block: Block) -> np.ndarray:
@@ -477,22 +464,11 @@ def _nodes(cluster: Cluster, block: Block) -> np.ndarray:
 
 def why_impossible(cluster: Cluster, block: Block, row: int = 0) -> str:
     """A sentence on what a candidate cannot have; empty where it can have everything."""
-    settings = block.settings[int(block.setting[row])]
-    found = missing_tier(cluster, settings) or _why_not_recoverable(cluster, block, row)
-    if found or settings.coding_copies == 1:
-        return found
-    if block.spread(block.layouts.sharding)[row] > 0.0:
-        return (
-            f"coding_copies = {settings.coding_copies} goes with whole replicas alone, since "
-            "sharded states are lost with their holder: set sharding = none, or coding_copies = 1"
-        )
-    data = int(block.spread(block.layouts.data)[row])
-    if settings.coding_copies > data:
-        return (
-            f"coding_copies = {settings.coding_copies} of each chunk need as many replicas, and "
-            f"data = {data}: raise data, or lower coding_copies"
-        )
-    return ""
+    if missing := missing_tier(cluster, block.settings[int(block.setting[row])]):
+        return missing
+    numbers, masks = _obstacles(cluster, block)
+    shown = {name: int(values[row]) for name, values in numbers.items()}
+    return next((text.format(**shown) for text, mask in masks.items() if mask[row]), "")
 
 
 def refuse_impossible(cluster: Cluster, block: Block) -> None:

@@ -72,26 +72,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outlast.plan.availability import (
-    SMALLEST_RATE,
-    ReplicaAvailability,
-    batches_of,
-    groups_hit,
-    rate_of,
-    replica_availability,
-    summed,
-    waited,
-)
 from outlast.plan.batch import Array, texts
 from outlast.plan.estimate import Term
 from outlast.plan.reliability import (
     DAY_SECONDS,
     HOUR_SECONDS,
+    SMALLEST_RATE,
     Number,
     Reliability,
+    ReplicaAvailability,
+    batches_of,
     column,
+    groups_hit,
     lost_nodes,
+    rate_of,
+    replica_availability,
     require,
+    summed,
+    waited,
 )
 
 LARGEST_EXPONENT = 500.0
@@ -196,11 +194,6 @@ class JobFailure:
     restart: Array
     restore: Array
 
-    @property
-    def back_seconds(self) -> Array:
-        """From the stop to the first second of work that has not been done before."""
-        return self.late + self.redone + self.restart + self.restore
-
 
 def job_failures(
     settings: Reliability, nodes: Array, going: ReplicaAvailability
@@ -232,7 +225,8 @@ def job_failures(
 
 def _restored(settings: Reliability, lost: int) -> tuple[Array, Array, Array]:
     """Index of the first used tier that survives so many nodes, its restore and its latency."""
-    index, restore, latency, apart = -np.ones(1), np.zeros(1), np.zeros(1), np.zeros(1)
+    index = -np.ones(1)
+    restore = latency = apart = np.zeros(1)
     for position, tier in enumerate(settings.tiers):
         if tier.survives_nodes >= lost:
             takes = (index < 0.0) & (column(tier.every) > 0.0)
@@ -341,9 +335,6 @@ def _tries(shares: Array, others: Array, failure: Array, success: Array) -> list
     return found
 
 
-SMALLEST = 1e-30
-
-
 @dataclass(frozen=True, slots=True)
 class Loss:
     """One kind of failure, all arrays (candidates,) or (1,).
@@ -384,20 +375,13 @@ def losses_of(
         )
         strikes = summed(np.where(other.tier >= stop.tier, other.rate, 0.0) for other in stops)
         mean, square = age_moments(between, strikes)
-        back = np.minimum(stop.back_seconds, 1.0 / np.maximum(strikes, SMALLEST))
-        least = stop.detection + back
-        found.append(
-            Loss(
-                stop.name,
-                stop.rate * per_second,
-                least + mean,
-                square - mean**2,
-                least,
-                stop.rate * between,
-            )
-        )
+        # Until the first second of work that has not been done before.
+        back = stop.late + stop.redone + stop.restart + stop.restore
+        least = stop.detection + np.minimum(back, 1.0 / np.maximum(strikes, SMALLEST_RATE))
+        count, variance = stop.rate * per_second, square - mean**2
+        found.append(Loss(stop.name, count, least + mean, variance, least, stop.rate * between))
     raw = summed(loss.count * loss.mean_seconds for loss in found)
-    scale = np.where(raw > 0.0, excess / np.maximum(raw, SMALLEST), 0.0)
+    scale = np.where(raw > 0.0, excess / np.maximum(raw, SMALLEST_RATE), 0.0)
     return tuple(
         replace(
             loss,
@@ -567,9 +551,8 @@ def _exposed(
     return per_interval * interval, terms, tuple(apart * whole for apart in every)
 
 
-def _part(overhead: object) -> Array:
-    added = np.atleast_1d(np.asarray(overhead, dtype=np.float64))
-    return added / (1.0 + added)
+def _part(overhead: Number) -> Array:
+    return column(overhead) / (1.0 + column(overhead))
 
 
 def _noticed_rate(settings: Reliability, silent: Array) -> Array:
@@ -678,7 +661,7 @@ def finish(run: Goodput, productive_seconds: Number) -> Finish:
     """
     require("productive_seconds", productive_seconds, 0.0, above=True)
     work = column(productive_seconds)
-    expected = np.minimum(work / np.maximum(run.ettr, SMALLEST), LARGEST_SECONDS)
+    expected = np.minimum(work / np.maximum(run.ettr, SMALLEST_RATE), LARGEST_SECONDS)
     count = mean = variance = weight = np.zeros(1)
     least = np.full(1, np.inf)
     for loss in run.losses:
@@ -692,13 +675,13 @@ def finish(run: Goodput, productive_seconds: Number) -> Finish:
         least = np.where(number > 0.0, np.minimum(least, loss.least_seconds), least)
     mean = np.minimum(mean, expected - work)
     free = np.exp(-np.minimum(weight, 700.0))
-    happens = np.maximum(1.0 - free, SMALLEST)
+    happens = np.maximum(1.0 - free, SMALLEST_RATE)
     middle = mean / happens
     least = np.minimum(np.where(np.isfinite(least), least, 0.0), 0.9 * middle)
     # Of the delay given that there is one: second moment over its probability, less the mean's.
     spread = np.maximum((variance + mean**2) / happens - middle**2, 1e-12 * middle**2)
-    beyond = np.maximum(middle - least, SMALLEST)
-    shape = np.clip(beyond**2 / np.maximum(spread, SMALLEST), 1e-3, 1e9)
+    beyond = np.maximum(middle - least, SMALLEST_RATE)
+    shape = np.clip(beyond**2 / np.maximum(spread, SMALLEST_RATE), 1e-3, 1e9)
     shares = run.terms["lost work"]
     every = np.broadcast_arrays(
         expected,
@@ -709,6 +692,6 @@ def finish(run: Goodput, productive_seconds: Number) -> Finish:
         free,
         least,
         shape,
-        np.maximum(beyond / shape, SMALLEST),
+        np.maximum(beyond / shape, SMALLEST_RATE),
     )
     return Finish(*every)

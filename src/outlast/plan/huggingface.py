@@ -325,9 +325,8 @@ def _attention(read: _Config) -> dict[str, int]:
 
 
 def _kv_heads(read: _Config, heads: int) -> int:
-    if read.kind == "gpt_bigcode":
-        return 1 if read.flag("multi_query", True) else heads
-    if read.kind == "falcon" and not read.flag("new_decoder_architecture", False):
+    old_falcon = read.kind == "falcon" and not read.flag("new_decoder_architecture", False)
+    if read.kind == "gpt_bigcode" or old_falcon:
         return 1 if read.flag("multi_query", True) else heads
     names = SYNONYMS["num_key_value_heads"]
     if read.family.states_kv_heads and not any(name in read.table for name in names):
@@ -374,49 +373,36 @@ def _feed_forward(read: _Config) -> dict[str, Any]:
             "experts_per_token": chosen,
             "expert_intermediate": _intermediate(read),
         }
+    key = "intermediate_size" if kind == "llama4" else "moe_intermediate_size"
+    width, layers = read.size(key), read.size("num_hidden_layers")
     if kind == "llama4":
-        return _interleaved(read)
-    width = read.size("moe_intermediate_size")
-    if kind == "deepseek":
+        # Mixtures with one expert for all tokens are in every n-th block, or in those named.
+        every = read.size("interleave_moe_layer_step", default=1)
+        mixtures = set(read.named("moe_layers") or range(every - 1, layers, every))
+        shared, dense = width, [block for block in range(layers) if block not in mixtures]
+    elif kind == "deepseek":
         # Dense blocks of a DeepSeek model: the first ones, and those between every n-th.
-        layers, first = read.size("num_hidden_layers"), read.size("first_k_dense_replace", least=0)
+        first = read.size("first_k_dense_replace", least=0)
         every = read.size("moe_layer_freq", default=1)
-        shared, dense = (
-            read.size("n_shared_experts", default=0, least=0) * width,
-            ([index for index in range(layers) if index < first or index % every != 0]),
-        )
+        shared = read.size("n_shared_experts", default=0, least=0) * width
+        dense = [block for block in range(layers) if block < first or block % every != 0]
     else:
+        # Dense blocks of a Qwen mixture: those that are named, and those between every n-th.
         key = "shared_expert_intermediate_size"
         shared = read.size(key, least=0) if read.kind == "qwen2_moe" else 0
-        dense = _skipped(read)
+        every, named = read.size("decoder_sparse_step", default=1), read.named("mlp_only_layers")
+        dense = [block for block in range(layers) if block in named or (block + 1) % every != 0]
+    inner = 0
+    if dense:
+        inner = read.size("intermediate_size_mlp") if kind == "llama4" else _intermediate(read)
     return {
-        "intermediate": _intermediate(read) if dense else 0,
+        "intermediate": inner,
         "experts": experts,
         "experts_per_token": chosen,
         "expert_intermediate": width,
         "shared_intermediate": shared,
-        **_placed(dense),
-    }
-
-
-def _placed(dense: list[int]) -> dict[str, Any]:
-    first = dense == list(range(len(dense)))
-    return {"dense_layers": len(dense), "dense_blocks": () if first else tuple(dense)}
-
-
-def _interleaved(read: _Config) -> dict[str, Any]:
-    """Llama 4: mixtures with one expert for all tokens in every n-th block, or in those named."""
-    layers, width = read.size("num_hidden_layers"), read.size("intermediate_size")
-    every = read.size("interleave_moe_layer_step", default=1)
-    mixtures = set(read.named("moe_layers") or range(every - 1, layers, every))
-    dense = [block for block in range(layers) if block not in mixtures]
-    return {
-        "intermediate": read.size("intermediate_size_mlp") if dense else 0,
-        "experts": read.size("experts"),
-        "experts_per_token": read.size("experts_per_token"),
-        "expert_intermediate": width,
-        "shared_intermediate": width,
-        **_placed(dense),
+        "dense_layers": len(dense),
+        "dense_blocks": () if dense == list(range(len(dense))) else tuple(dense),
     }
 
 
@@ -432,19 +418,14 @@ def _intermediate(read: _Config) -> int:
     )
 
 
-def _skipped(read: _Config) -> list[int]:
-    """Dense blocks of a Qwen mixture: those that are named, and those between every n-th."""
-    layers = read.size("num_hidden_layers")
-    every, named = read.size("decoder_sparse_step", default=1), read.named("mlp_only_layers")
-    return [index for index in range(layers) if index in named or (index + 1) % every != 0]
-
-
 def _norms(read: _Config, model: Transformer) -> int:
     """Weights and biases of norms beyond two weights per block and a final one."""
     family = read.family
     norms = family.norms
-    if read.kind == "falcon":
-        norms = _falcon_norms(read)
+    if read.kind == "falcon" and read.flag("new_decoder_architecture", False):
+        norms = read.size("num_ln_in_parallel_attn", default=2)
+    elif read.kind == "falcon":
+        norms = 1 if read.flag("parallel_attn", True) else 2
     elif read.kind == "stablelm" and read.flag("use_parallel_residual", False):
         norms = 1
     final = 0 if read.kind == "opt" and not read.flag("do_layer_norm_before", True) else 1
@@ -466,12 +447,6 @@ def _norms(read: _Config, model: Transformer) -> int:
         squeezed = read.size("q_lora_rank", default=0)
         total += model.layers * (squeezed + read.size("kv_lora_rank"))
     return total - (2 * model.layers + 1) * model.hidden
-
-
-def _falcon_norms(read: _Config) -> int:
-    if read.flag("new_decoder_architecture", False):
-        return read.size("num_ln_in_parallel_attn", default=2)
-    return 1 if read.flag("parallel_attn", True) else 2
 
 
 def _biases(read: _Config, model: Transformer) -> int:
@@ -533,21 +508,12 @@ def published(name: str) -> Transformer:
     Raises:
         PlanError: No such name; the sentence suggests near ones.
     """
-    return transformer_of(published_model(name).config, name.casefold())
-
-
-def published_model(name: str) -> PublishedModel:
-    """The config, parameter count and source of a well-known model.
-
-    Raises:
-        PlanError: No such name; the sentence suggests near ones.
-    """
     wanted = name.casefold()
     if wanted not in MODELS:
         near = difflib.get_close_matches(wanted, MODELS, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(MODELS)}"
         raise PlanError(f"no published model is named {name!r}: {hint}")
-    return MODELS[wanted]
+    return transformer_of(MODELS[wanted].config, wanted)
 
 
 MODELS: Mapping[str, PublishedModel] = {

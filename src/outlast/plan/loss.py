@@ -28,7 +28,7 @@ import numpy as np
 
 from outlast.coding.cost import dropped_error, lost_chunks
 from outlast.hardware.figure import Unavailable
-from outlast.plan.batch import texts
+from outlast.plan.batch import once_each, texts
 from outlast.plan.estimate import NORMAL_90, Interval, Source, Term, Total
 from outlast.plan.facts import facts
 from outlast.plan.mechanisms import form_of
@@ -237,13 +237,13 @@ def coding_error(workers: Array, chunks_per_worker: Array, copies: Array, failur
     Raises:
         CodingError: For settings out of range.
     """
+
+    def error(ranks: float, chunks: float, held: float, probability: float) -> float:
+        lost = lost_chunks(int(ranks), int(chunks), int(held), probability)
+        return dropped_error(1.0 - lost / (ranks * chunks))
+
     rows = np.broadcast_arrays(workers, chunks_per_worker, copies, failure)
-    settings, places = np.unique(np.stack(rows, axis=-1), axis=0, return_inverse=True)
-    errors = []
-    for ranks, chunks, held, probability in settings:
-        lost = lost_chunks(int(ranks), int(chunks), int(held), float(probability))
-        errors.append(dropped_error(1.0 - lost / (ranks * chunks)))
-    return np.asarray(errors, dtype=float)[places.reshape(-1)]
+    return once_each(error, *(row.ravel() for row in rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,24 +385,6 @@ UNEQUAL = "trained on different numbers of tokens: no comparison at equal data"
 
 
 @dataclass(frozen=True, slots=True)
-class _Losses:
-    """Of runs.
-
-    Attributes:
-        terms: (cases,) nats by name, without E.
-        gradient: (cases, 5) of the loss by the law's constants.
-        shifts: (4, 2, cases) nats more than the best guess when what governs repeats, batch,
-            precision and rank is at the lower or the upper end of its range.
-        flags: By phrase (cases,) of bool, and the terms that it speaks of.
-    """
-
-    terms: Mapping[str, Array]
-    gradient: Array
-    shifts: Array
-    flags: Mapping[str, tuple[NDArray[np.bool_], tuple[str, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
 class Differences:
     """Of (cases,) runs from their baselines, in nats per token; below 0 the run is better.
 
@@ -460,29 +442,35 @@ def loss_differences(run: Runs, baseline: Runs) -> Differences:
         run: (cases,).
         baseline: (cases,) or one.
     """
-    ours, theirs = _losses(run), _losses(baseline)
-    terms = {name: ours.terms[name] - theirs.terms[name] for name in TERMS}
+    (own, slope, moved), (their, their_slope, their_moved) = _losses(run), _losses(baseline)
+    terms = {name: own[name] - their[name] for name in TERMS}
     middle = np.sum(list(terms.values()), axis=0)
-    gradient = ours.gradient - theirs.gradient
+    gradient, shifts = slope - their_slope, moved - their_moved
     covariance = np.asarray(CHINCHILLA.covariance)
     variance = np.einsum("...i,ij,...j->...", gradient, covariance, gradient)
     # Each term is uncertain by a share of itself, and terms that cancel are not certain for that.
     other = CHINCHILLA.other_data**2 * np.sum([values**2 for values in terms.values()], axis=0)
     base = NORMAL_90**2 * (np.maximum(variance, 0.0) + other)
-    shifts = ours.shifts - theirs.shifts
     below, above = np.minimum(shifts.min(axis=1), 0.0), np.maximum(shifts.max(axis=1), 0.0)
     lower, upper = (np.sqrt(base + np.sum(shift**2, axis=0)) for shift in (below, above))
     sizes = np.sum([np.abs(values) for values in terms.values()], axis=0)
-    flags = {}
-    for phrase, (rows, names) in ours.flags.items():
+    flags, doubts = {}, _flags(baseline)
+    for phrase, (rows, names) in _flags(run).items():
         # What hardly makes the difference is no reason to doubt it.
         counts = np.any([np.abs(terms[name]) > _SMALL * sizes for name in names], axis=0)
-        flags[phrase] = counts & (rows | theirs.flags[phrase][0])
+        flags[phrase] = counts & (rows | doubts[phrase][0])
     flags[UNEQUAL] = np.broadcast_to(run.tokens != baseline.tokens, middle.shape)
     return Differences(middle - lower, middle, middle + upper, terms, flags, run, baseline)
 
 
-def _losses(run: Runs) -> _Losses:
+def _losses(run: Runs) -> tuple[Mapping[str, Array], Array, Array]:
+    """Losses of runs, and how sure they are.
+
+    Returns:
+        (cases,) nats of each of `TERMS`, without E; (cases, 5) gradient of the loss by the law's
+        constants; and (4, 2, cases) nats more than the best guess when what governs repeats, batch,
+        precision and rank is at the lower or the upper end of its range.
+    """
     law = CHINCHILLA
     held, kept = run.effective_parameters(), run.effective_tokens()
     fresh = repeated_tokens(run.tokens, run.unique_tokens)
@@ -512,10 +500,12 @@ def _losses(run: Runs) -> _Losses:
         shifts[2, side] = law.parameter_loss(bits) - of_parameters[-1]
         shifts[3, side] = law.parameter_loss(held * rank / run.rank_share) - of_parameters[-1]
     gradient = np.broadcast_to(law.gradient(held, kept), (*rows, 5))
-    return _Losses(terms, gradient, shifts, _flags(run))
+    return terms, gradient, shifts
 
 
 def _flags(run: Runs) -> dict[str, tuple[NDArray[np.bool_], tuple[str, ...]]]:
+    """By phrase, (cases,) of bool, and the terms that it speaks of."""
+
     def outside(values: Array, ends: Sequence[float]) -> NDArray[np.bool_]:
         return np.asarray((values < ends[0]) | (values > ends[1]))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from outlast.coding.cost import CostModel, coding_cost, straggler_factor
 from outlast.errors import PlanError
 from outlast.guard.cost import LIGHT_SHARE, LinearShape, check_seconds, covered_share
-from outlast.plan.batch import Part, texts, total_of
+from outlast.plan.batch import Part, once_each, texts, total_of
 from outlast.plan.energy import activity_at, clock_factors
 from outlast.plan.step_time import half_side
 from outlast.tensorize.cost import layer_cost, step_ratio
@@ -134,12 +134,8 @@ def time_ratios(
         flops = form_of(model, setting).flops_ratio
         efficiency = product_efficiency(model, layouts, constants, setting)
         # Few layouts differ in tokens and ranks, so few numbers are different.
-        levels, places = np.unique(efficiency, return_inverse=True)
-        ratios = [
-            step_ratio(linear_share=1.0, flops_ratio=flops, efficiency=float(level))
-            for level in levels
-        ]
-        known[key] = np.array(ratios)[places.ravel()]
+        ratio = partial(step_ratio, linear_share=1.0, flops_ratio=flops)
+        known[key] = once_each(lambda level, of=ratio: of(efficiency=level), efficiency)
     return np.stack([known[key] for key in keys], axis=-1)
 
 
@@ -149,7 +145,7 @@ def product_efficiency(
     """(layouts,) rate of the form's products over that of the dense ones, at most 1."""
     form, rank_share = settings.tensorize_form, settings.tensorize_rank
     half = half_side(layouts, constants, layouts.matmul_flop_per_s)
-    tokens = layouts.micro_batch * layouts.sequence / layouts.context
+    tokens = layouts.rank_tokens
     dense = structured = operations = np.zeros(1)
     for layer in linear_layers(model):
         rows = tokens * layer.used * layouts.expert if layer.expert else tokens
@@ -359,7 +355,7 @@ def _guard(layouts: Cases, settings: Sequence[Settings]) -> tuple[Array, Array]:
     A structured layer counts as the dense one, whose checks are the dearer ones.
     """
     count = len(layouts)
-    tokens = layouts.micro_batch * layouts.sequence / layouts.context
+    tokens = layouts.rank_tokens
     blocks = layouts.layers / layouts.pipeline
     wide = layouts.intermediate + layouts.experts_per_token * layouts.expert_intermediate
     attention_inputs = layouts.query_width + 2.0 * layouts.kv_width
@@ -464,13 +460,13 @@ def _interpolated(value: Callable[..., float], counts: Sequence[Array], seconds:
     """
     place = np.log10(seconds) * CHUNKS_PER_DECADE
     below = np.floor(place)
-    keys = [np.column_stack([*counts, step]) for step in (below, below + 1.0)]
-    different, inverse = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
-    values = [
-        value(*(int(item) for item in row[:-1]), 10.0 ** (row[-1] / CHUNKS_PER_DECADE))
-        for row in different
-    ]
-    low, high = np.array(values)[inverse.ravel()].reshape(2, -1)
+
+    def at(*row: float) -> float:
+        return value(*map(int, row[:-1]), 10.0 ** (row[-1] / CHUNKS_PER_DECADE))
+
+    columns = (*counts, below), (*counts, below + 1.0)
+    pairs = [np.concatenate(both) for both in zip(*columns, strict=True)]
+    low, high = once_each(at, *pairs).reshape(2, -1)
     return np.asarray(low + (place - below) * (high - low))
 
 

@@ -65,16 +65,11 @@ def activations(cases: Cases, constants: MemoryConstants, stage: Stage) -> Activ
         constants: Values per width, copies of logits, buffers.
         stage: Of each case.
     """
-    tokens = cases.micro_batch * cases.sequence / cases.context
     ranks = cases.tensor
     along = np.where(cases.sequence_parallel > 0.0, ranks, 1.0)
-    mixture = cases.mixture_layers / cases.layers
-    wide = (1.0 - mixture) * cases.intermediate + mixture * (
-        cases.experts_per_token * cases.expert_intermediate + cases.shared_intermediate
-    )
-    routed = 2.0 * mixture * cases.experts_per_token * cases.hidden / along
+    routed = 2.0 * cases.mixture * cases.experts_per_token * cases.hidden / along
     inner = constants.attention_values * (cases.query_width + cases.kv_width) + (
-        2.0 * (cases.matrices - 1.0) * wide
+        2.0 * (cases.matrices - 1.0) * cases.active_width
     )
     values = constants.hidden_values * cases.hidden / along + inner / ranks + routed
     scores = np.where(
@@ -86,7 +81,7 @@ def activations(cases: Cases, constants: MemoryConstants, stage: Stage) -> Activ
         values + scores - entry,
         np.where(cases.recompute == 1.0, scores, 0.0),
     )
-    bytes_per_value = tokens * cases.value_bytes
+    bytes_per_value = cases.rank_tokens * cases.value_bytes
     whole = bytes_per_value * (values + scores)
     some = np.minimum(stage.blocks, 1.0)
     undivided = bytes_per_value * cases.hidden * (ranks > 1.0)
@@ -99,7 +94,7 @@ def activations(cases: Cases, constants: MemoryConstants, stage: Stage) -> Activ
         logits=stage.head
         * constants.logit_copies
         * loss_values
-        * tokens
+        * cases.rank_tokens
         * cases.vocabulary
         / ranks,
         backward=some
@@ -425,7 +420,7 @@ def memory_parts(cases: Cases, constants: MemoryConstants, of: Stage) -> tuple[P
         "parameters per rank": held.parameters,
         "blocks": of.blocks,
         "in flight": of.in_flight,
-        "tokens": cases.micro_batch * cases.sequence / cases.context,
+        "tokens": cases.rank_tokens,
         "shards": cases.shards,
         "tensor": cases.tensor,
         "usable": found.usable,

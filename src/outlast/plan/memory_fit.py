@@ -24,13 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
-from outlast.plan.batch import Array, Cases, cases, stage, stage_parameters
+from outlast.plan.batch import Array, Cases, stage, stage_parameters
 from outlast.plan.calibration import Calibration, Constant, step_model_of
 from outlast.plan.conformal import folds, scale_of_few
 from outlast.plan.constants import MEMORY_NAMES, MEMORY_PRIORS, MemoryConstants, memory_constants
 from outlast.plan.facts import facts
 from outlast.plan.memory import LOG_DEVIATION, demand
-from outlast.plan.rows import Row
+from outlast.plan.rows import Row, cases_of
 from outlast.plan.step_fit import most_probable
 from outlast.plan.step_model import StepModel
 
@@ -280,7 +280,7 @@ def runs_of(rows: Sequence[Row]) -> MemoryRuns:
         )
 
     return MemoryRuns(
-        cases=cases([(row.model, row.run, row.cluster) for row in rows]),
+        cases=cases_of(rows),
         allocated_bytes=figures("held_bytes"),
         peak_bytes=figures("allocated_bytes"),
         reserved_bytes=figures("reserved_bytes"),
@@ -345,13 +345,14 @@ def device_constants(fits: Mapping[str, MemoryFit]) -> dict[str, Constant]:
     """Device memory fits as constants of a calibration file."""
     found = {}
     for framework, fitted in fits.items():
-        start = f"{_DEVICE_PREFIX}{framework}: "
-        for name in MEMORY_NAMES:
-            unit, deviation = MEMORY_PRIORS[name].unit, fitted.deviations[name]
-            value = fitted.values[name]
-            found[start + name] = Constant(value, deviation, unit, "calibrated", framework)
-        spread = fitted.log_deviation
-        found[start + _SPREAD] = Constant(spread, 0.0, "1", "calibrated", framework)
+        spread = fitted.log_deviation, 0.0, "1"
+        own = {
+            name: (fitted.values[name], fitted.deviations[name], MEMORY_PRIORS[name].unit)
+            for name in MEMORY_NAMES
+        }
+        for name, figures in (own | {_SPREAD: spread}).items():
+            constant = Constant(*figures, "calibrated", framework)
+            found[f"{_DEVICE_PREFIX}{framework}: {name}"] = constant
     return found
 
 
@@ -391,7 +392,7 @@ def device_memory_of(calibration: Calibration) -> dict[str, MemoryFit]:
 
 
 _MIB = 2.0**20
-_RESIDENT_PREFIX, _RESIDENT_SPREAD = "resident memory: ", "spread"
+_RESIDENT_PREFIX = "resident memory: "
 RESIDENT_NOISE = 0.04
 """Relative standard deviation of a peak around a perfect model."""
 _QUANTILE = 2.0
@@ -441,13 +442,11 @@ def fit_resident(rows: Sequence[Row]) -> Resident:
     known = [row for row in rows if row.fits_memory and row.reserved_bytes is not None]
     if not known:
         raise PlanError("no probe has a memory figure: train with this version of Outlast")
-    numbers = cases([(row.model, row.run, row.cluster) for row in known])
+    numbers = cases_of(known)
     measured = np.array([row.reserved_bytes for row in known], dtype=np.float64)
     design = _design(numbers) / measured[:, None] / RESIDENT_NOISE
-    means, spreads = (
-        np.array([prior[name] for prior in RESIDENT_PRIORS.values()])
-        for name in ("mean", "deviation")
-    )
+    priors = RESIDENT_PRIORS.values()
+    means, spreads = (np.array([prior[key] for prior in priors]) for key in ("mean", "deviation"))
     weights = np.ones(len(known))
     for _ in range(8):
         # Huber's weights: a probe during which the machine ran short of memory counts less.
@@ -480,7 +479,7 @@ def resident_constants(memory: Resident, group: str) -> dict[str, Constant]:
         for (name, prior), deviation in zip(RESIDENT_PRIORS.items(), deviations, strict=True)
     }
     spread = Constant(memory.log_deviation, 0.0, "1", "calibrated", group)
-    return {**found, _RESIDENT_PREFIX + _RESIDENT_SPREAD: spread}
+    return {**found, _RESIDENT_PREFIX + _SPREAD: spread}
 
 
 def resident_of(calibration: Calibration) -> Resident | None:
@@ -489,22 +488,18 @@ def resident_of(calibration: Calibration) -> Resident | None:
     Raises:
         PlanError: Some of its constants are missing.
     """
-    known = calibration.constants
-    names = [_RESIDENT_PREFIX + name for name in (*RESIDENT_PRIORS, _RESIDENT_SPREAD)]
-    missing = [name for name in names if name not in known]
+    names = {name: _RESIDENT_PREFIX + name for name in (*RESIDENT_PRIORS, _SPREAD)}
+    missing = [name for name in names.values() if name not in calibration.constants]
     if len(missing) == len(names):
         return None
     if missing:
         raise PlanError(f"the calibration lacks {missing[0]}: calibrate again with this version")
-    deviations = np.array(
-        [known[_RESIDENT_PREFIX + name].log_deviation for name in RESIDENT_PRIORS]
-    )
-    return Resident(
-        {name: known[_RESIDENT_PREFIX + name].value for name in RESIDENT_PRIORS},
-        np.diag(deviations**2),
-        known[_RESIDENT_PREFIX + _RESIDENT_SPREAD].value,
-        len(calibration.provenance.rows),
-    )
+    known = {name: calibration.constants[own] for name, own in names.items()}
+    spread = known.pop(_SPREAD).value
+    deviations = np.array([constant.log_deviation for constant in known.values()])
+    values = {name: constant.value for name, constant in known.items()}
+    rows = len(calibration.provenance.rows)
+    return Resident(values, np.diag(deviations**2), spread, rows)
 
 
 def _design(cases: Cases) -> Array:
@@ -515,7 +510,7 @@ def _design(cases: Cases) -> Array:
     shards = np.where(cases.sharding == 3.0, cases.sharding_ranks, 1.0)
     # Weights and gradients in fp32, and one or two moments.
     states = parameters / shards * np.where(cases.muon > 0.0, 12.0, 16.0)
-    tokens = cases.micro_batch * cases.sequence / cases.context
+    tokens = cases.rank_tokens
     wide = cases.intermediate + cases.experts_per_token * cases.expert_intermediate
     block = 4.0 * tokens * (10.0 * cases.hidden + 4.0 * (cases.query_width + wide) / cases.tensor)
     layers = cases.layers / cases.pipeline
@@ -523,14 +518,8 @@ def _design(cases: Cases) -> Array:
         cases.recompute == 2.0, layers * 4.0 * tokens * cases.hidden + block, layers * block
     )
     logits = 4.0 * tokens * cases.vocabulary / cases.tensor
-    columns = (
-        np.full(1, _MIB),
-        _MIB * (cases.devices > 1.0),
-        states,
-        kept * (1.0 - cases.half),
-        kept * cases.half,
-        logits,
-    )
+    processes = np.full(1, _MIB), _MIB * (cases.devices > 1.0)
+    columns = *processes, states, kept * (1.0 - cases.half), kept * cases.half, logits
     return np.stack([np.broadcast_to(column, (count,)) for column in columns], axis=1)
 
 

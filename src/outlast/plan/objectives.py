@@ -221,15 +221,10 @@ def joined(parts: Sequence[Objectives]) -> Objectives:
     for item in fields(Objectives):
         if item.name in ("half_widths", "flags"):
             continue
-        values = [getattr(part, item.name) for part in parts]
-        lacking = [value for value in values if isinstance(value, Unavailable)]
-        named[item.name] = (
-            lacking[0]
-            if lacking
-            else np.concatenate(
-                [np.broadcast_to(v, (len(p),)) for v, p in zip(values, parts, strict=True)]
-            )
-        )
+        columns = [part.column(item.name) for part in parts]
+        lacking = [column for column in columns if isinstance(column, Unavailable)]
+        known = [column for column in columns if not isinstance(column, Unavailable)]
+        named[item.name] = lacking[0] if lacking else np.concatenate(known)
     names = dict.fromkeys(name for part in parts for name in part.half_widths)
     named["half_widths"] = {
         name: np.concatenate([part.half_width(name) for part in parts]) for name in names

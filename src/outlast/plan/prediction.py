@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,11 @@ from outlast.plan.constants import MEMORY_PRIORS, PRIORS, Constants, MemoryConst
 from outlast.plan.constraints import warnings
 from outlast.plan.estimate import Interval, Source, Term, Total
 from outlast.plan.fault_tolerance import why_impossible
-from outlast.plan.goodput import SMALLEST, finish, goodput
+from outlast.plan.goodput import finish, goodput
 from outlast.plan.mechanisms import HELD, form_of, operations_ratio
 from outlast.plan.memory import LOG_DEVIATION, block_state_bytes, demand, memory_parts
 from outlast.plan.model import Judged, beyond, in_time, judge, memory_of
+from outlast.plan.reliability import SMALLEST_RATE
 from outlast.plan.space import Block
 from outlast.records import Predicted
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from outlast.plan.configuration import Configuration
     from outlast.plan.goodput import Goodput
     from outlast.plan.model import Context
+    from outlast.plan.reliability import Reliability
 
 
 def stages_held(context: Context, block: Block) -> tuple[tuple[Part, ...], ...]:
@@ -52,7 +54,15 @@ def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, 
     values, fitted = memory_of(context), context.memory
     origin, deviation = "prior", LOG_DEVIATION
     if fitted is None:
-        outside = (*outside, _why_prior(context))
+        why = f"no memory of {context.framework} was measured: priors alone"
+        if context.cluster.processor:
+            why = (
+                "resident memory of a rank by priors alone: what `outlast plan calibrate` measures "
+                "of it is for `outlast train` and `outlast plan compare`"
+            )
+        elif context.framework == "any":
+            why = "no framework is named: memory by priors alone"
+        outside = (*outside, why)
     else:
         origin, deviation = "calibrated", fitted.log_deviation
         if context.memory_elsewhere:
@@ -60,19 +70,7 @@ def memory_total(context: Context, parts: tuple[Part, ...], outside: tuple[str, 
             outside = (*outside, "constants of published runs on other clusters")
     terms = tuple(_term(part, values, MEMORY_PRIORS, origin) for part in parts)
     middle = sum(term.value for term in terms)
-    factor = float(np.exp(1.645 * deviation))
-    return Total("B", Interval(middle / factor, middle, middle * factor, 0.9, outside), terms)
-
-
-def _why_prior(context: Context) -> str:
-    if context.cluster.processor:
-        return (
-            "resident memory of a rank by priors alone: what `outlast plan calibrate` measures of "
-            "it is for `outlast train` and `outlast plan compare`"
-        )
-    if context.framework == "any":
-        return "no framework is named: memory by priors alone"
-    return f"no memory of {context.framework} was measured: priors alone"
+    return Total("B", _around(middle, 1.645 * deviation, outside), terms)
 
 
 def why_unfit(context: Context, block: Block, run: Configuration, judged: Judged) -> str:
@@ -212,18 +210,18 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     outside = beyond(context, block.layouts)
     # With an interval that ends where the devices' peak does.
     least_seconds = _least_seconds(context, run, block.settings[0])
-    published = "published" if context.step.rows else "prior"
-    origin = "calibrated" if context.calibrated else published
+    origin = "published" if context.step.rows else "prior"
+    origin = "calibrated" if context.calibrated else origin
     constants = context.step.constants.constants([context.whose])
     terms = tuple(_term(part, constants, PRIORS, origin) for part in judged.step.parts)
     middle = sum(term.value for term in terms)
-    half = float(np.exp(judged.step_half_widths[0]))
-    widths = context.step.widths
+    width, energy = float(judged.step_half_widths[0]), float(judged.energy_half_widths[0])
+    half = float(np.exp(width))
     # What no run has shown is no middle, but it is possible.
     formulas = middle - sum(term.value for term in terms if term.name == HELD)
     low = max(formulas / half, min(least_seconds, middle))
-    step = Total("s", Interval(low, middle, middle * half, widths.coverage, outside), terms)
-    seconds = step.figure
+    seconds = Interval(low, middle, middle * half, context.step.widths.coverage, outside)
+    step = Total("s", seconds, terms)
     rate = Interval(
         *(run.tokens / seconds.high, run.tokens / seconds.middle, run.tokens / seconds.low),
         seconds.coverage,
@@ -233,9 +231,9 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
     flops = dense * operations_ratio(context.model, block.settings[0], dense) / run.devices
     stages = stages_held(context, block)
     held = tuple(sum(first_of(part.values) for part in stage) for stage in stages)
-    rare, often = _rate_ends(context.cluster, judged)
-    whole = (*outside, RATES_ASSUMED) if _assumed(context.cluster) else outside
-    width, energy = float(judged.step_half_widths[0]), float(judged.energy_half_widths[0])
+    assumed = _assumed(context.cluster)
+    ends = _rate_ends(judged.survival.run, assumed)
+    whole = (*outside, RATES_ASSUMED) if assumed else outside
     left_out: tuple[str, ...] = ()
     if not isinstance(judged.energy, Unavailable):
         left_out = judged.energy.flags
@@ -258,8 +256,8 @@ def predict(context: Context, run: Configuration, settings: Settings | None = No
         headroom_bytes=float(judged.capacity_bytes[0] - judged.memory_bytes[0]),
         joules=_joules(judged, run.devices, (*outside, *left_out)),
         run_joules=_interval(judged.run_joules, energy, (*whole, *left_out)),
-        ettr=_ettr(judged, (rare, often), whole),
-        finish_seconds=_finish(judged, seconds, (rare, often), whole),
+        ettr=_ettr(judged, ends, whole),
+        finish_seconds=_finish(judged, seconds, ends, whole),
         on_time=None if deadline is None else float(in_time(judged, deadline)[0]),
         lost_work_seconds=float(judged.finish.lost_work_seconds[0]),
         checkpoint_seconds=float(judged.survival.interval_seconds[0]),
@@ -321,26 +319,22 @@ def _joules(judged: Judged, devices: int, beyond: tuple[str, ...]) -> Total | Un
     if isinstance(judged.energy, Unavailable):
         return judged.energy
     total = judged.energy.total(0, devices)
-    factor = float(np.exp(judged.energy_half_widths[0]))
-    middle = total.figure.middle
-    return Total(
-        total.unit, Interval(middle / factor, middle, middle * factor, 0.9, beyond), total.terms
-    )
+    width = float(judged.energy_half_widths[0])
+    return replace(total, figure=_around(total.figure.middle, width, beyond))
 
 
 def _assumed(cluster: Cluster) -> tuple[str, ...]:
     """Names of the causes whose rates nobody gave."""
-    sources = {
-        cause.name: cluster.sources.get(f"failures.{cause.name}") for cause in cluster.failures
-    }
     return tuple(
-        name for name, source in sources.items() if source and source.origin == "unverified"
+        cause.name
+        for cause in cluster.failures
+        if (source := cluster.sources.get(f"failures.{cause.name}"))
+        and source.origin == "unverified"
     )
 
 
-def _rate_ends(cluster: Cluster, judged: Judged) -> tuple[Goodput, Goodput]:
+def _rate_ends(run: Reliability, assumed: Sequence[str]) -> tuple[Goodput, Goodput]:
     """The run with as few failures as are likely, and with as many; its settings stay as chosen."""
-    assumed, run = _assumed(cluster), judged.survival.run
 
     def times(power: float) -> Goodput:
         causes = []
@@ -375,7 +369,7 @@ def _finish(
     """
     mean = float(judged.finish.expected_seconds[0])
     early, late = (float(judged.finish.quantile_seconds(share)[0]) for share in (0.1, 0.9))
-    productive = mean * max(first_of(judged.survival.goodput.ettr), SMALLEST)
+    productive = mean * max(first_of(judged.survival.goodput.ettr), SMALLEST_RATE)
     fast, slow = (float(finish(end, productive).expected_seconds[0]) for end in ends)
     # 10th and 90th percentile of the step from its 5th and 95th, as of a normal error.
     step = np.log(seconds.high / seconds.middle) * 1.2816 / 1.6449
@@ -395,7 +389,12 @@ def _interval(
 ) -> Interval | Unavailable:
     if isinstance(values, Unavailable):
         return values
-    middle, factor = first_of(values), float(np.exp(half_width))
+    return _around(first_of(values), half_width, outside)
+
+
+def _around(middle: float, half_width: float, outside: tuple[str, ...]) -> Interval:
+    """With 90 % coverage; as wide on both sides, in log space."""
+    factor = float(np.exp(half_width))
     return Interval(middle / factor, middle, middle * factor, 0.9, outside)
 
 
@@ -412,7 +411,10 @@ def as_record(estimate: Estimate, calibration: str) -> Predicted:
     """An estimate as plain numbers, for the run's records."""
     step, memory, rate = estimate.step_seconds, estimate.memory.figure, estimate.tokens_per_s
     tokens = rate.middle * step.figure.middle
-    joules = None if isinstance(estimate.joules, Unavailable) else estimate.joules.figure
+    joules: tuple[float | None, ...] = (None, None, None)
+    if not isinstance(estimate.joules, Unavailable):
+        found = estimate.joules.figure
+        joules = tuple(end / tokens for end in (found.low, found.middle, found.high))
     return Predicted(
         step_seconds=step.figure.middle,
         step_seconds_low=step.figure.low,
@@ -421,9 +423,9 @@ def as_record(estimate: Estimate, calibration: str) -> Predicted:
         memory_bytes_low=memory.low,
         memory_bytes_high=memory.high,
         tokens_per_s=rate.middle,
-        joules_per_token=None if joules is None else joules.middle / tokens,
-        joules_per_token_low=None if joules is None else joules.low / tokens,
-        joules_per_token_high=None if joules is None else joules.high / tokens,
+        joules_per_token_low=joules[0],
+        joules_per_token=joules[1],
+        joules_per_token_high=joules[2],
         terms={term.name: term.value for term in step.terms},
         coverage=step.figure.coverage,
         extrapolated=list(step.figure.extrapolated),

@@ -43,7 +43,7 @@ from outlast.hardware import Machine, Unavailable, this_machine
 from outlast.plan.api import run_of
 from outlast.plan.batch import Array, Cases, cases
 from outlast.plan.cluster import divided
-from outlast.plan.cluster_file import read_cluster, this_cluster
+from outlast.plan.cluster_file import RATES, read_cluster, this_cluster
 from outlast.plan.constants import memory_constants
 from outlast.plan.huggingface import SYNONYMS
 from outlast.plan.memory import room
@@ -139,16 +139,15 @@ def measured_rates() -> Rates:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise PlanError(f"torch cannot measure this machine: {last}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    rates = Rates(
-        matmul_flop_per_s={name: float(value) for name, value in found["matmul"].items()},
-        memory_bytes_per_s=float(found["memory"]),
-        link_bytes_per_s=loopback_bytes_per_s(),
-        threads=int(found["threads"]),
-    )
-    for value in (*rates.matmul_flop_per_s.values(), rates.memory_bytes_per_s):
+    for value in (*found["matmul"].values(), found["memory"]):
         if not 0.0 < value < math.inf:
             raise PlanError(f"a rate of {value:g} was measured here: measure again")
-    return rates
+    return Rates(
+        matmul_flop_per_s=found["matmul"],
+        memory_bytes_per_s=found["memory"],
+        link_bytes_per_s=loopback_bytes_per_s(),
+        threads=found["threads"],
+    )
 
 
 def loopback_bytes_per_s() -> float:
@@ -237,14 +236,17 @@ def machine_text(rates: Rates, machine: Machine | None = None) -> str:
         f"memory_bytes_per_s = {rates.memory_bytes_per_s:.4g}",
         f"fast_bytes_per_s = {rates.link_bytes_per_s:.4g}",
     ]
-    for table in ("peak_flop_per_s", "matmul_flop_per_s"):
+    sources = [
+        'memory_bytes = "measured: what this process may use"',
+        f'memory_bytes_per_s = "{words}"',
+        'fast_bytes_per_s = "measured: a socket of this machine"',
+    ]
+    # The best product of a precision is all that is known of its peak.
+    for table in RATES:
         lines += ["", f"[cluster.{table}]"]
         lines += [f"{name} = {rate:.4g}" for name, rate in rates.matmul_flop_per_s.items()]
-    lines += ["", "[sources]", 'memory_bytes = "measured: what this process may use"']
-    lines += [f'memory_bytes_per_s = "{words}"']
-    lines += ['fast_bytes_per_s = "measured: a socket of this machine"']
-    for table in ("peak_flop_per_s", "matmul_flop_per_s"):
-        lines += [f'"{table}.{name}" = "{words}"' for name in rates.matmul_flop_per_s]
+        sources += [f'"{table}.{name}" = "{words}"' for name in rates.matmul_flop_per_s]
+    lines += ["", "[sources]", *sources]
     return "\n".join([*lines, ""])
 
 
@@ -435,23 +437,16 @@ def _setting(job: Job, base: Mapping[str, Any], choice: tuple[Any, ...]) -> Sett
     for key in SYNONYMS["max_position_embeddings"]:
         if key in table:
             table[key] = max(int(table[key]), length)
-    varied = _laid_out(job, ranks, kind).model_copy(
-        update={
-            "model": job.model.model_copy(
-                update={"settings": table, "config": None, "directory": None}
-            ),
-            "data": job.data.model_copy(
-                update={"sequence_length": length, "validation_fraction": 0.0, "validation": []}
-            ),
-            "train": job.train.model_copy(
-                update={
-                    "batch_size": samples,
-                    "micro_batch_size": samples // (ranks * passes) if passes > 1 else 0,
-                    "precision": precision,
-                    "activation_checkpointing": again,
-                }
-            ),
-        }
+    varied = _changed(
+        _laid_out(job, ranks, kind),
+        model={"settings": table, "config": None, "directory": None},
+        data={"sequence_length": length, "validation_fraction": 0.0, "validation": []},
+        train={
+            "batch_size": samples,
+            "micro_batch_size": samples // (ranks * passes) if passes > 1 else 0,
+            "precision": precision,
+            "activation_checkpointing": again,
+        },
     )
     try:
         model, run = run_of(varied, ranks)
@@ -467,8 +462,13 @@ def _setting(job: Job, base: Mapping[str, Any], choice: tuple[Any, ...]) -> Sett
 
 def _laid_out(job: Job, ranks: int, kind: str) -> Job:
     degrees = {"replicate": 1, "shard": 1, "tensor": 1, "pipeline": 1, kind: ranks}
-    parallel = job.parallel.model_copy(update=degrees)
-    return job.model_copy(update={"parallel": parallel})
+    return _changed(job, parallel=degrees)
+
+
+def _changed(job: Job, **sections: Mapping[str, object]) -> Job:
+    """The job with other settings in some of its sections."""
+    changed = {name: getattr(job, name).model_copy(update=new) for name, new in sections.items()}
+    return job.model_copy(update=changed)
 
 
 def _scaled(base: Mapping[str, Any], width: float, layers: float) -> dict[str, Any] | None:
@@ -525,24 +525,22 @@ def probe_job(setting: Setting, folder: Path, steps: int) -> Job:
         folder: That will hold the run directory.
         steps: Of the run.
     """
-    job, ranks = setting.job, setting.run.devices
-    quiet: dict[str, Mapping[str, object]] = {
-        "run": {"name": setting.name, "directory": str(folder)},
-        "train": {"steps": steps, "compile": False, "stop_after_steps": 0},
-        "checkpoint": {"every_steps": 0, "writer": "thread", "replay": "off", "mirror": ""},
-        "evaluate": {"every_steps": 0},
-        "sample": {"tokens": 0},
-        "export": {"huggingface": False},
-        "energy": {"measure": False, "prometheus_port": 0},
-        "guard": {"policy": "off", "modules": {}},
-        "coding": {"scheme": "off"},
-        "tensorize": {"form": "off"},
-        "log": {"every_steps": steps, **_NO_TRACKERS},
-        "launch": {"nproc": ranks, "restarts": 0},
-        "schedule": {"name": "constant", "warmup_steps": 0},
-    }
-    sections = {name: getattr(job, name).model_copy(update=item) for name, item in quiet.items()}
-    return job.model_copy(update=sections)
+    return _changed(
+        setting.job,
+        run={"name": setting.name, "directory": str(folder)},
+        train={"steps": steps, "compile": False, "stop_after_steps": 0},
+        checkpoint={"every_steps": 0, "writer": "thread", "replay": "off", "mirror": ""},
+        evaluate={"every_steps": 0},
+        sample={"tokens": 0},
+        export={"huggingface": False},
+        energy={"measure": False, "prometheus_port": 0},
+        guard={"policy": "off", "modules": {}},
+        coding={"scheme": "off"},
+        tensorize={"form": "off"},
+        log={"every_steps": steps, **_NO_TRACKERS},
+        launch={"nproc": setting.run.devices, "restarts": 0},
+        schedule={"name": "constant", "warmup_steps": 0},
+    )
 
 
 def run_probe(
@@ -697,7 +695,8 @@ class Probing:
                 if self._cost(step) > remaining:
                     break
                 self._one(setting, step, remaining)
-            left = [item for item in left if item not in [setting for setting, _ in chosen]]
+            tried = [setting for setting, _ in chosen]
+            left = [item for item in left if item not in tried]
         if len(self.probes) < FEWEST:
             reasons = f" ({self.failures[-1]})" if self.failures else ""
             raise PlanError(
@@ -791,9 +790,4 @@ def numbers_of(settings: Sequence[Setting], cluster: Cluster) -> Cases:
         settings: At least one.
         cluster: As `kept_cluster` gives it.
     """
-    return cases(
-        [
-            (setting.model, setting.run, divided(cluster, setting.run.devices))
-            for setting in settings
-        ]
-    )
+    return cases([(item.model, item.run, divided(cluster, item.run.devices)) for item in settings])

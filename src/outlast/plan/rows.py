@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from outlast.errors import PlanError
-from outlast.plan.batch import Array
+from outlast.plan.batch import Array, Cases, cases
 from outlast.plan.cluster import Cluster
 from outlast.plan.configuration import Configuration
 from outlast.plan.transformer import Transformer
@@ -82,8 +82,20 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Equal for rows of one configuration, whatever the release, so that no fold splits it."""
-        return configuration_key(self.model, self.run, self.cluster)
+        """Equal for rows of one configuration, whatever the release, so that no fold splits it.
+
+        Model, division of work and chip count; names, the framework and its version do not, and
+        neither does the way in which a source fills in `gradient_bytes` and the like.
+        """
+        sizes = [
+            str(getattr(self.model, field.name))
+            for field in fields(self.model)
+            if field.compare and field.name != "name"
+        ]
+        ignored = ("gradient_bytes", "loss_bytes", "balance", "fused_attention", "sharding_ranks")
+        names = [field.name for field in fields(self.run) if field.name not in ignored]
+        ways = [str(getattr(self.run, name)) for name in names]
+        return "/".join([self.cluster.device, *sizes, *ways])
 
     @property
     def fits_time(self) -> bool:
@@ -129,20 +141,9 @@ class Refused:
     reason: str
 
 
-def configuration_key(model: Transformer, run: Configuration, cluster: Cluster) -> str:
-    """A text that two runs share where the model, the division of work and the chip are equal.
-
-    Names, the framework and its version do not count, and neither does the way in which a source
-    fills in `gradient_bytes` and the like: rows of several releases fall in one fold.
-    """
-    sizes = [
-        str(getattr(model, field.name))
-        for field in fields(model)
-        if field.compare and field.name != "name"
-    ]
-    ignored = ("gradient_bytes", "loss_bytes", "balance", "fused_attention", "sharding_ranks")
-    ways = [str(getattr(run, field.name)) for field in fields(run) if field.name not in ignored]
-    return "/".join([cluster.device, *sizes, *ways])
+def cases_of(rows: Sequence[Row]) -> Cases:
+    """The rows' runs as the models read them."""
+    return cases([(row.model, row.run, row.cluster) for row in rows])
 
 
 def forced(rows: Iterable[Row]) -> list[Row]:

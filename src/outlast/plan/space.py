@@ -34,7 +34,7 @@ from outlast.plan.configuration import (
     Sharding,
 )
 from outlast.plan.constraints import legal
-from outlast.plan.emit.targets import TARGETS, can_express, divides_sequences, problem, unwritten
+from outlast.plan.targets import TARGETS, can_express, divides_sequences, problem, unwritten
 from outlast.plan.transformer import Transformer
 
 
@@ -470,9 +470,12 @@ def space(
         table, layouts = runnable(model, base, cluster, table, framework=framework, target=target)
     count = len(table["data"])
     if not count:
+        counts = ", ".join(f"{number:,}" for number in axes.devices[:6])
+        if (more := len(axes.devices) - 6) > 0:
+            counts += f" or {more} other numbers of"
         raise PlanError(
             f"no legal configuration of {model.name} with batch = {base.batch} and sequence = "
-            f"{base.sequence} takes {_listed(axes.devices)} devices of {cluster.name}: give other "
+            f"{base.sequence} takes {counts} devices of {cluster.name}: give other "
             "device counts, or a batch that they divide"
         )
     settings = (mechanisms or Mechanisms()).settings()
@@ -489,8 +492,3 @@ def space(
         layout, setting = layout[possible], setting[possible]
     whole = Block(layouts, settings, layout, setting)
     return Space(cluster, base, table, whole, framework)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    some = [f"{number:,}" for number in numbers]
-    return ", ".join(some[:6]) + (f" or {len(some) - 6} other numbers of" if len(some) > 6 else "")

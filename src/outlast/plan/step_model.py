@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import numpy as np
 
-from outlast.plan.batch import Array, Cases, Part, cases, texts, total_of
+from outlast.plan.batch import Array, Cases, Part, texts, total_of
 from outlast.plan.conformal import (
     OTHERS,
     Conformal,
@@ -17,7 +18,7 @@ from outlast.plan.conformal import (
     folds,
     support_of,
 )
-from outlast.plan.rows import Row
+from outlast.plan.rows import Row, cases_of
 from outlast.plan.step_fit import (
     Belonging,
     Fit,
@@ -134,7 +135,8 @@ class StepModel:
         mixture = first["experts"] > 1.0
         if self.calibrated(whose, mixture=mixture):
             place = self.places.get(whose.group(mixture=mixture))
-            return _outside(place.ranges if place else self.support, first)
+            spans = (place.ranges if place else self.support).outside(first)
+            return tuple(f"outside measured range: {span}" for span in spans)
         reasons = [f"not calibrated on this cluster ({whose.cluster})"]
         if not self.rows:
             return ("nothing was calibrated: priors alone", *reasons)
@@ -150,10 +152,8 @@ class StepModel:
             alike = [place.ranges for name, place in self.places.items() if beginning in name]
             if alike:
                 break
-        seen = alike[0] if alike else self.support
-        for ranges in alike[1:]:
-            seen = seen.joined(ranges)
-        return (*reasons, *_outside(seen, first))
+        seen = reduce(Support.joined, alike) if alike else self.support
+        return (*reasons, *(f"outside measured range: {span}" for span in seen.outside(first)))
 
     def seconds(self, cases: Cases, whose: Sequence[Belonging]) -> Array:
         """(cases,) with the correction."""
@@ -216,7 +216,7 @@ def fitted(rows: Sequence[Row], prior: Fit | None = None) -> tuple[Fit, Residual
         rows: All with `fits_time`.
         prior: What other runs have taught.
     """
-    numbers, whose = _numbers(rows), [belonging(row) for row in rows]
+    numbers, whose = cases_of(rows), [belonging(row) for row in rows]
     found = fit(numbers, _seconds(rows), whose, prior=prior)
     plain = step_seconds(numbers, found.constants(whose))
     places = [item.place for item in whose]
@@ -235,7 +235,7 @@ def validate(
         prior: What other runs have taught.
     """
     fold = folds([row.key for row in rows], count, seed)
-    numbers = _numbers(rows)
+    numbers = cases_of(rows)
     predicted, deviations, distances = (np.zeros(len(rows)) for _ in range(3))
     for number in range(count):
         kept = [row for row, own in zip(rows, fold, strict=True) if own != number]
@@ -267,15 +267,12 @@ def validate_elsewhere(rows: Sequence[Row]) -> Validation | None:
     if len(names) < FEWEST_SITES:
         return None
     predicted, deviations = np.zeros(len(rows)), np.zeros(len(rows))
-    numbers = _numbers(rows)
+    numbers = cases_of(rows)
     for name in names:
-        out = np.flatnonzero(sites == name)
-        found = fit(
-            numbers.taken(sites != name),
-            _seconds([row for row in rows if row.cluster.name != name]),
-            [belonging(row) for row in rows if row.cluster.name != name],
-        )
-        asked, whose = numbers.taken(out), [belonging(rows[int(index)]) for index in out]
+        out, others = sites == name, [row for row in rows if row.cluster.name != name]
+        found = fit(numbers.taken(~out), _seconds(others), [belonging(row) for row in others])
+        asked = numbers.taken(out)
+        whose = [belonging(row) for row in rows if row.cluster.name == name]
         predicted[out] = step_seconds(asked, found.constants(whose))
         unseen = [Belonging(item.chip, UNSEEN, UNSEEN) for item in whose]
         deviations[out] = found.log_deviation(asked, unseen)
@@ -341,10 +338,6 @@ def _places(rows: Sequence[Row], groups: Sequence[str]) -> dict[str, Place]:
     return places
 
 
-def _outside(ranges: Support, features: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(f"outside measured range: {span}" for span in ranges.outside(features))
-
-
 def _features(cases: Cases) -> dict[str, Array]:
     found = {name: getattr(cases, name) for name in RANGES}
     return {**found, "unfused": 1.0 - cases.fused_attention}
@@ -356,14 +349,10 @@ def distances_from(support: Support, cases: Cases) -> Array:
     return np.broadcast_to(away, (len(cases),))
 
 
-def _numbers(rows: Sequence[Row]) -> Cases:
-    return cases([(row.model, row.run, row.cluster) for row in rows])
-
-
 def _seconds(rows: Sequence[Row]) -> Array:
     return np.array([row.step_seconds or np.nan for row in rows])
 
 
 def ranges_of(rows: Sequence[Row]) -> Support:
     """Of the features of some runs."""
-    return support_of(_features(_numbers(rows)))
+    return support_of(_features(cases_of(rows)))

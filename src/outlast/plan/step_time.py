@@ -41,23 +41,6 @@ PROCESSOR_SIDE = 0.1
 """Of `matmul_half_side`, for fp32 on processors: no kernel fills hundreds of units."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One block, forward, in seconds of shape (cases,).
-
-    Attributes:
-        products: Matrix products of projections and feed-forward parts.
-        attention: Scores, softmax and their use.
-        elementwise: Norms, activations, residuals, casts.
-        tokens: Of one micro-batch on one rank.
-    """
-
-    products: Array
-    attention: Array
-    elementwise: Array
-    tokens: Array
-
-
 def product_seconds(
     cases: Cases, constants: Constants, rows: Array, inner: Array, columns: Array
 ) -> Array:
@@ -111,10 +94,14 @@ def _feed_forward(cases: Cases, constants: Constants, rows: Array, width: Array)
     )
 
 
-def block(cases: Cases, constants: Constants) -> Block:
-    """An average block of the model, so that mixtures and dense blocks count by their share."""
-    ranks = cases.tensor
-    tokens = cases.micro_batch * cases.sequence / cases.context
+def forward_seconds(cases: Cases, constants: Constants) -> tuple[Array, Array, Array]:
+    """An average block of the model, so that mixtures and dense blocks count by their share.
+
+    Returns:
+        Forward, (cases,) each: matrix products of projections and feed-forward parts; scores,
+        softmax and their use; and norms, activations, residuals and casts.
+    """
+    ranks, tokens = cases.tensor, cases.rank_tokens
     qkv = (cases.query_width + 2.0 * cases.kv_width) / ranks
     products = product_seconds(cases, constants, tokens, cases.hidden, qkv) + product_seconds(
         cases, constants, tokens, cases.query_width / ranks, cases.hidden
@@ -122,7 +109,7 @@ def block(cases: Cases, constants: Constants) -> Block:
     # Projections that are not four plain matrices (multi-head latent attention) cost by their size.
     plain = cases.hidden * (2.0 * cases.query_width + 2.0 * cases.kv_width)
     products = products * cases.attention_parameters / plain
-    mixture = cases.mixture_layers / cases.layers
+    mixture = cases.mixture
     # Each expert of the busiest rank gets its share of all that the group routes.
     routed = tokens * cases.experts_per_token * constants.expert_imbalance
     per_expert = routed * cases.expert / np.maximum(cases.experts, 1.0)
@@ -149,9 +136,7 @@ def block(cases: Cases, constants: Constants) -> Block:
     )
 
     along = np.where(cases.sequence_parallel > 0.0, ranks, 1.0)
-    wide = (1.0 - mixture) * cases.intermediate + mixture * (
-        cases.experts_per_token * cases.expert_intermediate + cases.shared_intermediate
-    )
+    wide = cases.active_width
     values = 8.0 * cases.hidden / along + (4.0 * cases.query_width + cases.matrices * wide) / ranks
     # A processor's norms, rotations and activations are an operation each, on fp32 values.
     values = np.where(cases.processor > 0.0, EAGER_PASSES * values, values)
@@ -163,7 +148,7 @@ def block(cases: Cases, constants: Constants) -> Block:
         / ranks
     )
     elementwise = tokens * value_bytes * (values + casts) / bandwidth
-    return Block(products, attention, elementwise, tokens)
+    return products, attention, elementwise
 
 
 def score_blocks_seconds(cases: Cases, constants: Constants) -> Array:
@@ -326,9 +311,7 @@ class Stages:
     transfers: Array
 
 
-def stages(
-    cases: Cases, constants: Constants, block_seconds: Array, head: Array, tokens: Array
-) -> Stages:
+def stages(cases: Cases, constants: Constants, block_seconds: Array, head: Array) -> Stages:
     """The stages of some runs.
 
     Args:
@@ -336,7 +319,6 @@ def stages(
         constants: Of the calibration, or the priors' medians.
         block_seconds: Of one block and micro-batch, forward and backward.
         head: Seconds of head and loss of one micro-batch.
-        tokens: Of one micro-batch on one rank.
     """
     piped = cases.pipeline > 1.0
     most = np.where(piped, most_blocks(cases, head / block_seconds), cases.layers)
@@ -357,7 +339,7 @@ def stages(
     stride = cases.tensor * cases.context * cases.data
     transfer_group = group(cases, constants, cases.pipeline, stride)
     along = np.where(cases.sequence_parallel > 0.0, cases.tensor, 1.0)
-    handed = 2.0 * tokens * cases.hidden * cases.value_bytes / along
+    handed = 2.0 * cases.rank_tokens * cases.hidden * cases.value_bytes / along
     hop = np.where(piped, hop_seconds(cases, constants, transfer_group, handed), 0.0)
     hops = cases.micro_batches * cases.stages_per_rank + cases.pipeline - 1.0
     transfers = constants.transfer_exposed * hop * hops
@@ -505,7 +487,7 @@ def orthogonal_seconds(cases: Cases, constants: Constants, blocks: Array) -> Arr
     plain = plain + _iterations(cases, constants, hidden, cases.kv_width) * 2.0
     plain = plain + _gathered(cases, constants, hidden, cases.query_width) * 2.0
     plain = plain + _gathered(cases, constants, hidden, cases.kv_width) * 2.0
-    mixture = cases.mixture_layers / cases.layers
+    mixture = cases.mixture
     dense = cases.matrices * _iterations(cases, constants, hidden, cases.intermediate)
     # The last matrix of a feed-forward layer is the one with fewer rows than columns.
     dense = dense + _gathered(cases, constants, hidden, cases.intermediate)
@@ -562,7 +544,6 @@ class Layer:
     """One block for one micro-batch, forward and backward, in seconds of shape (cases,).
 
     Attributes:
-        block: Its forward pass.
         products: Matrix products, those that are computed again included.
         attention: Likewise.
         elementwise: Likewise.
@@ -573,7 +554,6 @@ class Layer:
         host: What starting kernels and waiting in pipelines adds.
     """
 
-    block: Block
     products: Array
     attention: Array
     elementwise: Array
@@ -591,23 +571,24 @@ class Layer:
 
 def layer(cases: Cases, constants: Constants) -> Layer:
     """An average block, forward and backward."""
-    forward = block(cases, constants)
+    tokens = cases.rank_tokens
+    products, attention, elementwise = forward_seconds(cases, constants)
     again = (cases.recompute == 2.0) * 1.0
     # The backward pass of fused attention computes the scores again: 5 products against 2.
     backward = np.where(cases.fused_attention > 0.0, 2.5, 2.0)
-    products = forward.products * (3.0 + again)
-    attention = forward.attention * (1.0 + backward + (cases.recompute > 0.0))
+    products = products * (3.0 + again)
+    attention = attention * (1.0 + backward + (cases.recompute > 0.0))
     attention = attention + score_blocks_seconds(cases, constants)
-    elementwise = forward.elementwise * (3.0 + again)
+    elementwise = elementwise * (3.0 + again)
 
     one = np.ones(1)
     tensor_group = group(cases, constants, cases.tensor, one)
-    message = forward.tokens * cases.hidden * cases.value_bytes
+    message = tokens * cases.hidden * cases.value_bytes
     collectives = 4.0 + 2.0 * again
     tensor = constants.tensor_exposed * collectives * all_reduce_seconds(tensor_group, message)
 
     context_group = group(cases, constants, cases.context, cases.tensor)
-    pairs = 2.0 * forward.tokens * cases.kv_width / cases.tensor * cases.value_bytes
+    pairs = 2.0 * tokens * cases.kv_width / cases.tensor * cases.value_bytes
     # Keys and values go from neighbour to neighbour: a hop over the network has one adapter.
     passed = 3.0 * (cases.context - 1.0) * hop_seconds(cases, constants, context_group, pairs)
     context = np.where(cases.context > 1.0, np.maximum(passed - 0.5 * attention, 0.1 * passed), 0.0)
@@ -615,7 +596,7 @@ def layer(cases: Cases, constants: Constants) -> Layer:
     expert_group = group(cases, constants, cases.expert, cases.tensor * cases.context)
     sent = constants.expert_imbalance * message / cases.tensor
     # To experts and back, forward and backward.
-    expert = (cases.mixture_layers / cases.layers) * np.where(
+    expert = cases.mixture * np.where(
         cases.expert > 1.0,
         (4.0 + 2.0 * again) * routing_seconds(cases, constants, expert_group, sent),
         0.0,
@@ -628,21 +609,13 @@ def layer(cases: Cases, constants: Constants) -> Layer:
     joined = (device**OVERLAP_POWER + host**OVERLAP_POWER) ** (1.0 / OVERLAP_POWER)
     # A processor's threads start kernels and compute them in turn.
     joined = np.where(cases.processor > 0.0, device + host, joined)
-    return Layer(
-        forward,
-        products,
-        attention,
-        elementwise,
-        tensor,
-        context,
-        expert,
-        joined - device,
-    )
+    collective = tensor, context, expert
+    return Layer(products, attention, elementwise, *collective, host=joined - device)
 
 
 def head_seconds(cases: Cases, constants: Constants) -> Array:
     """Head and loss of one micro-batch, forward and backward."""
-    tokens = cases.micro_batch * cases.sequence / cases.context
+    tokens = cases.rank_tokens
     columns = cases.vocabulary / cases.tensor
     # Frameworks that compute blocks in fp8 leave the head in bf16.
     rate = np.where(cases.quantized > 0.0, cases.newton_flop_per_s, cases.matmul_flop_per_s)
@@ -665,13 +638,13 @@ def step_parts(cases: Cases, constants: Constants) -> tuple[Part, ...]:
     """
     one = layer(cases, constants)
     head = head_seconds(cases, constants)
-    split = stages(cases, constants, one.seconds, head, one.block.tokens)
+    split = stages(cases, constants, one.seconds, head)
     # Parameters of the rank that holds most.
     piped = cases.pipeline > 1.0
     ends = np.where(piped, 1.0, np.where(cases.tied > 0.0, 1.0, 2.0))
     held = shard_sizes(cases, np.where(piped, split.most, cases.layers), ends)
     bandwidth = cases.memory_bytes_per_s * constants.memory_efficiency
-    embedding = 8.0 * one.block.tokens * cases.hidden * cases.value_bytes / bandwidth
+    embedding = 8.0 * cases.rank_tokens * cases.hidden * cases.value_bytes / bandwidth
 
     # Transfers hide behind kernels and their starts, not behind other transfers, nor behind the
     # half of attention that hides the context ranks' keys and values.
@@ -717,7 +690,7 @@ def step_parts(cases: Cases, constants: Constants) -> tuple[Part, ...]:
     inputs = {
         "micro-batches": batches,
         "blocks per stage": split.even,
-        "tokens": one.block.tokens,
+        "tokens": cases.rank_tokens,
         "block seconds": one.seconds,
         "head seconds": head,
         "parameters per rank": held.all,

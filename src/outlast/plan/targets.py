@@ -9,9 +9,10 @@ Which limits a target has and how they are said is in `facts/targets.toml`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -191,20 +192,15 @@ def problem(target: str, model: Transformer, run: Configuration) -> str | None:
     if not found:
         return None
     limit = facts("targets")["limits"][found[0]]
-    said = ", ".join(
-        f"{name} = {_shown(getattr(run if hasattr(run, name) else model, name))}"
-        for name in limit["settings"]
-    )
+    # As JSON: true and false, and texts in quotes.
+    values = {
+        name: getattr(run if hasattr(run, name) else model, name) for name in limit["settings"]
+    }
+    said = ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
     return (
         f"{said} cannot be expressed for {chosen.title}: {limit['why']}; the nearest is "
         f"{limit['nearest']}"
     )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def unwritten(target: str, model: Transformer) -> str | None:
