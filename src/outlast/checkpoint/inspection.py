@@ -1,7 +1,7 @@
 """Looking into stores: versions, tensors, coding, values and space; verifying and pruning.
 
-Needs neither torch nor the training's code. `difference` compares two versions, `extract` writes
-one as safetensors.
+Needs neither torch nor the training's code. `outlast.checkpoint.content` compares two
+versions and writes one as safetensors.
 """
 
 from __future__ import annotations
