@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.cost import IntervalEstimator
     from outlast.checkpoint.encoder import Reduction
     from outlast.checkpoint.lane import SaveHandle, SaveResult
-    from outlast.checkpoint.replay import ReplayLog
-    from outlast.checkpoint.restore import Restored
+    from outlast.checkpoint.restore import ReplayLog, Restored
     from outlast.checkpoint.storage import storage_of
     from outlast.checkpoint.store import CheckpointStore
     from outlast.checkpoint.tiers import DrainResult, Tier
@@ -35,7 +34,7 @@ _HOMES = {
     "DrainResult": "tiers",
     "IntervalEstimator": "cost",
     "Reduction": "encoder",
-    "ReplayLog": "replay",
+    "ReplayLog": "restore",
     "Restored": "restore",
     "Retention": "version",
     "SaveHandle": "lane",

@@ -149,7 +149,12 @@ class CopyWindow:
         Weights may be exchanged for a while, as those of an average for an evaluation, and be back
         when the window is closed. What is copied meanwhile is copied again then.
         """
-        _give_way()
+        # Let the training go first, where threads have priorities of their own.
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                thread = threading.get_native_id()
+                if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+                    os.setpriority(os.PRIO_PROCESS, thread, _NICE)
         while (piece := self._next(last=False)) is not None:
             with self._accounted(piece):
                 still = piece.lies_still()
@@ -186,7 +191,7 @@ class CopyWindow:
                 stream.synchronize()
             self._problem = self._problem or self._written()
         except Exception as error:
-            self._problem = _sentence(error)
+            self._problem = describe_failure(error)
         # Somebody may keep the save's handle, which must not keep the memory.
         self._late.clear()
         return self._problem
@@ -204,7 +209,7 @@ class CopyWindow:
         try:
             yield
         except Exception as error:
-            self._problem = self._problem or _sentence(error)
+            self._problem = self._problem or describe_failure(error)
         except BaseException:
             # Interrupted from the keyboard: whoever closes the window again makes this copy.
             with self._moved:
@@ -280,20 +285,6 @@ def _sample(source: torch.Tensor, count: int) -> list[bytes]:
     length = min(size, _SAMPLE_BYTES)
     starts = dict.fromkeys((size - length) * place // (count - 1) for place in range(count))
     return [ctypes.string_at(address + start, length) for start in starts]
-
-
-def _give_way() -> None:
-    """Let the training go first, where threads have priorities of their own."""
-    if sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError):
-        thread = threading.get_native_id()
-        if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
-            os.setpriority(os.PRIO_PROCESS, thread, _NICE)
-
-
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)

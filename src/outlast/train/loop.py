@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from outlast.runtime.guarding import RunGuard
     from outlast.runtime.recording import StepRecords
     from outlast.train.adapt_rank import RankAdaptation
-    from outlast.train.coding import CodingNotes
-    from outlast.train.engine import Engine, Evaluation
+    from outlast.train.engine import CodingNotes, Engine, Evaluation
 
 
 def learning_rate_factor(step: int, steps: int, schedule: ScheduleSection) -> float:
