@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -518,23 +519,24 @@ class SaveHandle:
 
 @dataclass(frozen=True)
 class Save:
-    """One save on its way: what identifies it, and when the caller asked for it."""
+    """One save on its way.
+
+    Attributes:
+        version: What is saved.
+        begun: When the caller asked for it, as `time.perf_counter` says.
+        finish: Called in the background with the version and what went wrong on this rank; returns
+            what went wrong on any.
+        kind: ``state`` or ``replay``.
+        requires: Steps that a replay log needs.
+        notes: Free JSON for the manifest.
+    """
 
     version: Version
     begun: float
+    finish: Callable[[Version, str], str]
     kind: str = STATE
     requires: tuple[int, ...] = ()
     notes: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A save that is copied or being copied, with what `Lane.submit` was told to do after it."""
-
-    job: PartJob
-    save: Save
-    abandoned: threading.Event
-    finish: Callable[[Version, str], str]
 
 
 class _Copies:
@@ -667,7 +669,6 @@ class Lane:
         save: Save,
         memory: dict[str, torch.Tensor],
         values: dict[str, Any],
-        finish: Callable[[Version, str], str],
         late: Mapping[str, torch.Tensor],
     ) -> SaveHandle:
         """Copy the tensors and write them in the background.
@@ -676,8 +677,6 @@ class Lane:
             save: Which.
             memory: Name to tensor, as `plan.holding` gives it.
             values: Name to JSON value.
-            finish: Called in the background with the version and what went wrong on this rank;
-                returns what went wrong on any.
             late: Name to tensor of those that may be copied while training goes on.
         """
         assert self._plan is not None
@@ -701,13 +700,17 @@ class Lane:
         )
         self.last_step = save.version.step
         self._abandoned = threading.Event()
-        staged = _Staged(job, save, self._abandoned, finish)
+        run = functools.partial(self._run, job, save, self._abandoned)
         future: Future[SaveResult] = Future()
 
         def write(problem: str, blocked_seconds: float) -> None:
-            self._in_background(
-                lambda: _give(future, lambda: self._run(staged, problem, blocked_seconds))
-            )
+            def work() -> None:
+                try:
+                    future.set_result(run(problem, blocked_seconds))
+                except BaseException as error:
+                    future.set_exception(error)
+
+            self._in_background(work)
 
         copies = _Copies(window, time.perf_counter() - save.begun, write)
         self._window, self._last = window, SaveHandle(future, copies.close, save.version)
@@ -756,8 +759,15 @@ class Lane:
             # The interpreter is ending and starts no more work in threads.
             work()
 
-    def _run(self, staged: _Staged, problem: str, blocked_seconds: float) -> SaveResult:
-        job, abandoned, written = staged.job, staged.abandoned, None
+    def _run(
+        self,
+        job: PartJob,
+        save: Save,
+        abandoned: threading.Event,
+        problem: str,
+        blocked_seconds: float,
+    ) -> SaveResult:
+        written = None
         try:
             if abandoned.is_set():
                 raise AbandonedError
@@ -769,7 +779,7 @@ class Lane:
             problem = _REPLACED
         except Exception as error:
             problem = describe_failure(error)
-        problem = staged.finish(job.version, problem)
+        problem = save.finish(job.version, problem)
         skipped = ""
         if problem == _REPLACED:
             # Also where this rank had written its part before another gave up.
@@ -779,7 +789,7 @@ class Lane:
         return SaveResult(
             step,
             blocked_seconds,
-            time.perf_counter() - staged.save.begun,
+            time.perf_counter() - save.begun,
             0 if written is None or problem or skipped else self._stored_bytes(job, written),
             0 if written is None else written.raw_bytes,
             sentence if problem else None,
@@ -805,11 +815,3 @@ class Lane:
             raise
         self._base_arena = job.arena
         return written
-
-
-def _give(future: Future[SaveResult], work: Callable[[], SaveResult]) -> None:
-    """Give `future` the result of `work`, or its error."""
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
