@@ -368,13 +368,6 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class _Decision:
-    steps: int
-    rule: str
-    waste: float | None
-
-
 class IntervalEstimator:
     """Re-estimates during a run after how many steps the next save is due.
 
@@ -493,20 +486,20 @@ class IntervalEstimator:
 
     def next_interval_steps(self) -> int:
         """Steps from the start of one save to the start of the next, at least 1."""
-        return self._decide().steps
+        return self._decide()[0]
 
     def explain(self) -> str:
         """One sentence: the interval, which rule decided it, and the numbers behind it."""
-        decision = self._decide()
-        text = f"save every {decision.steps} step{'' if decision.steps == 1 else 's'}"
+        steps, rule, waste = self._decide()
+        text = f"save every {steps} step{'' if steps == 1 else 's'}"
         step = self._step_seconds()
         if step is not None:
-            text += f" ({_duration(decision.steps * step)})"
-        text += f": {_REASONS[decision.rule]}"
-        if decision.waste is not None:
+            text += f" ({_duration(steps * step)})"
+        text += f": {_REASONS[rule]}"
+        if waste is not None:
             save = self._save_cost(step or 0.0)
             text += (
-                f" (wastes {decision.waste:.2%} besides restarts; budget {self._budget:.1%}, "
+                f" (wastes {waste:.2%} besides restarts; budget {self._budget:.1%}, "
                 f"at most {_duration(self._longest_seconds)}), where a save blocks "
                 f"{_duration(save.blocked_seconds)} and slows steps by {save.slowdown:.1%} for "
                 f"{_duration(save.write_seconds)}"
@@ -533,37 +526,30 @@ class IntervalEstimator:
                 write = max(write, slowed)
         return SaveCost(statistics.median(self._blocked), write, slowdown)
 
-    def _decide(self) -> _Decision:
+    def _decide(self) -> tuple[int, str, float | None]:
+        """Steps to the next save, the rule that decides on them, and their waste if it is known."""
         step = self._step_seconds()
         if not step or not self._blocked:
             steps = self._first_save_steps
             if step:
                 steps = max(1, min(steps, math.floor(self._longest_seconds / step)))
-            return _Decision(steps, "measure", None)
-        save = self._save_cost(step)
+            return steps, "measure", None
+        save, failures = self._save_cost(step), Failures.every(self.mtbf_seconds)
         interval = choose_interval(
-            save,
-            Failures.every(self.mtbf_seconds),
-            budget=self._budget,
-            longest_seconds=self._longest_seconds,
+            save, failures, budget=self._budget, longest_seconds=self._longest_seconds
         )
         floor_seconds = max(budget_interval_seconds(save, self._budget), save.durable_seconds)
         floor_steps = math.ceil((floor_seconds - save.overhead_seconds) / step - 1e-9)
         best_steps = (interval.seconds - save.overhead_seconds) / step
         whole = math.floor(best_steps) if interval.rule == "longest" else round(best_steps)
-        decision = _Decision(max(1, whole, floor_steps), interval.rule, interval.waste)
-        return self._making_way(decision, step, save)
-
-    def _making_way(self, decision: _Decision, step: float, save: SaveCost) -> _Decision:
-        """The decision, unless others need that saves are further apart."""
+        steps = max(1, whole, floor_steps)
+        # Others may need that saves are further apart.
         least = math.ceil((self._shared_seconds - save.overhead_seconds) / step)
         most = math.floor((self._longest_seconds - save.overhead_seconds) / step)
-        steps = min(least, most)
-        if steps <= decision.steps:
-            return decision
-        seconds = steps * step + save.overhead_seconds
-        waste = waste_fraction(seconds, save, Failures.every(self.mtbf_seconds))
-        return _Decision(steps, "shared", waste)
+        if (apart := min(least, most)) <= steps:
+            return steps, interval.rule, interval.waste
+        waste = waste_fraction(apart * step + save.overhead_seconds, save, failures)
+        return apart, "shared", waste
 
     def state_dict(self) -> dict[str, Any]:
         """Observations in JSON types; the settings are not part of it."""

@@ -270,12 +270,8 @@ def code_of(job: Job, replicas: int) -> GradientCode:
     Raises:
         CodingError: When the replicas do not fit the code, with the nearest that do.
     """
-    from outlast.coding import (
-        CyclicMDS,
-        CyclicRepetition,
-        FractionalRepetition,
-        GraphCode,
-    )
+    # Codes need scipy, which other runs need not load.
+    from outlast.coding import CyclicMDS, CyclicRepetition, FractionalRepetition, GraphCode
 
     scheme, copies = job.coding.scheme, job.coding.copies
     try:
@@ -300,7 +296,6 @@ def coded_engine(
     setup: SetUp, inner: ReplicaEngine, loader: BatchLoader, mesh: DeviceMesh
 ) -> tuple[Engine, CodingNotes]:
     """The engine of [coding] around the one that runs a replica's micro-batches."""
-    # Codes need scipy, which other runs need not load.
     from outlast.coding.protocol import CodedAllReduce, CodedGossip, CodedServer, Coverage
 
     job, layout, rank = setup.job, setup.plan.layout, setup.ranks.rank
