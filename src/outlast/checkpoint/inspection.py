@@ -668,7 +668,7 @@ class Pruned:
 
 
 def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -> Pruned:
-    """Delete the versions that `policy` does not keep; see `retention.prune`.
+    """Delete the versions that `policy` does not keep; see `version.prune`.
 
     Replay logs are left to the store, which deletes those of no more use when it saves.
 
