@@ -327,7 +327,6 @@ def test_a_wrong_number_is_refused_by_name(call, sentence: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("module", ["cost", "interval"])
-def test_the_planner_can_import_it_without_torch(module: str) -> None:
-    program = f"import sys, outlast.checkpoint.{module}; assert 'torch' not in sys.modules"
+def test_the_planner_can_import_it_without_torch() -> None:
+    program = "import sys, outlast.checkpoint.cost; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast.checkpoint import Bound, CheckpointStore, Compression, Reduction, Retention, storage_of
-from outlast.checkpoint.difference import Difference, Distance, compare, numbers_of
+from outlast.checkpoint.content import Difference, Distance, compare, extract, numbers_of
 from outlast.checkpoint.encoder import Encoder, PartJob
-from outlast.checkpoint.extract import extract
 from outlast.checkpoint.inspection import (
     describe,
     find_version,

@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.checkpoint.cost import NODE_MTBF_SECONDS, Failures, SaveCost, optimal_interval_seconds
-from outlast.checkpoint.interval import IntervalEstimator
+from outlast.checkpoint.cost import (
+    NODE_MTBF_SECONDS,
+    Failures,
+    IntervalEstimator,
+    SaveCost,
+    optimal_interval_seconds,
+)
 from outlast.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.checkpoint.lossy import LOSSY_DTYPES, Bound, Bytes, Rounding, round_to_bound
+from outlast.checkpoint.codec import LOSSY_DTYPES, Bound, Bytes, Rounding, round_to_bound
 from outlast.errors import CheckpointError
 
 MANTISSA_BITS = {

@@ -25,10 +25,9 @@ from typer.testing import CliRunner
 
 from outlast.checkpoint import list_versions, load, storage_of
 from outlast.checkpoint.codec import Coder
+from outlast.checkpoint.content import compare, extract
 from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
-from outlast.checkpoint.difference import compare
-from outlast.checkpoint.extract import extract
 from outlast.checkpoint.inspection import describe, find_version, summarize, usage, verify
 from outlast.checkpoint.manifest import ManifestError, Part, unsealed
 from outlast.checkpoint.version import SEAL

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast.checkpoint import Bound, CheckpointStore, Reduction, SaveResult
 from outlast.checkpoint.encoder import Encoder, PartJob, Written
 from outlast.checkpoint.manifest import REPLAY, STATE
-from outlast.checkpoint.replay import ReplayLog
+from outlast.checkpoint.restore import ReplayLog
 from outlast.errors import CheckpointError
 
 Group = Callable[[int], Callable[..., list[Any]]]

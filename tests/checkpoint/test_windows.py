@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from outlast.checkpoint import Bound, CheckpointStore, Reduction, SaveHandle
-from outlast.checkpoint.staging import CopyWindow
+from outlast.checkpoint.lane import CopyWindow
 from outlast.errors import CheckpointError
 
 Write = Callable[[torch.Tensor], None]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from outlast.checkpoint import CheckpointStore, ReplayLog
-from outlast.checkpoint.staging import StagingMemory
+from outlast.checkpoint.lane import StagingMemory
 
 pytestmark = [
     pytest.mark.gpu,

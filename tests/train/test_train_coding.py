@@ -36,8 +36,7 @@ from outlast.records import (
 )
 from outlast.recover.phase_page import ignore_phase
 from outlast.runtime.guarding import RunGuard
-from outlast.train.coding import CodedEngine, CodingNotes
-from outlast.train.engine import ReplicaEngine
+from outlast.train.engine import CodedEngine, CodingNotes, ReplicaEngine
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:

@@ -17,26 +17,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outlast.checkpoint.codec import Compression
+    from outlast.checkpoint.codec import Bound, Compression
+    from outlast.checkpoint.cost import IntervalEstimator
     from outlast.checkpoint.encoder import Reduction
-    from outlast.checkpoint.interval import IntervalEstimator
     from outlast.checkpoint.lane import SaveHandle, SaveResult
-    from outlast.checkpoint.lossy import Bound
-    from outlast.checkpoint.replay import ReplayLog
-    from outlast.checkpoint.restore import Restored
+    from outlast.checkpoint.restore import ReplayLog, Restored
     from outlast.checkpoint.storage import storage_of
     from outlast.checkpoint.store import CheckpointStore
     from outlast.checkpoint.tiers import DrainResult, Tier
     from outlast.checkpoint.version import Retention, Version, list_versions, load
 
 _HOMES = {
-    "Bound": "lossy",
+    "Bound": "codec",
     "CheckpointStore": "store",
     "Compression": "codec",
     "DrainResult": "tiers",
-    "IntervalEstimator": "interval",
+    "IntervalEstimator": "cost",
     "Reduction": "encoder",
-    "ReplayLog": "replay",
+    "ReplayLog": "restore",
     "Restored": "restore",
     "Retention": "version",
     "SaveHandle": "lane",

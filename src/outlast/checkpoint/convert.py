@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from outlast.checkpoint.content import FILE_BYTES, appearing, safetensors_file, shares_of
 from outlast.checkpoint.dcp import (
     DCP_FILE,
     DCP_NOTE,
@@ -31,7 +32,6 @@ from outlast.checkpoint.dcp import (
     read_dcp_content,
 )
 from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
-from outlast.checkpoint.extract import FILE_BYTES, appearing, safetensors_file, shares_of
 from outlast.checkpoint.foreign_formats import (
     COMMON,
     COMMON_FILE,

@@ -507,7 +507,7 @@ def _key(storage: Storage) -> str:
 
 
 class _AtStore:
-    """What DCP asks writer and reader alike."""
+    """Questions of DCP that writer and reader answer alike."""
 
     _place: str
     step: int | None

@@ -14,8 +14,7 @@ import numpy as np
 import xxhash
 
 from outlast.checkpoint import codec
-from outlast.checkpoint.codec import DELTAS, Coder, Compression
-from outlast.checkpoint.lossy import LOSSY_DTYPES, Bound, round_to_bound
+from outlast.checkpoint.codec import DELTAS, LOSSY_DTYPES, Bound, Coder, Compression, round_to_bound
 from outlast.checkpoint.manifest import (
     MAX_CHAIN,
     STATE,

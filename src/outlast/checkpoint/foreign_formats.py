@@ -28,8 +28,8 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from outlast.checkpoint.content import SAFETENSORS_TYPES
 from outlast.checkpoint.dcp import DcpContent
-from outlast.checkpoint.extract import SAFETENSORS_TYPES
 from outlast.checkpoint.manifest import IMPORTED
 from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError

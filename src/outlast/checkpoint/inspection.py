@@ -1,7 +1,7 @@
 """Looking into stores: versions, tensors, coding, values and space; verifying and pruning.
 
-Needs neither torch nor the training's code. `difference` compares two versions, `extract` writes
-one as safetensors.
+Needs neither torch nor the training's code. `outlast.checkpoint.content` compares two
+versions and writes one as safetensors.
 """
 
 from __future__ import annotations
@@ -668,7 +668,7 @@ class Pruned:
 
 
 def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -> Pruned:
-    """Delete the versions that `policy` does not keep; see `retention.prune`.
+    """Delete the versions that `policy` does not keep; see `version.prune`.
 
     Replay logs are left to the store, which deletes those of no more use when it saves.
 
@@ -787,36 +787,8 @@ def verify(
         progress: Told how much is done.
     """
     found = Verification(*_named(version), state="damaged")
-    try:
-        summary = summarize(storage, version)
-        if summary.state != "complete":
-            problems = (summary.problem,)
-            return replace(found, state=summary.state, problems=problems, root=summary.root)
-        contents = load(storage, version)
-        return _verified(storage, contents, summary, set() if known is None else known, progress)
-    except CheckpointError as error:
-        return replace(found, problems=(str(error),))
-    except OSError as error:
-        problem = f"{storage.location}/{version.folder} cannot be read: {sentence_of(error)}"
-        return replace(found, problems=(problem,))
-
-
-def _verified(
-    storage: Storage,
-    contents: Contents,
-    summary: VersionSummary,
-    known: set[Known],
-    progress: Progress | None,
-) -> Verification:
-    problems = [summary.problem] if summary.problem else []
-    problems += _disagreements(storage, contents)
-    for step in contents.requires:
-        try:
-            load(states_of(storage), Version(contents.version.session, step))
-        except CheckpointError as error:
-            problems.append(f"it starts from step {step}, which cannot be used: {error}")
-    unknown, news, content_bytes, known_chunks = _without(contents, known)
-    done_bytes, chunks, read_bytes, restorable = 0, 0, 0, False
+    known = set() if known is None else known
+    done_bytes = 0
 
     def done(size: int) -> None:
         nonlocal done_bytes
@@ -825,24 +797,44 @@ def _verified(
             progress(done_bytes, content_bytes)
 
     try:
-        with VersionReader(storage, unknown) as reader:
-            chunks = reader.check(done)
-            read_bytes = reader.counters.read_bytes
-        known |= news
-        restorable = True
+        summary = summarize(storage, version)
+        if summary.state != "complete":
+            said = (summary.problem,)
+            return replace(found, state=summary.state, problems=said, root=summary.root)
+        contents = load(storage, version)
+        problems = [summary.problem] if summary.problem else []
+        problems += _disagreements(storage, contents)
+        for step in contents.requires:
+            try:
+                load(states_of(storage), Version(contents.version.session, step))
+            except CheckpointError as error:
+                problems.append(f"it starts from step {step}, which cannot be used: {error}")
+        unknown, news, content_bytes, known_chunks = _without(contents, known)
+        chunks, read_bytes, restorable = 0, 0, False
+        try:
+            with VersionReader(storage, unknown) as reader:
+                chunks = reader.check(done)
+                read_bytes = reader.counters.read_bytes
+            known |= news
+            restorable = True
+        except CheckpointError as error:
+            problems.append(str(error))
+        return replace(
+            found,
+            state="damaged" if problems else "ok",
+            problems=tuple(problems),
+            restorable=restorable,
+            root=summary.root,
+            chunks=chunks,
+            known_chunks=known_chunks,
+            content_bytes=done_bytes,
+            read_bytes=read_bytes,
+        )
     except CheckpointError as error:
-        problems.append(str(error))
-    return Verification(
-        *_named(contents.version),
-        state="damaged" if problems else "ok",
-        problems=tuple(problems),
-        restorable=restorable,
-        root=summary.root,
-        chunks=chunks,
-        known_chunks=known_chunks,
-        content_bytes=done_bytes,
-        read_bytes=read_bytes,
-    )
+        return replace(found, problems=(str(error),))
+    except OSError as error:
+        problem = f"{storage.location}/{version.folder} cannot be read: {sentence_of(error)}"
+        return replace(found, problems=(problem,))
 
 
 def _disagreements(storage: Storage, contents: Contents) -> Iterator[str]:

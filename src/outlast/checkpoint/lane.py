@@ -2,34 +2,438 @@
 
 A store has a lane for versions of the state and, where it is asked for, one for replay logs, so
 that neither waits for the other.
+
+Training waits only while the live state is copied into an arena. Of late tensors it waits only for
+what is not copied when it wants to write to them again. A copy window copies their pieces in the
+background from the front, and whoever closes it the rest from the back. What training may have
+written to meanwhile is never handed to the writer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
+import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from outlast.checkpoint.encoder import AbandonedError, PartJob, Written
+from outlast.checkpoint.encoder import AbandonedError, PartJob, StagedPiece, Written
 from outlast.checkpoint.manifest import STATE
 from outlast.checkpoint.plan import Holding, Plan, make_plan
-from outlast.checkpoint.staging import StagingMemory, StagingPlan, plan_staging
 from outlast.checkpoint.storage import describe_failure, storage_of, within
-from outlast.checkpoint.writer import ProcessWriter, ThreadWriter, Writer
+from outlast.checkpoint.writer import Arena, ProcessWriter, ThreadWriter, Writer
 from outlast.errors import CheckpointError
+from outlast.state.box import aligned
+from outlast.state.tensors import is_dense, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from outlast.checkpoint.codec import Bound
     from outlast.checkpoint.encoder import Reduction
-    from outlast.checkpoint.lossy import Bound
-    from outlast.checkpoint.staging import CopyWindow
     from outlast.checkpoint.version import Version
     from outlast.distributed.group import Group
+    from outlast.state.box import Box
+
+
+_PIECE_BYTES = 4 << 20
+_SAMPLE_BYTES = 64
+_SAMPLES = 3
+_PIECE_SAMPLES = 16
+"""Places of a tensor, and of a piece of one, from which bytes are compared."""
+
+_NICE = 5
+
+
+class _Piece(NamedTuple):
+    """A part of a tensor, and where it goes; of equal shapes and types.
+
+    Attributes:
+        target: In host memory.
+        source: Memory of the tensor.
+        sample: Some of the bytes that it had when the window was opened.
+    """
+
+    target: torch.Tensor
+    source: torch.Tensor
+    sample: list[bytes]
+
+    def lies_still(self) -> bool:
+        """Return whether the bytes that are compared are those of the beginning."""
+        return _sample(self.source, _PIECE_SAMPLES) == self.sample
+
+
+class _Late(NamedTuple):
+    """A tensor that is copied late.
+
+    Attributes:
+        name: Of the tensor.
+        source: Its memory.
+        seen: Tensors on it, with the versions that they had when the window was opened.
+        sample: A few of the bytes that it had then.
+    """
+
+    name: str
+    source: torch.Tensor
+    seen: list[tuple[torch.Tensor, int]]
+    sample: list[bytes]
+
+
+class CopyWindow:
+    """The late copies of one save.
+
+    Training may read the tensors but not write to them until `close` has returned. What it does
+    write is found by the tensors' version counters, in the thread that closes the window: an
+    operation counts a version up only at its end, so another thread could look too early. Of
+    tensors in host memory, a few bytes are compared besides with what they were, because writes
+    through ``.data`` and by fused optimizers count no versions.
+
+    Args:
+        pinned: Whether the copies lie in page-locked memory.
+        timeout_seconds: Longest wait for the background thread.
+    """
+
+    def __init__(self, *, pinned: bool, timeout_seconds: float) -> None:
+        self._pinned = pinned
+        self._timeout_seconds = timeout_seconds
+        self._late: list[_Late] = []
+        self._pieces: deque[_Piece] = deque()
+        self._under_way = 0
+        self._moved = threading.Condition()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._problem = ""
+
+    def __bool__(self) -> bool:
+        return bool(self._late)
+
+    def add(
+        self,
+        name: str,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        witnesses: Iterable[torch.Tensor],
+    ) -> None:
+        """Copy `source` to `target` later.
+
+        Args:
+            name: Of the tensor, for errors.
+            target: In host memory, of the same shape and type.
+            source: Memory of the tensor; bytes in a row are copied in pieces.
+            witnesses: Tensors whose version counters tell of writes to it.
+        """
+        if source.is_cuda and source.device not in self._streams:
+            # What is queued already comes before the copies.
+            stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(source.device))
+            self._streams[source.device] = stream
+        seen = [(witness, witness._version) for witness in witnesses]
+        self._late.append(_Late(name, source, seen, _sample(source, _SAMPLES)))
+        if source.is_cuda or not _in_a_row(source):
+            self._pieces.append(_Piece(target, source, []))
+            return
+        for start in range(0, source.numel(), _PIECE_BYTES):
+            part = slice(start, start + _PIECE_BYTES)
+            sample = _sample(source[part], _PIECE_SAMPLES)
+            self._pieces.append(_Piece(target[part], source[part], sample))
+
+    def copy(self) -> None:
+        """Copy in the background until nothing is left; in a thread of its own.
+
+        Weights may be exchanged for a while, as those of an average for an evaluation, and be back
+        when the window is closed. What is copied meanwhile is copied again then.
+        """
+        # Let the training go first, where threads have priorities of their own.
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                thread = threading.get_native_id()
+                if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+                    os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+        while (piece := self._next(last=False)) is not None:
+            with self._accounted(piece):
+                still = piece.lies_still()
+                if still:
+                    self._copy(piece, alone=True)
+                    still = piece.lies_still()
+                if not still:
+                    with self._moved:
+                        self._pieces.append(piece)
+                    return
+
+    def drop(self) -> None:
+        """Copy no more, because the save is given up."""
+        with self._moved:
+            self._pieces.clear()
+
+    def close(self) -> str:
+        """Make the copies that are missing, together with the background thread.
+
+        Returns:
+            Why the copies must not be used, or an empty text.
+        """
+        while (piece := self._next(last=True)) is not None:
+            with self._accounted(piece):
+                self._copy(piece, alone=False)
+        with self._moved:
+            if not self._moved.wait_for(lambda: not self._under_way, self._timeout_seconds):
+                return (
+                    f"a copy in the background was not made within {self._timeout_seconds:g} s "
+                    "(timeout_seconds)"
+                )
+        try:
+            for stream in self._streams.values():
+                stream.synchronize()
+            self._problem = self._problem or self._written()
+        except Exception as error:
+            self._problem = describe_failure(error)
+        # Somebody may keep the save's handle, which must not keep the memory.
+        self._late.clear()
+        return self._problem
+
+    def _next(self, *, last: bool) -> _Piece | None:
+        with self._moved:
+            if not self._pieces:
+                return None
+            self._under_way += 1
+            return self._pieces.pop() if last else self._pieces.popleft()
+
+    @contextlib.contextmanager
+    def _accounted(self, piece: _Piece) -> Iterator[None]:
+        """Note how the copying of `piece` goes, which is then no longer under way."""
+        try:
+            yield
+        except Exception as error:
+            self._problem = self._problem or describe_failure(error)
+        except BaseException:
+            # Interrupted from the keyboard: whoever closes the window again makes this copy.
+            with self._moved:
+                self._pieces.append(piece)
+            raise
+        finally:
+            with self._moved:
+                self._under_way -= 1
+                self._moved.notify_all()
+
+    def _copy(self, piece: _Piece, *, alone: bool) -> None:
+        target, source = piece.target, piece.source
+        if source.is_cuda:
+            with torch.no_grad(), torch.cuda.stream(self._streams[source.device]):
+                target.copy_(source, non_blocking=self._pinned)
+            return
+        address = _address(source)
+        if alone and _in_a_row(source):
+            # Torch would share the work out to all processors, which training needs.
+            ctypes.memmove(target.data_ptr(), address, source.numel())
+        else:
+            with torch.no_grad():
+                target.copy_(source)
+
+    def _written(self) -> str:
+        """The sentence that names a tensor to which training has written, if there is one."""
+        names = [
+            late.name
+            for late in self._late
+            if any(tensor._version != version for tensor, version in late.seen)
+            or _sample(late.source, _SAMPLES) != late.sample
+        ]
+        if not names:
+            return ""
+        what = f"`{names[0]}` was written before its copy was made"
+        if len(names) > 1:
+            what = (
+                f"`{names[0]}` and {len(names) - 1} other tensors were written before their copies "
+                "were made"
+            )
+        return (
+            f"{what}; call copied() of the save's handle before the first write, or do not name "
+            "them in late"
+        )
+
+
+def may_be_late(tensor: torch.Tensor) -> bool:
+    """Return whether writes to a tensor are counted, and its memory can be copied as it lies."""
+    return tensor.device.type in ("cpu", "cuda") and not (
+        tensor.is_inference() or tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0
+    )
+
+
+def _in_a_row(source: torch.Tensor) -> bool:
+    return source.dtype == torch.uint8 and source.ndim == 1 and source.is_contiguous()
+
+
+def _address(source: torch.Tensor) -> int:
+    """Address of a tensor, unless its memory has been given back meanwhile."""
+    if source.untyped_storage().nbytes() == 0:
+        raise CheckpointError(
+            "the memory of a tensor was given back before its copy was made; do not name tensors "
+            "in late that are resized before copied()"
+        )
+    return source.data_ptr()
+
+
+def _sample(source: torch.Tensor, count: int) -> list[bytes]:
+    """A few bytes of a tensor in host memory, from `count` places that are spread evenly."""
+    if source.is_cuda or not _in_a_row(source):
+        return []
+    size, address = source.numel(), _address(source)
+    length = min(size, _SAMPLE_BYTES)
+    starts = dict.fromkeys((size - length) * place // (count - 1) for place in range(count))
+    return [ctypes.string_at(address + start, length) for start in starts]
+
+
+@dataclass(frozen=True)
+class StagingPlan:
+    """Place of every piece in the arena.
+
+    Attributes:
+        pieces: Every saved box and its place in an arena.
+        copies: Name of a tensor to the byte where its memory goes; of tied tensors one only.
+        size: Bytes of an arena.
+    """
+
+    pieces: list[StagedPiece]
+    copies: dict[str, int]
+    size: int
+
+    def names_at(self) -> dict[int, list[str]]:
+        """All names of what is copied to each place."""
+        names: dict[int, list[str]] = {}
+        for piece in self.pieces:
+            names.setdefault(piece.start, []).append(piece.name)
+        return names
+
+
+def plan_staging(
+    boxes: dict[str, Box], memory: dict[str, torch.Tensor], lossy: Collection[str] = ()
+) -> StagingPlan:
+    """Lay the boxes of this rank out in an arena; memory with several names is laid out once.
+
+    Tensors in `lossy` are rounded in the arena, so each of them has a place of its own.
+    """
+    pieces, copies, size = [], {}, 0
+    places: dict[tuple[object, ...], int] = {}
+    for name, box in boxes.items():
+        tensor = memory[name]
+        same = place_of(tensor)
+        # Empty tensors all have the same address.
+        if tensor.numel() == 0 or same not in places or name in lossy:
+            start = size
+            if name not in lossy:
+                places[same] = start
+            copies[name] = start
+            size += aligned(tensor.numel() * tensor.element_size())
+        else:
+            start = places[same]
+        pieces.append(StagedPiece(name, box, start))
+    return StagingPlan(pieces, copies, size)
+
+
+class StagingMemory:
+    """The arenas of a store: one, or two that take turns when deltas need the state before."""
+
+    def __init__(self, size: int, count: int, device: torch.device) -> None:
+        try:
+            self.arenas = [Arena(size) for _ in range(count)]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{count * size / 1e9:.1f} GB of host memory to copy the state to cannot be had "
+                f"({error}); free some, shard the model over more ranks, or save without deltas"
+            ) from None
+        self.size = size
+        self._bytes = [
+            torch.frombuffer(arena.memory, dtype=torch.uint8) if size else torch.empty(0)
+            for arena in self.arenas
+        ]
+        self._pinned = size > 0 and device.type == "cuda" and self._pin(device)
+
+    def stage(
+        self,
+        number: int,
+        plan: StagingPlan,
+        memory: dict[str, torch.Tensor],
+        late: Mapping[str, torch.Tensor],
+        timeout_seconds: float,
+    ) -> CopyWindow:
+        """Copy the tensors of `plan` into arena `number`.
+
+        Args:
+            number: Which arena.
+            plan: Where everything goes.
+            memory: Name to this rank's part of each tensor.
+            late: Name to tensor of those that need not be copied at once; of tied tensors all must
+                be there.
+            timeout_seconds: Longest wait for copies in the background.
+
+        Returns:
+            The copies that are still to be made; all others are made.
+        """
+        arena = self._bytes[number]
+        devices: set[torch.device] = set()
+        window = CopyWindow(pinned=self._pinned, timeout_seconds=timeout_seconds)
+        names = plan.names_at()
+        for name, start in plan.copies.items():
+            own = memory[name]
+            if own.numel() == 0:
+                continue
+            ties = names[start]
+            if may_be_late(own) and all(tie in late for tie in ties):
+                witnesses = [own, *(late[tie] for tie in ties)]
+                window.add(name, *_copy(own, arena, start), witnesses)
+                continue
+            target, source = _copy(own.resolve_conj().resolve_neg(), arena, start)
+            if source.is_cuda:
+                devices.add(source.device)
+            with torch.no_grad():
+                target.copy_(source, non_blocking=self._pinned)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return window
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._pinned:
+            for byte in self._bytes:
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                runtime.cudaHostUnregister(byte.data_ptr())
+        self._bytes = []
+        for arena in self.arenas:
+            arena.close()
+
+    def _pin(self, device: torch.device) -> bool:
+        """Page-lock the arenas, so that the GPU copies into them directly; False if refused."""
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        done: list[torch.Tensor] = []
+        with torch.cuda.device(device):
+            for byte in self._bytes:
+                if int(runtime.cudaHostRegister(byte.data_ptr(), byte.numel(), 0)) == 0:
+                    done.append(byte)
+                    continue
+                for earlier in done:
+                    runtime.cudaHostUnregister(earlier.data_ptr())
+                # The refusal stays noted as CUDA's last error until a launch takes it up; that
+                # launch must not be one of the training's.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=device).add_(1)
+                return False
+        return True
+
+
+def _copy(
+    source: torch.Tensor, arena: torch.Tensor, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes at `start` of `arena`, and a tensor to copy there; dense ones as their bytes."""
+    target = arena[start : start + source.numel() * source.element_size()]
+    if is_dense(source):
+        return target, source.reshape(-1).view(torch.uint8)
+    return target.view(source.dtype).view(source.shape), source
+
 
 WriterKind = Literal["process", "thread"]
 _REPLACED = "a newer save replaced it"
@@ -115,23 +519,24 @@ class SaveHandle:
 
 @dataclass(frozen=True)
 class Save:
-    """One save on its way: what identifies it, and when the caller asked for it."""
+    """One save on its way.
+
+    Attributes:
+        version: What is saved.
+        begun: When the caller asked for it, as `time.perf_counter` says.
+        finish: Called in the background with the version and what went wrong on this rank; returns
+            what went wrong on any.
+        kind: ``state`` or ``replay``.
+        requires: Steps that a replay log needs.
+        notes: Free JSON for the manifest.
+    """
 
     version: Version
     begun: float
+    finish: Callable[[Version, str], str]
     kind: str = STATE
     requires: tuple[int, ...] = ()
     notes: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _Staged:
-    """A save that is copied or being copied, with what `Lane.submit` was told to do after it."""
-
-    job: PartJob
-    save: Save
-    abandoned: threading.Event
-    finish: Callable[[Version, str], str]
 
 
 class _Copies:
@@ -264,7 +669,6 @@ class Lane:
         save: Save,
         memory: dict[str, torch.Tensor],
         values: dict[str, Any],
-        finish: Callable[[Version, str], str],
         late: Mapping[str, torch.Tensor],
     ) -> SaveHandle:
         """Copy the tensors and write them in the background.
@@ -273,8 +677,6 @@ class Lane:
             save: Which.
             memory: Name to tensor, as `plan.holding` gives it.
             values: Name to JSON value.
-            finish: Called in the background with the version and what went wrong on this rank;
-                returns what went wrong on any.
             late: Name to tensor of those that may be copied while training goes on.
         """
         assert self._plan is not None
@@ -298,13 +700,17 @@ class Lane:
         )
         self.last_step = save.version.step
         self._abandoned = threading.Event()
-        staged = _Staged(job, save, self._abandoned, finish)
+        run = functools.partial(self._run, job, save, self._abandoned)
         future: Future[SaveResult] = Future()
 
         def write(problem: str, blocked_seconds: float) -> None:
-            self._in_background(
-                lambda: _give(future, lambda: self._run(staged, problem, blocked_seconds))
-            )
+            def work() -> None:
+                try:
+                    future.set_result(run(problem, blocked_seconds))
+                except BaseException as error:
+                    future.set_exception(error)
+
+            self._in_background(work)
 
         copies = _Copies(window, time.perf_counter() - save.begun, write)
         self._window, self._last = window, SaveHandle(future, copies.close, save.version)
@@ -353,8 +759,15 @@ class Lane:
             # The interpreter is ending and starts no more work in threads.
             work()
 
-    def _run(self, staged: _Staged, problem: str, blocked_seconds: float) -> SaveResult:
-        job, abandoned, written = staged.job, staged.abandoned, None
+    def _run(
+        self,
+        job: PartJob,
+        save: Save,
+        abandoned: threading.Event,
+        problem: str,
+        blocked_seconds: float,
+    ) -> SaveResult:
+        written = None
         try:
             if abandoned.is_set():
                 raise AbandonedError
@@ -366,7 +779,7 @@ class Lane:
             problem = _REPLACED
         except Exception as error:
             problem = describe_failure(error)
-        problem = staged.finish(job.version, problem)
+        problem = save.finish(job.version, problem)
         skipped = ""
         if problem == _REPLACED:
             # Also where this rank had written its part before another gave up.
@@ -376,7 +789,7 @@ class Lane:
         return SaveResult(
             step,
             blocked_seconds,
-            time.perf_counter() - staged.save.begun,
+            time.perf_counter() - save.begun,
             0 if written is None or problem or skipped else self._stored_bytes(job, written),
             0 if written is None else written.raw_bytes,
             sentence if problem else None,
@@ -402,11 +815,3 @@ class Lane:
             raise
         self._base_arena = job.arena
         return written
-
-
-def _give(future: Future[SaveResult], work: Callable[[], SaveResult]) -> None:
-    """Give `future` the result of `work`, or its error."""
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)

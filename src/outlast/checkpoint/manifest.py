@@ -335,7 +335,7 @@ class TensorFacts:
     Attributes:
         dtype: torch's name without ``torch.``, e.g. ``bfloat16``.
         shape: Global shape.
-        steps: Distance of the lines of its tile grid; see `geometry.grid`.
+        steps: Distance of the lines of its tile grid; see `grid`.
     """
 
     dtype: str

@@ -1,33 +1,35 @@
 """Restoring the newest version that is complete, fits and verifies, and replaying its logs.
 
 All ranks go through the same versions in the same order and agree after each step, so that either
-all take a version or none does. Tensors are read one batch of host memory at a time. The steps
-after the version are done again from their logs, and compared with them.
+all take a version or none does. Tensors are read one batch of host memory at a time.
+
+An optimizer is a function of parameters, gradients, its state and its settings. Between versions of
+the state it is therefore enough to write every step's gradient: `CheckpointStore.restore` loads the
+newest version, sets the logged gradients and runs the live optimizers. Whether that gave the bits
+of the training is known, not assumed: every log holds a digest of what the step has to lead to.
+
+replay = ReplayLog(store, {"model": model, "optimizer": optimizer})
+for step in range(steps):
+    ...                                   # forward, backward, clip the gradient
+    replay.step(step + 1)                 # in place of optimizer.step()
+    if (step + 1) % 100 == 0:
+        store.save_async(step + 1, state)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from outlast.checkpoint.lane import SaveHandle, SaveResult
 from outlast.checkpoint.manifest import REPLAY
 from outlast.checkpoint.reader import VersionReader, Wanted
-from outlast.checkpoint.replay import (
-    DIGEST,
-    EXTRA,
-    GRADIENT,
-    OBJECT,
-    SETTINGS,
-    TENSOR,
-    Digest,
-    Trained,
-    add_digest,
-    has_optimizer,
-)
 from outlast.checkpoint.storage import describe_failure, sentence_of
 from outlast.checkpoint.tiers import Place, Tiers
 from outlast.checkpoint.version import UnfinishedError, Version, leading_on, list_versions
@@ -37,15 +39,23 @@ from outlast.state.box import Box, covers, whole
 from outlast.state.install import Misfit, Saved, Targets, check_fit, find_targets, install
 from outlast.state.live import (
     Filling,
+    Live,
     State,
+    has_extra_state,
     local_box,
     module_tensors,
+    name_of,
     optimizers_of,
+    parameter_names,
     plain_modules,
+    put_into,
 )
 from outlast.state.tensors import dtype_of, opaque_array
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from outlast.checkpoint.store import CheckpointStore, LastSave
     from outlast.checkpoint.version import Contents
     from outlast.distributed.group import Group
 
@@ -96,6 +106,443 @@ def whole_tensor(reader: VersionReader, name: str) -> torch.Tensor:
     return tensor
 
 
+Digest = dict[str, list[int]]
+"""Name to the sum of a tensor's bits read as integers, and that of their squares, modulo 2^64."""
+
+GRADIENT, TENSOR, SETTINGS, OBJECT, EXTRA, DIGEST = (
+    "gradient.",
+    "tensor.",
+    "settings.",
+    "object.",
+    "extra.",
+    "digest.",
+)
+"""How the names of what a log holds begin."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MODULUS = 1 << 64
+
+
+# A chunk and its squares stay in a core's cache, or fill a GPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 16}
+_CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
+
+
+class Trained:
+    """The parameters that optimizers train, by their plain names; made by all ranks together."""
+
+    def __init__(self, state: State, ranks: Group) -> None:
+        self.module = next(item for item in state.values() if isinstance(item, nn.Module))
+        self.optimizers: list[tuple[str, torch.optim.Optimizer]] = []
+        self.parameters: dict[str, torch.Tensor] = {}
+        self._names: dict[int, str] = {}
+        for key, value in state.items():
+            optimizers = None if isinstance(value, nn.Module) else optimizers_of(value)
+            if optimizers:
+                self._names = parameter_names(state, key)
+                self.optimizers += [(key, optimizer) for optimizer in optimizers]
+        for key, optimizer in self.optimizers:
+            for parameter in _parameters_of(optimizer):
+                self.parameters[name_of(parameter, self._names, key)] = parameter
+        boxes = {name: local_box(parameter)[0] for name, parameter in self.parameters.items()}
+        # What several ranks hold is counted by the first of them.
+        earlier = ranks.gather(boxes)[: ranks.rank]
+        self._first_of_name = {
+            name for name in boxes if not any(name in array for array in earlier)
+        }
+        self._first_of_box = {
+            name
+            for name, box in boxes.items()
+            if not any(array.get(name) == box for array in earlier)
+        }
+
+    @property
+    def outdated(self) -> bool:
+        """Return whether an optimizer was given other parameters."""
+        now = {
+            id(tensor) for _, optimizer in self.optimizers for tensor in _parameters_of(optimizer)
+        }
+        return now != {id(parameter) for parameter in self.parameters.values()}
+
+    def take_gradients(self, rounded: bool, *, copy: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bring all gradients into the form in which they are replayed; yield copies if asked to.
+
+        Args:
+            rounded: Whether to round them in place to bfloat16.
+            copy: Whether to yield name and copy, as bfloat16 where they were rounded.
+        """
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
+                    raise CheckpointError(
+                        f"the gradient of `{name}` is {gradient.layout}, {gradient.dtype}; only a "
+                        f"dense one of the parameter's type {parameter.dtype} can be replayed"
+                    )
+                if gradient.stride() != parameter.stride():
+                    # Kernels may round differently on another layout.
+                    gradient = torch.empty_like(parameter).copy_(gradient)
+                    parameter.grad = gradient
+                if rounded and gradient.is_floating_point():
+                    taken = gradient.to(torch.bfloat16)
+                    if taken is not gradient:
+                        gradient.copy_(taken)
+                    elif copy:
+                        taken = taken.clone()
+                    if copy:
+                        yield name, taken
+                elif copy:
+                    yield name, gradient.clone()
+
+    def settings(self, when: str, live: Live) -> dict[str, dict[str, Any]]:
+        """Settings of all parameter groups under the key `when`, by their names in the log."""
+        found = {}
+        for key, optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                names = [self._names[id(parameter)] for parameter in group["params"]]
+                if names:
+                    path = f"{SETTINGS}{key}.{names[0]}"
+                    content = {name: member for name, member in group.items() if name != "params"}
+                    encoded = values.encode(content, f"{path}.{when}", put_into(live, copied=True))
+                    found[path] = {"optimizer": key, "parameters": names, when: encoded}
+        return found
+
+    def set_settings(self, settings: list[dict[str, Any]], when: str) -> None:
+        """The inverse of `settings`, after decoding."""
+        known = {
+            (setting["optimizer"], name): setting[when]
+            for setting in settings
+            for name in setting["parameters"]
+        }
+        for key, optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                wanted = [(key, self._names[id(parameter)]) for parameter in group["params"]]
+                if not wanted:
+                    continue
+                if any(known.get(pair) is not known.get(wanted[0]) for pair in wanted):
+                    raise CheckpointError(f"`{key}` has other parameter groups than were logged")
+                if wanted[0] not in known:
+                    raise CheckpointError(f"there are no settings of `{wanted[0][1]}` for `{key}`")
+                for name, value in known[wanted[0]].items():
+                    if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
+    def step(self) -> None:
+        """One step of every optimizer."""
+        for _, optimizer in self.optimizers:
+            optimizer.step()
+
+    def digest(self) -> Digest:
+        """The sums of all parameters and optimizer states that this rank counts.
+
+        Sums over ranks do not depend on how the tensors are sharded, and integer sums not on the
+        order of summation.
+        """
+        names, sums = [], []
+        for name, parameter in self.parameters.items():
+            if name in self._first_of_box:
+                names.append(name)
+                sums.append(_sums_of_bits(parameter))
+        for key, optimizer in self.optimizers:
+            for parameter in _parameters_of(optimizer):
+                name = self._names[id(parameter)]
+                for part, tensor in optimizer.state.get(parameter, {}).items():
+                    if isinstance(tensor, torch.Tensor) and self._counts(name, tensor):
+                        names.append(f"{key}.state.{name}.{part}")
+                        sums.append(_sums_of_bits(tensor))
+        # One transfer per device, not one per tensor.
+        return dict(zip(names, _on_host(sums), strict=True))
+
+    def _counts(self, name: str, tensor: torch.Tensor) -> bool:
+        parameter = self.parameters[name]
+        if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+            return name in self._first_of_name
+        alike = tensor.placements == parameter.placements
+        return name in (self._first_of_box if alike else self._first_of_name)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """(2,) int64: the wrapping sums of the local elements' bits as integers, and of the squares."""
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        local = torch.view_as_real(local) if local.is_complex() else local
+        bits = local.view(_INTEGERS[local.element_size()]).reshape(-1)
+        total = torch.zeros(2, dtype=torch.int64, device=bits.device)
+        size = _CHUNK_ELEMENTS.get(bits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+        for chunk in torch.split(bits, size):
+            wide = chunk.to(torch.int64, copy=True)
+            total[0] += wide.sum()
+            total[1] += wide.mul_(wide).sum()
+        return total
+
+
+def _on_host(sums: list[torch.Tensor]) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    for device in {total.device for total in sums}:
+        numbers = [number for number, total in enumerate(sums) if total.device == device]
+        rows = torch.stack([sums[number] for number in numbers]).tolist()
+        found.update(zip(numbers, ([item % _MODULUS for item in row] for row in rows), strict=True))
+    return [found[number] for number in range(len(sums))]
+
+
+def add_digest(total: Digest, part: Digest) -> None:
+    """Add the sums of `part` to those of `total`, in place."""
+    for name, sums in part.items():
+        known = total.get(name, [0, 0])
+        total[name] = [(one + other) % _MODULUS for one, other in zip(known, sums, strict=True)]
+
+
+class Changes:
+    """Changes of a step apart from the optimizers: buffers, and parameters moved by hand."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._copies: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, tuple[int, int]] = {}
+        self.mark()
+        self.found()
+
+    def mark(self) -> None:
+        """Take the parameters as they are now as unchanged; called when the optimizers are done."""
+        self._versions = dict(self._versions_now())
+
+    def found(self) -> dict[str, torch.Tensor]:
+        """Changes since the mark, or the call before, by name in the log."""
+        tensors = dict(module_tensors(self._module))
+        # Parameters are large: a version counter tells of changes in place. Copies, because the
+        # optimizers go on with them.
+        changed = {
+            TENSOR + name: tensors[name].detach().clone()
+            for name, version in self._versions_now()
+            if self._versions.get(name) != version
+        }
+        buffers = {
+            name: local_box(tensor)[1]
+            for name, tensor in tensors.items()
+            if not isinstance(tensor, nn.Parameter)
+        }
+        for name, different in zip(buffers, self._compare(buffers), strict=True):
+            if different:
+                changed[TENSOR + name] = tensors[name]
+                self._copies[name] = buffers[name].clone()
+        return changed
+
+    def _versions_now(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for name, tensor in module_tensors(self._module):
+            if isinstance(tensor, nn.Parameter):
+                memory = local_box(tensor)[1]
+                yield name, (memory.data_ptr(), memory._version)
+
+    def _compare(self, buffers: dict[str, torch.Tensor]) -> list[bool]:
+        """Compare tensors with their copies; kernels that change buffers count no version."""
+        results = []
+        for name, memory in buffers.items():
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != memory.shape or copy.dtype != memory.dtype:
+                results.append(torch.tensor([True]))
+            else:
+                results.append(_bytes(copy).ne(_bytes(memory)).any().reshape(1))
+        devices = {result.device for result in results}
+        if len(devices) == 1 and results:
+            return [bool(item) for item in torch.cat(results).tolist()]
+        return [bool(result) for result in results]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+GradientKind = Literal["bf16", "exact"]
+
+
+class ReplayLog:
+    """Takes the optimizer's steps and logs each of them, so that no step done is lost.
+
+    Logs lead on from the versions that `CheckpointStore.save_async` writes of the same `state`;
+    before the first of them nothing is logged. After a log or a version that could not be written,
+    nothing is logged either until the next version: a log is of no use without those before it.
+
+    The rebuilt state has the same bits if the optimizer is a pure function of parameters,
+    gradients, its state and its settings, and runs the same kernels. Where it is not (another
+    device, stochastic rounding, another number of threads or ranks for an optimizer that sums over
+    a matrix, as Muon does), the digest does not fit, and the restore ends at the last step that
+    does. Elementwise optimizers such as AdamW and SGD can be replayed on any number of ranks.
+    Parameters that are changed in place between the steps are logged whole.
+
+    Args:
+        store: Where versions and logs go; its versions must be exact.
+        state: What is given to `save_async`: the module, its optimizers, and other objects, whose
+            states are logged whole at every step and should be small.
+        gradient: ``bf16`` rounds every gradient in place to bfloat16 (to nearest even) before the
+            optimizer sees it. That changes the training slightly, by a relative error of at most
+            2^-8 in each element, and makes logs some 2.5 times smaller than ``exact``, which leaves
+            the training as it is.
+
+    Raises:
+        CheckpointError: When the state has no optimizer, or the store cannot be replayed from.
+    """
+
+    def __init__(
+        self, store: CheckpointStore, state: State, *, gradient: GradientKind = "bf16"
+    ) -> None:
+        if gradient not in ("bf16", "exact"):
+            raise CheckpointError(f'gradient = "{gradient}" must be bf16 or exact')
+        if not has_optimizer(state):
+            raise CheckpointError(
+                f"a replay log needs a module and its optimizers, the state has only {list(state)}"
+            )
+        # Refuse a store whose versions cannot be the start of a replay.
+        if store._reduction.lossy:
+            raise CheckpointError(
+                "a replay log needs exact versions to start from; make the store without lossy = "
+                f"{store._reduction.lossy}"
+            )
+        if store._ranks.size > 1 and not store._coordinated:
+            raise CheckpointError(
+                "a replay log of several ranks needs a store with coordinated = True"
+            )
+        self._store = store
+        self._state = dict(state)
+        self._rounded = gradient == "bf16"
+        self._trained = Trained(state, store._ranks)
+        self._changes = Changes(self._trained.module)
+        self._seen: LastSave | None = None
+        self._bases: list[tuple[int, SaveHandle]] = []
+        self._last_step: int | None = None
+        self._log: SaveHandle | None = None
+        self._stopped = "no version of this state has been saved by this store yet"
+
+    def step(self, step: int, *, then: Callable[[], object] | None = None) -> SaveHandle:
+        """Run `step()` of all optimizers, in place of calling them, and log it.
+
+        Call it after backward and clipping. What belongs to the step but comes after the
+        optimizers, such as the step of a learning-rate schedule, is given as `then`: the log holds
+        the settings and other objects as they are after it.
+
+        Args:
+            step: Steps done when this one is done; versions are saved with the same numbers.
+            then: Called after the optimizers, e.g. ``scheduler.step``.
+
+        Returns:
+            The log under way. Its result's `skipped` says why there is none.
+
+        Raises:
+            CheckpointError: When a gradient or an object's state cannot be logged.
+        """
+        reason = self._reason_not_to(step)
+        if self._trained.outdated:
+            self._trained = Trained(self._state, self._store._ranks)
+        trained, live = self._trained, Live()
+        changed = self._changes.found()
+        live.tensors.update(changed)
+        live.varying.update(changed)
+        for name, gradient in trained.take_gradients(self._rounded, copy=not reason):
+            live.tensors[GRADIENT + name] = gradient
+        before = {} if reason else trained.settings("before", live)
+        trained.step()
+        if then is not None:
+            then()
+        self._last_step, self._log = step, None
+        self._changes.mark()
+        if reason:
+            future: Future[SaveResult] = Future()
+            future.set_result(SaveResult(step, 0.0, 0.0, 0, skipped=reason))
+            return SaveHandle(future)
+        after = trained.settings("after", live)
+        for name, settings in before.items():
+            live.values[name] = {**settings, **after[name]}
+        _collect_objects(self._state, live)
+        if digest := trained.digest():
+            live.values[f"{DIGEST}{self._store._ranks.rank}"] = digest
+        self._log = self._store.log_async(step, live, base=self._bases[0][0])
+        return self._log
+
+    def _reason_not_to(self, step: int) -> str:
+        """Why this step is not logged; the same on all ranks, or empty on all."""
+        if problem := self._problem_of_log():
+            self._stop(f"the log of step {self._last_step} was not written: {problem}")
+        if self._bases and self._last_step is not None and step != self._last_step + 1:
+            self._stop(f"step {step} does not follow the step {self._last_step} before it")
+        saved = self._store._last_save
+        if saved is not None and saved is not self._seen:
+            self._seen = saved
+            if saved.step == step - 1 and set(saved.keys) >= set(self._state):
+                if self._log is None:
+                    self._bases = []
+                self._bases.append((saved.step, saved.handle))
+                self._stopped = ""
+        self._drop_failed_bases()
+        stop = self._store._ranks.any(bool(self._stopped))
+        if stop and not self._stopped:
+            self._stop("another rank could not log")
+        return f"{self._stopped}; logs go on after the next saved version" if stop else ""
+
+    def _problem_of_log(self) -> str:
+        """Why the log of the step before is not there; waits for it where a save would wait."""
+        if self._log is None:
+            return ""
+        if self._store._when_busy == "skip" and not self._log.done():
+            return "it was still under way when the next one was due"
+        result = self._log.result()
+        return result.error or result.skipped
+
+    def _drop_failed_bases(self) -> None:
+        """Keep the newest published version that logs lead on from, and those under way after it.
+
+        While none is published yet, those under way are kept from the first on.
+        """
+        sound, problems = [], []
+        for base, handle in self._bases:
+            problem = ""
+            if handle.done():
+                result = handle.result()
+                problem = result.error or result.skipped
+            if problem:
+                problems.append(f"the version of step {base} was not saved: {problem}")
+            else:
+                sound.append((base, handle))
+        if problems and not sound:
+            self._stop(problems[-1])
+        published = [number for number, (_, handle) in enumerate(sound) if handle.done()]
+        self._bases = sound[published[-1] if published else 0 :]
+
+    def _stop(self, reason: str) -> None:
+        self._stopped, self._bases, self._log = reason, [], None
+
+
+def has_optimizer(state: State) -> bool:
+    """Return whether `state` holds a module and an optimizer, so that steps can be replayed."""
+    optimizer = torch.optim.Optimizer
+    return any(isinstance(item, nn.Module) for item in state.values()) and any(
+        isinstance(item, optimizer)
+        or (isinstance(item, Sequence) and any(isinstance(one, optimizer) for one in item))
+        for item in state.values()
+    )
+
+
+def _collect_objects(state: State, live: Live) -> None:
+    """The states of all that is neither parameter, buffer nor optimizer, as they are now."""
+    for key, value in state.items():
+        if isinstance(value, nn.Module):
+            for name, module in plain_modules(value):
+                if has_extra_state(module):
+                    path = f"{EXTRA}{name}"
+                    live.values[path] = values.encode(
+                        module.get_extra_state(), path, put_into(live, copied=True)
+                    )
+        elif optimizers_of(value) is None:
+            path = f"{OBJECT}{key}"
+            live.values[path] = values.encode(value.state_dict(), path, put_into(live, copied=True))
+
+
 @dataclass
 class Replayed:
     """Result of replaying a run of logs.
@@ -112,16 +559,6 @@ class Replayed:
     problem: str = ""
     read_bytes: int = 0
     needed_bytes: int = 0
-
-
-def logs_after(place: Place, base: Version) -> tuple[list[Version], str]:
-    """The complete logs that lead on from `base` without a gap, and why newer ones do not.
-
-    Args:
-        place: Of the logs.
-        base: A version of the state.
-    """
-    return leading_on(place.storage, base, lambda _, log: place.load(log))
 
 
 def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Replayed:
@@ -146,7 +583,7 @@ def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Rep
                 replayed.needed_bytes += reader.counters.needed_bytes
         except Exception as error:
             # Whatever it is, the other ranks wait for an answer.
-            problem = _words(error)
+            problem = describe_failure(error)
         problem = ranks.first_problem(problem)
         if step is not None and not problem:
             problem = _take(step, trained, ranks, private=place.private)
@@ -250,7 +687,7 @@ def _take(step: _Step, trained: Trained, ranks: Group, *, private: bool) -> str:
         digest = trained.digest()
     except Exception as error:
         # An optimizer that cannot go on from here is no reason to give up what was restored.
-        problem = _words(error)
+        problem = describe_failure(error)
     total: Digest = {}
     logged: Digest = {}
     for number, (rank_problem, part, known) in enumerate(
@@ -271,11 +708,6 @@ def _take(step: _Step, trained: Trained, ranks: Group, *, private: bool) -> str:
         f"it gives other bits of `{wrong[0]}`{more} than in training; the optimizer, its kernels "
         "or the gradient are not the same"
     )
-
-
-def _words(error: Exception) -> str:
-    named = isinstance(error, CheckpointError)
-    return str(error) if named else f"{type(error).__name__}: {error}"
 
 
 def _objects_of(state: State) -> list[str]:
@@ -344,9 +776,7 @@ class Restorer:
         # Retention of a live run may delete all that was listed while newer versions come.
         while True:
             candidates, unlisted = self._candidates(step)
-            skipped += [
-                unavailable for unavailable in unlisted.values() if unavailable not in skipped
-            ]
+            skipped += [sentence for sentence in unlisted.values() if sentence not in skipped]
             news = [
                 (place, version)
                 for place, version in candidates
@@ -356,9 +786,12 @@ class Restorer:
                 break
             for place, version in news:
                 tried.add((place.storage.location, version))
-                restored, problem, harmed = self._try(place, version, wish, skipped)
-                if restored is not None:
-                    return restored
+                contents, problem, harmed = self._load_together(place, version)
+                if contents is not None:
+                    restored, problem = self._restore_and_replay(place, contents, wish, skipped)
+                    if restored is not None:
+                        return restored
+                    harmed = True
                 damaged = damaged or harmed
                 skipped += [problem] if problem else []
         # A step that was asked for and begun is there, and no reason to begin with the first one.
@@ -420,16 +853,6 @@ class Restorer:
             )
         return chosen, unlisted
 
-    def _try(
-        self, place: Place, version: Version, wish: RestoreRequest, skipped: list[str]
-    ) -> tuple[Restored | None, str, bool]:
-        """Restore one version: what was restored, or why not and whether that is damage."""
-        contents, problem, damaged = self._load_together(place, version)
-        if contents is None:
-            return None, problem, damaged
-        restored, problem = self._restore_and_replay(place, contents, wish, skipped)
-        return restored, problem, True
-
     def _load_together(self, place: Place, version: Version) -> tuple[Contents | None, str, bool]:
         """The manifests of `version`, or why they cannot be used, and whether that is damage.
 
@@ -490,7 +913,7 @@ class Restorer:
         mine = None
         if place.keeps_house:
             try:
-                mine = logs_after(place, base)
+                mine = leading_on(place.storage, base, lambda _, log: place.load(log))
             except (OSError, CheckpointError) as error:
                 # The other ranks wait for an answer.
                 reason = describe_failure(error)

@@ -1,7 +1,7 @@
 """The checkpoint store: copy now, code and write in the background, publish by renames.
 
 The calls of this module are the whole public interface; `encoder`, `reader`, `version` and
-`retention` do the work on files, `state`, `plan`, `staging` and `restore` that on live objects.
+`tiers` do the work on files, `plan`, `lane` and `restore` that on live objects.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class CheckpointStore:
         return self.save_async(step, state, metrics=metrics).wait()
 
     def log_async(self, step: int, log: Live, *, base: int) -> SaveHandle:
-        """Copy `log` and write it in the background as a replay log; see `replay.ReplayLog`.
+        """Copy `log` and write it in the background as a replay log; see `restore.ReplayLog`.
 
         Args:
             step: Steps done when the logged step is done.
@@ -435,11 +435,12 @@ class CheckpointStore:
         self._went_back = self._went_back and kind != STATE
         if changed:
             self._replan(lane, replace(held, private=self._tiers.first.private), memory)
-        save = Save(Version(self._session, step), begun, kind, requires, notes)
+        version = Version(self._session, step)
         place = self._tiers.first if kind == STATE else self._log_place
-        key = f"{self._submissions}/{save.version.folder}"
+        key = f"{self._submissions}/{version.folder}"
         finish = functools.partial(self._finish, place, number=number, key=key)
-        return lane.submit(save, memory, live.values, finish, deferred)
+        save = Save(version, begun, finish, kind, requires, notes)
+        return lane.submit(save, memory, live.values, deferred)
 
     def _comes_again(self, step: int) -> bool:
         """Return whether the run went back to `step`, or tries again what has failed."""

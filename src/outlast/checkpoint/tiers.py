@@ -354,18 +354,33 @@ class Copy:
     def _blocks(
         self, storage: Storage, name: str, size: int, chunks: list[Chunk], hint: str = ""
     ) -> Iterator[bytes]:
-        """A file of `size` bytes, block by block; raises CheckpointError when it is damaged."""
-        check = _Check(f"{storage.location}/{name}", chunks, hint)
-        reader = storage.open(name)
-        try:
-            offset = 0
-            while block := reader.read(offset, min(self._pace.block_bytes, size - offset)):
-                check.update(block)
+        """Yield a file of `size` bytes, block by block, while comparing its chunks' checksums.
+
+        Raises:
+            CheckpointError: Before the block in which a damaged chunk ends, or at the end, when
+                chunks are left.
+        """
+        where = f"{storage.location}/{name}"
+        found = {(chunk.offset, chunk.length, chunk.stored_hash) for chunk in chunks}
+        unchecked = deque(sorted(row for row in found if row[1]))
+        checksum, at = xxhash.xxh3_128(), 0
+        with contextlib.closing(storage.open(name)) as reader:
+            while block := reader.read(at, min(self._pace.block_bytes, size - at)):
+                view, end = memoryview(block), at + len(block)
+                while unchecked and unchecked[0][0] < end:
+                    offset, length, expected = unchecked[0]
+                    first, last = max(offset, at), min(offset + length, end)
+                    checksum.update(view[first - at : last - at])
+                    if last < offset + length:
+                        break
+                    if checksum.hexdigest() != expected:
+                        raise CheckpointError(f"{where} is damaged at byte {offset}{hint}")
+                    unchecked.popleft()
+                    checksum = xxhash.xxh3_128()
                 yield block
-                offset += len(block)
-            check.finish()
-        finally:
-            reader.close()
+                at = end
+        if unchecked:
+            raise CheckpointError(f"{where} is cut short at byte {at}{hint}")
 
     def _publish(self, name: str, content: bytes | None = None) -> None:
         """Copy a small file, unless the same is there."""
@@ -383,38 +398,6 @@ class Copy:
         self._pace.take(len(content))
 
 
-class _Check:
-    """Compares the chunks of a file with their checksums while the file goes by."""
-
-    def __init__(self, where: str, chunks: list[Chunk], hint: str) -> None:
-        self._where = where
-        self._hint = hint
-        found = {(chunk.offset, chunk.length, chunk.stored_hash) for chunk in chunks}
-        self._chunks = deque(sorted(row for row in found if row[1]))
-        self._hash = xxhash.xxh3_128()
-        self._at = 0
-
-    def update(self, block: bytes) -> None:
-        """The next bytes; raises CheckpointError when a chunk that ends in them is damaged."""
-        view, end = memoryview(block), self._at + len(block)
-        while self._chunks and self._chunks[0][0] < end:
-            offset, length, expected = self._chunks[0]
-            first, last = max(offset, self._at), min(offset + length, end)
-            self._hash.update(view[first - self._at : last - self._at])
-            if last < offset + length:
-                break
-            if self._hash.hexdigest() != expected:
-                raise CheckpointError(f"{self._where} is damaged at byte {offset}{self._hint}")
-            self._chunks.popleft()
-            self._hash = xxhash.xxh3_128()
-        self._at = end
-
-    def finish(self) -> None:
-        """The file ends; raises CheckpointError when chunks are left."""
-        if self._chunks:
-            raise CheckpointError(f"{self._where} is cut short at byte {self._at}{self._hint}")
-
-
 def _size(storage: Storage, name: str) -> int | None:
     folder, _, file = name.partition("/")
     return storage.files(folder).get(file)
@@ -430,62 +413,6 @@ class Job:
     def key(self, index: int) -> str:
         """Key of this copy to tier `index` among the ranks."""
         return f"{self.version.folder}/tier-{index}"
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Copies versions to lower tiers, with the other ranks.
-
-    Attributes:
-        places: All places of the store, nearest first.
-        signals: Words between the ranks.
-        leads: Whether this rank says when a copy begins and whether all parts arrived.
-        coordinated: Whether the ranks use the signals.
-    """
-
-    places: Sequence[Place]
-    signals: StoreAgreement
-    leads: bool
-    coordinated: bool
-
-    def run(self, index: int, job: Job, pace: RateLimiter) -> DrainResult:
-        """Copy one version to tier `index`."""
-        target, key = self.places[index], job.key(index)
-        copy = Copy(self.places[job.source], target, job.version, pace)
-        if self.leads:
-            self.signals.tell(f"{key}/start", "")
-        elif dropped := self.signals.hear(f"{key}/start", ""):
-            return DrainResult(target.storage.location, job.version.step, skipped=dropped)
-        begun = time.perf_counter()
-
-        def paced() -> None:
-            with pace:
-                copy.run()
-
-        problem = _attempt(paced)
-        if self.leads:
-            problem = self._gathered(f"{key}/done", problem)
-            # Without the seal of a shared tier, a version counts once all parts are there.
-            seals = target.rank == 0 and (self.coordinated or target.world_size == 1)
-            if not problem and not target.private and seals:
-                problem = _attempt(lambda: target.seal(job.version))
-            self.signals.tell(f"{key}/done", problem)
-        else:
-            problem = self.signals.hear(f"{key}/done", problem)
-        if not problem and target.private:
-            problem = _attempt(lambda: target.seal(job.version))
-        seconds = time.perf_counter() - begun
-        if problem:
-            copy.undo()
-            return failed(target, job.version, problem, seconds, copy.bytes)
-        return DrainResult(target.storage.location, job.version.step, seconds, copy.bytes)
-
-    def _gathered(self, key: str, problem: str) -> str:
-        """Collect the problems of all ranks."""
-        try:
-            return next((signal for signal in self.signals.gather(key, problem) if signal), "")
-        except CheckpointError as error:
-            return str(error)
 
 
 def failed(
@@ -823,7 +750,10 @@ class Tiers:
     def settle(self) -> None:
         """Wait for the copies under way and waiting, at most the time limit."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._busy(), self._timeout_seconds)
+            self._changed.wait_for(
+                lambda: not (any(self._waiting) or any(self._current) or self._telling),
+                self._timeout_seconds,
+            )
 
     def close(self, *, drain: bool) -> None:
         """End the threads.
@@ -855,10 +785,6 @@ class Tiers:
     @property
     def _leads(self) -> bool:
         return self._ranks.rank == 0 or not self._coordinated
-
-    def _busy(self) -> bool:
-        under_way = any(job is not None for job in self._current)
-        return any(self._waiting) or under_way or self._telling > 0
 
     def _put(self, index: int, job: Job) -> None:
         """Queue a job and start the thread of its tier."""
@@ -895,19 +821,50 @@ class Tiers:
             return None
         job = self._waiting[index][0]
         before = [*self._current[:index], *(item for w in self._waiting[:index] for item in w)]
-        if any(number is not None and number.version == job.version for number in before):
+        if any(other is not None and other.version == job.version for other in before):
             return None
         return self._waiting[index].pop(0)
 
-    def _pace(self, index: int, job: Job) -> RateLimiter:
-        tier = self._lower[index - 1]
+    def _drain(self, index: int, job: Job) -> DrainResult:
+        """Copy one version to tier `index`, with the other ranks."""
+        assert self._signals is not None
+        tier, target, key = self._lower[index - 1], self.places[index], job.key(index)
         rate = None if tier.pacing is None else tier.pacing(job.version.step)
-        return RateLimiter(tier.bytes_per_second, self._stop, rate)
+        pace = RateLimiter(tier.bytes_per_second, self._stop, rate)
+        copy = Copy(self.places[job.source], target, job.version, pace)
+        if self._leads:
+            self._signals.tell(f"{key}/start", "")
+        elif dropped := self._signals.hear(f"{key}/start", ""):
+            return DrainResult(target.storage.location, job.version.step, skipped=dropped)
+        begun = time.perf_counter()
+
+        def paced() -> None:
+            with pace:
+                copy.run()
+
+        problem = _attempt(paced)
+        if self._leads:
+            try:
+                problem = next(filter(None, self._signals.gather(f"{key}/done", problem)), "")
+            except CheckpointError as error:
+                problem = str(error)
+            # Without the seal of a shared tier, a version counts once all parts are there.
+            seals = target.rank == 0 and (self._coordinated or target.world_size == 1)
+            if not problem and not target.private and seals:
+                problem = _attempt(lambda: target.seal(job.version))
+            self._signals.tell(f"{key}/done", problem)
+        else:
+            problem = self._signals.hear(f"{key}/done", problem)
+        if not problem and target.private:
+            problem = _attempt(lambda: target.seal(job.version))
+        seconds = time.perf_counter() - begun
+        if problem:
+            copy.undo()
+            return failed(target, job.version, problem, seconds, copy.bytes)
+        return DrainResult(target.storage.location, job.version.step, seconds, copy.bytes)
 
     def _serve(self, index: int) -> None:
         """The thread of one tier."""
-        assert self._signals is not None
-        drain = Drain(self.places, self._signals, self._leads, self._coordinated)
         while True:
             with self._changed:
                 while (job := self._next(index)) is None:
@@ -916,7 +873,7 @@ class Tiers:
                     self._changed.wait()
                 self._current[index] = job
             try:
-                result = drain.run(index, job, self._pace(index, job))
+                result = self._drain(index, job)
             except Exception as error:
                 result = failed(self.places[index], job.version, describe_failure(error))
             done = result.error is None and not result.skipped

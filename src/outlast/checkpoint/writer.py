@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Protocol
 
@@ -63,21 +62,6 @@ class Arena:
             self.memory.release()
             if self._map is not None:
                 self._map.close()
-
-
-@dataclass(frozen=True)
-class WriterSettings:
-    """Settings with which a writer begins.
-
-    Attributes:
-        place: Path or URL of the store.
-        reduction: Codecs and deltas.
-        arenas: File descriptor and size in bytes of every memory.
-    """
-
-    place: str
-    reduction: Reduction
-    arenas: tuple[tuple[int, int], ...]
 
 
 class Writer(Protocol):
@@ -136,8 +120,9 @@ class ProcessWriter:
     def __init__(
         self, place: str, reduction: Reduction, arenas: list[Arena], timeout_seconds: float
     ) -> None:
-        descriptors = tuple((arena.descriptor, arena.size) for arena in arenas)
-        self._settings = WriterSettings(place, reduction, descriptors)
+        # The process begins with these: of every memory, its file descriptor and its bytes.
+        memories = [(arena.descriptor, arena.size) for arena in arenas]
+        self._settings = place, reduction, memories
         self._timeout_seconds = timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
@@ -191,7 +176,7 @@ class ProcessWriter:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
-        descriptors = [item for item, _ in self._settings.arenas]
+        descriptors = [descriptor for descriptor, _ in self._settings[2]]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outlast.checkpoint.writer", str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *descriptors],
@@ -223,12 +208,12 @@ class ProcessWriter:
 
 def serve(pipe: Connection) -> None:
     """Take jobs from `pipe` until it closes."""
-    settings: WriterSettings = pipe.recv()
+    place, reduction, arenas = pipe.recv()
     memories = [
         memoryview(mmap.mmap(descriptor, size)) if size else memoryview(b"")
-        for descriptor, size in settings.arenas
+        for descriptor, size in arenas
     ]
-    encoder = Encoder(storage_of(settings.place), settings.reduction, memories)
+    encoder = Encoder(storage_of(place), reduction, memories)
     abandoned = threading.Event()
     jobs: list[PartJob] = []
     arrived = threading.Condition()

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from outlast.checkpoint.content import Difference, Extracted, TensorChange, ValueChange
     from outlast.checkpoint.convert import Converted
-    from outlast.checkpoint.difference import Difference, TensorChange, ValueChange
-    from outlast.checkpoint.extract import Extracted
     from outlast.checkpoint.inspection import (
         Coding,
         Description,
@@ -260,7 +259,7 @@ def diff(
     "elements" is the share of elements whose bits differ; |a-b|/|b| is the relative change in the
     2-norm.
     """
-    from outlast.checkpoint.difference import compare
+    from outlast.checkpoint.content import compare
     from outlast.checkpoint.inspection import find_version, open_store
 
     storage = open_store(store)
@@ -306,7 +305,7 @@ def restore_to(
 
     Every byte is verified on the way; the directory appears when it is complete, or not at all.
     """
-    from outlast.checkpoint.extract import extract
+    from outlast.checkpoint.content import extract
     from outlast.checkpoint.inspection import find_version, open_store
 
     storage = open_store(store)

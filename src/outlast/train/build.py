@@ -36,11 +36,7 @@ from outlast.runtime.recording import MemoryWatch, StepRecords
 from outlast.runtime.saves import Transfers, open_store
 from outlast.runtime.watching import CommunicationWait, SlownessWatch
 from outlast.train.adapt_rank import RankAdaptation, run_state
-from outlast.train.engine import (
-    Engine,
-    Evaluation,
-    ReplicaEngine,
-)
+from outlast.train.engine import Engine, Evaluation, ReplicaEngine
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
 from outlast.train.model import ModelSize, size_of

@@ -549,7 +549,7 @@ def launch_live(start: Start) -> int:
     crew = Crew(start, groups)
     try:
         crew.prepare()
-        _run(crew, start.job)
+        _train_groups(crew, start.job)
     finally:
         # Whatever has gone wrong, no process stays behind.
         crew.end()
@@ -561,38 +561,32 @@ def launch_live(start: Start) -> int:
     return crew.outcome()
 
 
-def _run(crew: Crew, job: Job) -> None:
-    directory = run_directory(job)
-    if job.recover.lighthouse:
-        _train_member(crew, directory, job.recover.lighthouse, lambda: False)
-        return
-    seconds = job.recover.heartbeat_seconds
-    with Lighthouse(seconds, join_seconds=job.launch.timeout_seconds / 2) as lighthouse:
-        _train_member(crew, directory, lighthouse.address, lighthouse.keep_alive)
-
-
-def _train_member(
-    crew: Crew, directory: RunDirectory, lighthouse: str, keep_alive: Callable[[], bool]
-) -> None:
+def _train_groups(crew: Crew, job: Job) -> None:
     """Let the groups train to the end, again where who writes has died after the last step."""
-    while True:
-        attempt = directory.next_attempt()
-        crew.start(lighthouse, attempt)
-        looked = time.monotonic()
-        while crew.look():
-            if keep_alive():
-                # The groups' events are written by one of them, but only the launcher has noticed
-                # this.
-                seconds = time.monotonic() - looked
-                records = RecordWriter(directory.path, 0, attempt)
-                note = "the lighthouse was started again at the same place"
-                records.write(
-                    MemberLost(known_steps(directory), "lighthouse", "coordinator", seconds, note)
-                )
-                records.close()
+    directory, lighthouse = run_directory(job), None
+    with contextlib.ExitStack() as stack:
+        if not job.recover.lighthouse:
+            join_seconds = job.launch.timeout_seconds / 2
+            lighthouse = Lighthouse(job.recover.heartbeat_seconds, join_seconds=join_seconds)
+            stack.enter_context(lighthouse)
+        address = job.recover.lighthouse if lighthouse is None else lighthouse.address
+        while True:
+            attempt = directory.next_attempt()
+            crew.start(address, attempt)
             looked = time.monotonic()
-        if not crew.left_unfinished(attempt):
-            return
+            while crew.look():
+                if lighthouse is not None and lighthouse.keep_alive():
+                    # The groups' events are written by one of them, but only the launcher has
+                    # noticed this.
+                    seconds = time.monotonic() - looked
+                    records = RecordWriter(directory.path, 0, attempt)
+                    note = "the lighthouse was started again at the same place"
+                    done = known_steps(directory)
+                    records.write(MemberLost(done, "lighthouse", "coordinator", seconds, note))
+                    records.close()
+                looked = time.monotonic()
+            if not crew.left_unfinished(attempt):
+                return
 
 
 @dataclass

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from outlast.runtime.guarding import RunGuard
     from outlast.runtime.recording import StepRecords
     from outlast.train.adapt_rank import RankAdaptation
-    from outlast.train.coding import CodingNotes
-    from outlast.train.engine import Engine, Evaluation
+    from outlast.train.engine import CodingNotes, Engine, Evaluation
 
 
 def learning_rate_factor(step: int, steps: int, schedule: ScheduleSection) -> float:
@@ -224,14 +223,25 @@ class Trainer:
 
     def step(self, step: int, micro_batches: list[MicroBatch]) -> StepResult:
         """Gradients and update; the result has this rank's share of the loss."""
-        runtime, waits = self.runtime, self.consensus.waits
+        job, runtime, waits = self.job, self.runtime, self.consensus.waits
         begun = time.perf_counter()
         with runtime.watch("compute"):
-            loss = self.forward_backward(step, micro_batches)
-            norm = self.clip_gradients()
-            learning_rate = self.set_learning_rate(step)
+            loss = self._forward_backward(step, micro_batches)
+            runtime.mark("vote")
+            parameters = list(self.model.parameters())
+            norm = global_norm(parameters, self.pipeline_group)
+            if job.train.gradient_clip:
+                clip(parameters, norm, job.train.gradient_clip)
+            factor = learning_rate_factor(step, job.train.steps, job.schedule)
+            learning_rate = set_learning_rate(self.optimizers, factor)
             runtime.before_update()
-            self.update(step)
+            runtime.mark("optimizer")
+            if self.replay is not None:
+                self.replay.step(step + 1)
+            else:
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            self._zero_gradients()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             waited = waits.take()
@@ -240,7 +250,7 @@ class Trainer:
             self.consensus.slowness.add(time.perf_counter() - begun - waited)
         return StepResult(step + 1, loss, norm, learning_rate)
 
-    def forward_backward(self, step: int, micro_batches: list[MicroBatch]) -> torch.Tensor:
+    def _forward_backward(self, step: int, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Both passes, again where the guard finds numbers that it cannot put right by itself."""
         tokens = self.job.train.batch_size * self.job.data.sequence_length
         try:
@@ -253,30 +263,6 @@ class Trainer:
                 self.runtime.gather_findings()
             raise
         return loss
-
-    def clip_gradients(self) -> torch.Tensor:
-        """Clip the gradients, where the job says so; their norm over all ranks before that."""
-        self.runtime.mark("vote")
-        parameters = list(self.model.parameters())
-        norm = global_norm(parameters, self.pipeline_group)
-        if self.job.train.gradient_clip:
-            clip(parameters, norm, self.job.train.gradient_clip)
-        return norm
-
-    def set_learning_rate(self, step: int) -> float:
-        """Set the learning rate of this step; that of the first group of parameters."""
-        factor = learning_rate_factor(step, self.job.train.steps, self.job.schedule)
-        return set_learning_rate(self.optimizers, factor)
-
-    def update(self, step: int) -> None:
-        """Do the optimizers' steps, logged for a replay where the job says so."""
-        self.runtime.mark("optimizer")
-        if self.replay is not None:
-            self.replay.step(step + 1)
-        else:
-            for optimizer in self.optimizers:
-                optimizer.step()
-        self._zero_gradients()
 
     def _record_more(self, decision: Decision, done: int) -> None:
         """Record what is written down with steps, and which checkpoints were copied on."""

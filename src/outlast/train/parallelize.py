@@ -27,12 +27,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast.errors import OutlastError
+from outlast.errors import CodingError, OutlastError
 from outlast.tensorize.fsdp import shard_tensorized
 from outlast.tensorize.low_rank import LowRankLinear
 from outlast.tensorize.tensor_parallel import parallelize_bottleneck
 from outlast.train.dropout import DropoutStream
-from outlast.train.engine import ReplicaEngine
+from outlast.train.engine import CodedEngine, CodingNotes, CoverageEngine, ReplicaEngine
 from outlast.train.model import blocks_of, held_blocks
 
 if TYPE_CHECKING:
@@ -40,11 +40,12 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+    from outlast.coding import GradientCode
+    from outlast.coding.protocol import CodedReduce
     from outlast.data import BatchLoader
     from outlast.job import Job
     from outlast.runtime.watching import CommunicationWait
     from outlast.train.build import SetUp
-    from outlast.train.coding import CodingNotes
     from outlast.train.engine import Engine
     from outlast.train.layout import Layout
 
@@ -263,13 +264,39 @@ def is_coded(job: Job, layout: Layout) -> bool:
     return job.coding.scheme != "off" and layout.replicate > 1
 
 
+def code_of(job: Job, replicas: int) -> GradientCode:
+    """The fixed-load code of [coding] for so many replicas.
+
+    Raises:
+        CodingError: When the replicas do not fit the code, with the nearest that do.
+    """
+    # Codes need scipy, which other runs need not load.
+    from outlast.coding import CyclicMDS, CyclicRepetition, FractionalRepetition, GraphCode
+
+    scheme, copies = job.coding.scheme, job.coding.copies
+    try:
+        match scheme:
+            case "fractional_repetition":
+                return FractionalRepetition(workers=replicas, stragglers=copies - 1)
+            case "cyclic_repetition":
+                return CyclicRepetition(workers=replicas, stragglers=copies - 1)
+            case "cyclic_mds":
+                return CyclicMDS(workers=replicas, stragglers=copies - 1)
+            case _:
+                seed = job.run.seed
+                return GraphCode.random_regular(workers=replicas, degree=copies, seed=seed)
+    except CodingError as error:
+        raise CodingError(
+            f'coding.scheme = "{scheme}" with coding.copies = {copies} (1 more than stragglers) '
+            f"does not fit {replicas} replicas (workers): {error}"
+        ) from None
+
+
 def coded_engine(
     setup: SetUp, inner: ReplicaEngine, loader: BatchLoader, mesh: DeviceMesh
 ) -> tuple[Engine, CodingNotes]:
     """The engine of [coding] around the one that runs a replica's micro-batches."""
-    # Codes need scipy, which other runs need not load.
-    from outlast.coding.protocol import Coverage
-    from outlast.train.coding import PROTOCOLS, CodedEngine, CodingNotes, CoverageEngine, code_of
+    from outlast.coding.protocol import CodedAllReduce, CodedGossip, CodedServer, Coverage
 
     job, layout, rank = setup.job, setup.plan.layout, setup.ranks.rank
     settings, timeout = job.coding, job.launch.timeout_seconds
@@ -292,7 +319,12 @@ def coded_engine(
         )
         return CoverageEngine(inner, coverage, loader, layout, shard_rank, notes), notes
     code = code_of(job, layout.replicate)
-    coded = PROTOCOLS[settings.protocol](
+    protocols: dict[str, type[CodedReduce]] = {
+        "all_reduce": CodedAllReduce,
+        "server": CodedServer,
+        "gossip": CodedGossip,
+    }
+    coded = protocols[settings.protocol](
         inner.model,
         code,
         group=replicas,

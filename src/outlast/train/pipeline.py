@@ -179,18 +179,11 @@ class StageModule(nn.Module):
             return logits_of(self.model(**given)).float()
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Module names of what a pipeline stage needs in a decoder."""
+def _parts_of(model: nn.Module) -> list[str]:
+    """Find what a pipeline stage needs in a decoder, by the model's own ``pp_plan``.
 
-    embedding: str
-    layers: str
-    norm: str
-    head: str
-
-
-def parts_of(model: nn.Module) -> Parts:
-    """Find the parts of a decoder by its own ``pp_plan``.
+    Returns:
+        Names of the modules: the embedding, the layers, the last norm and the head.
 
     Raises:
         OutlastError: When the model has no such plan or ties its embeddings.
@@ -200,7 +193,7 @@ def parts_of(model: nn.Module) -> Parts:
     by_ending = {name.rpartition(".")[2]: name for name in names}
     wanted = ("embed_tokens", "layers", "norm", "lm_head")
     try:
-        return Parts(*(by_ending[name] for name in wanted))
+        return [by_ending[name] for name in wanted]
     except KeyError:
         raise OutlastError(
             "parallel.pipeline > 1 needs a decoder whose pp_plan names embed_tokens, layers, norm "
@@ -226,9 +219,7 @@ def stage_blocks(layers: int, stages: int) -> list[range]:
     return [range(starts[index], starts[index + 1]) for index in range(stages)]
 
 
-def keep_local(
-    model: nn.Module, local: set[int], *, first: bool, last: bool
-) -> dict[int, nn.Module]:
+def keep_local(model: nn.Module, local: set[int], *, first: bool, last: bool) -> None:
     """Replace everything of `model` that this rank does not hold by `Elsewhere`.
 
     Args:
@@ -236,22 +227,15 @@ def keep_local(
         local: Indices of the blocks that this rank holds.
         first: Whether it holds the embedding.
         last: Whether it holds the final norm and the head.
-
-    Returns:
-        The blocks that are held, by index from 0.
     """
-    parts = parts_of(model)
-    layers = model.get_submodule(parts.layers)
+    embedding, name, *ends = _parts_of(model)
+    layers = model.get_submodule(name)
     assert isinstance(layers, nn.ModuleList)
     for index in range(len(layers)):
         if index not in local:
             layers[index] = Elsewhere()
-    if not first:
-        model.set_submodule(parts.embedding, Elsewhere())
-    if not last:
-        model.set_submodule(parts.norm, Elsewhere())
-        model.set_submodule(parts.head, Elsewhere())
-    return {index: layers[index] for index in sorted(local)}
+    for absent in (*(() if first else (embedding,)), *(() if last else ends)):
+        model.set_submodule(absent, Elsewhere())
 
 
 def stage_view(model: nn.Module, blocks: range, *, first: bool, last: bool) -> nn.Module:
@@ -259,20 +243,17 @@ def stage_view(model: nn.Module, blocks: range, *, first: bool, last: bool) -> n
 
     The same parameters, names and hooks; what this stage has not is `Elsewhere`.
     """
-    parts = parts_of(model)
+    embedding, layers_name, *ends = _parts_of(model)
     view = _shallow(model)
-    holder, _, name = parts.layers.rpartition(".")
+    holder, _, name = layers_name.rpartition(".")
     if holder:
         view.set_submodule(holder, _shallow(model.get_submodule(holder)))
-    layers = model.get_submodule(parts.layers)
+    layers = model.get_submodule(layers_name)
     assert isinstance(layers, nn.ModuleList)
     kept = [block if index in blocks else Elsewhere() for index, block in enumerate(layers)]
     setattr(view.get_submodule(holder), name, nn.ModuleList(kept))
-    if not first:
-        view.set_submodule(parts.embedding, Elsewhere())
-    if not last:
-        view.set_submodule(parts.norm, Elsewhere())
-        view.set_submodule(parts.head, Elsewhere())
+    for absent in (*(() if first else (embedding,)), *(() if last else ends)):
+        view.set_submodule(absent, Elsewhere())
     return view
 
 

@@ -53,16 +53,15 @@ def preflight(job: Job, world_size: int) -> Plan:
         facts = facts_of(load_config(job.model))
     except OutlastError as error:
         problems.append(str(error))
-    for check in (_data_problems, _length_problems, _head_problems):
-        problems += check(job, facts)
-    for check_layout in (_batch_problems, _tensor_problems, _pipeline_problems):
-        problems += check_layout(job, facts, layout)
+    problems += _data_and_model_problems(job, facts)
+    for check in (_batch_problems, _tensor_problems, _pipeline_problems):
+        problems += check(job, facts, layout)
     if problems:
         raise JobError(problems)
     return Plan(layout, facts)
 
 
-def _data_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
+def _data_and_model_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
     try:
         tokenizer = load_tokenizer(job.data.tokenizer)
     except OutlastError as error:
@@ -83,18 +82,12 @@ def _data_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
                 text_files(local, Path())
             except OutlastError as error:
                 yield str(error)
-
-
-def _length_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
     length, positions = job.data.sequence_length, facts.positions
     if positions is not None and length > positions:
         yield (
             f"data.sequence_length = {length} exceeds the model's max_position_embeddings = "
             f"{positions}; shorten the one or raise the other"
         )
-
-
-def _head_problems(job: Job, facts: ModelFacts) -> Iterator[str]:
     heads, shared = facts.heads, facts.key_value_heads
     if heads and shared and heads % shared:
         yield (
