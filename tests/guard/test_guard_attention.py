@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from outlast import guard
 from outlast.guard.attention import AttentionChecks, _Call
 from outlast.guard.autograd_hooks import KeptOutput, Seen
-from outlast.guard.embedding import EmbeddingChecks
+from outlast.guard.layers import EmbeddingChecks, NormChecks, norm_kind
 from outlast.guard.loss import LossChecks
-from outlast.guard.norms import NormChecks, norm_kind
 from outlast.guard.policy import Policy
 from outlast.guard.watch import Watch
 

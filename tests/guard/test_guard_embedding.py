@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from outlast.guard.embedding import EmbeddingChecks, why_no_embedding
+from outlast.guard.layers import EmbeddingChecks, why_no_embedding
 from outlast.guard.policy import Policy
 from outlast.guard.watch import Watch
 

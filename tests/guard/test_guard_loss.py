@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outlast.guard import guard
-from outlast.guard.loss import LossChecks, checked_cross_entropy
+from outlast.guard.loss import LossChecks
 from outlast.guard.policy import Policy
 from outlast.guard.watch import Watch
 
@@ -29,7 +29,11 @@ def passes(function: Any, logits: Tensor, target: Tensor, **options: Any) -> tup
 
 
 def checked(watch: Watch) -> Any:
-    return lambda logits, target, **options: checked_cross_entropy(watch, logits, target, **options)
+    def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+        with LossChecks(watch).replacing():
+            return functional.cross_entropy(logits, target, **options)
+
+    return cross_entropy
 
 
 def once(site: str, index: int, change: Any) -> Any:
@@ -194,7 +198,7 @@ def test_numbers_that_stay_wrong_by_little_are_no_rounding(site: str) -> None:
 def test_logits_that_change_before_the_backward_pass_are_harmful() -> None:
     watch = Watch(Policy(), None)
     logits, target = data()
-    loss = checked_cross_entropy(watch, logits, target)
+    loss = checked(watch)(logits, target)
     logits.data[1, 3] += 5.0
     watch.fault_hook = once("loss.dlogits", 5, lambda x: x + 1.0)
     torch.autograd.grad(loss, logits)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outlast.guard.norms import NormChecks, norm_kind
+from outlast.guard.layers import NormChecks, norm_kind
 from outlast.guard.policy import Policy
 from outlast.guard.watch import Watch
 

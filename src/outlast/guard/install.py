@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from outlast.guard.attention import AttentionChecks
-from outlast.guard.embedding import EmbeddingChecks, why_no_embedding
 from outlast.guard.forward_patch import trains
+from outlast.guard.layers import EmbeddingChecks, NormChecks, norm_kind, why_no_embedding
 from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
 from outlast.guard.loss import LossChecks
-from outlast.guard.norms import NormChecks, norm_kind
 from outlast.guard.policy import Coverage
 
 if TYPE_CHECKING:

@@ -98,42 +98,21 @@ class LossChecks:
         given |= {name: options.pop(name) for name in ("input", "target") if name in options}
         if len(args) > len(given) or len(given) < 2:
             return original(*args, **options)
-        return _checked(self.watch, original, (given["input"], given["target"]), options)
-
-
-def checked_cross_entropy(watch: Watch, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` with its bits, checked.
-
-    Args:
-        watch: What all checks of the guard share.
-        logits: (rows, classes). Other shapes are not checked.
-        target: (rows,) class indices. Probabilities are not checked.
-        options: As of the original; a loss with class weights is not checked.
-    """
-    return _checked(watch, _REPLACED.original, (logits, target), options)
-
-
-def _checked(
-    watch: Watch,
-    original: Callable[..., Tensor],
-    given: tuple[Tensor, Tensor],
-    options: dict[str, Any],
-) -> Tensor:
-    logits, target = given
-    options = {name: value for name, value in options.items() if value is not None}
-    applies = (
-        not torch.compiler.is_compiling()
-        and torch.is_grad_enabled()
-        and logits.requires_grad
-        and logits.dim() == 2
-        and target.dim() == 1
-        and logits.numel() > 0
-        and set(options) <= {"ignore_index", "reduction", "label_smoothing"}
-        and not isinstance(logits, DTensor)
-    )
-    if not applies:
-        return original(logits, target, **options)
-    return _Call(watch, original, options).run(logits, target)
+        logits, target = given["input"], given["target"]
+        options = {name: value for name, value in options.items() if value is not None}
+        applies = (
+            not torch.compiler.is_compiling()
+            and torch.is_grad_enabled()
+            and logits.requires_grad
+            and logits.dim() == 2
+            and target.dim() == 1
+            and logits.numel() > 0
+            and set(options) <= {"ignore_index", "reduction", "label_smoothing"}
+            and not isinstance(logits, DTensor)
+        )
+        if not applies:
+            return original(logits, target, **options)
+        return _Call(self.watch, original, options).run(logits, target)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,16 @@ injector.injections                         # what was changed, where and when
 """
 
 from outlast.guard.inject.campaign import Campaign, Rate, SiteOutcomes, campaign
-from outlast.guard.inject.fault import Fault, ProcessFault, ProcessFaults, parse_fault, parse_faults
-from outlast.guard.inject.injector import Injection, Injector, inject
+from outlast.guard.inject.fault import (
+    Fault,
+    Injection,
+    Injector,
+    ProcessFault,
+    ProcessFaults,
+    inject,
+    parse_fault,
+    parse_faults,
+)
 
 __all__ = [
     "Campaign",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from outlast.guard.findings import Finding
-    from outlast.guard.inject.injector import Injection
+    from outlast.guard.inject.fault import Injection
 
 _RIGHT = frozenset({"corrected", "check", "repeated"})
 _SEEN_BY = {
