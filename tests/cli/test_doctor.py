@@ -9,9 +9,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outlast.cli import doctor as diagnosis
-from outlast.cli.doctor import doctor, matmul_check, render
+from outlast.cli.doctor import Check, doctor, matmul_check, render
 from outlast.errors import HardwareError
-from outlast.hardware.checks import Check
 
 GROUPS = ["Python and Outlast", "PyTorch", "Machine", "Accelerators", "Energy sensors", "Cluster"]
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from outlast.cli.doctor import Check, machine_checks
 from outlast.hardware import Gpu, Gpus, Rapl, Slurm, Unavailable, device, this_machine
-from outlast.hardware.checks import Check, machine_checks
 from outlast.hardware.detect import read_network_ports, read_processor, read_rapl, read_slurm
 
 
@@ -151,7 +151,7 @@ def test_processor_of_x86_and_arm(tmp_path):
 
 def test_importing_loads_neither_torch_nor_nvml():
     code = (
-        "import sys, outlast.hardware, outlast.hardware.checks\n"
+        "import sys, outlast.hardware\n"
         "print([name for name in ('torch', 'pynvml', 'numpy', 'rich') if name in sys.modules])"
     )
     done = subprocess.run(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from outlast.cli.doctor import storage_checks
 from outlast.errors import HardwareError
 from outlast.hardware import filesystem, probe
-from outlast.hardware.checks import storage_checks
 from outlast.hardware.filesystem import mount_of
 
 MOUNTS = """\

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from outlast.hardware.checks import end_ranks, gloo_check, start_gloo_ranks
+from outlast.cli.doctor import end_ranks, gloo_check, start_gloo_ranks
 
 
 def rank(code: str) -> subprocess.Popen[str]:

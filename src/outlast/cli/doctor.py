@@ -1,18 +1,25 @@
-"""``outlast doctor``: what this machine can do for a training run, and what to install or fix."""
+"""``outlast doctor``: what this machine can do for a training run, and what to install or fix.
+
+Whether processes of this machine can train together is shown by a real all-reduce over loopback, in
+two fresh Python processes that import PyTorch themselves.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -23,7 +30,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outlast.hardware import Machine
-    from outlast.hardware.checks import Check
 
 
 def doctor(
@@ -42,21 +48,18 @@ def doctor(
         raise typer.Exit(EXIT_CRASHED)
 
 
-PYTHON_RANGE = ((3, 11), (3, 13))
+State: TypeAlias = Literal["ok", "degraded", "missing"]
 
+PYTHON_RANGE = ((3, 11), (3, 13))
 
 TORCH_RANGE = ((2, 11), (2, 13))
 
-
 GLOO_SECONDS = 10.0
-
 
 # Of the largest entry: wide enough for tf32 in place of fp32, narrow enough for a wrong product.
 MATMUL_TOLERANCE = {"float32": 2e-3, "bfloat16": 3e-2}
 
-
 CORE_LIBRARIES = ("transformers", "safetensors", "numpy", "pydantic", "nvidia-ml-py")
-
 
 # Distribution names to look for, what it serves, and the command that installs it.
 OPTIONAL = (
@@ -75,8 +78,57 @@ OPTIONAL = (
     ),
 )
 
-
 STATE_STYLE = {"ok": "green", "degraded": "yellow", "missing": "red"}
+
+LEAST_MEMORY_BYTES = 2 * 2**30
+
+LEAST_FREE_BYTES = 5 * 2**30
+
+SLOW_FSYNC_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the doctor's report.
+
+    Attributes:
+        group: Heading it stands under.
+        name: What was looked at.
+        state: "ok", "degraded" (works, but worse than it could) or "missing".
+        found: What was found, in a few words.
+        means: What follows from it; empty where that is plain.
+        remedy: The command or setting that improves it; empty where nothing is to be done.
+        essential: True where training does not work at all in state "missing".
+    """
+
+    group: str
+    name: str
+    state: State
+    found: str
+    means: str = ""
+    remedy: str = ""
+    essential: bool = False
+
+    @property
+    def broken(self) -> bool:
+        """True if training cannot work."""
+        return self.essential and self.state == "missing"
+
+
+def _checked(
+    group: str,
+    name: str,
+    found: str,
+    problem: str = "",
+    remedy: str = "",
+    *,
+    state: State = "degraded",
+    essential: bool = False,
+) -> Check:
+    """A check that is "ok" unless there is a `problem`, which gives it `state` and `remedy`."""
+    if not problem:
+        return Check(group, name, "ok", found, essential=essential)
+    return Check(group, name, state, found, problem, remedy, essential)
 
 
 def diagnose(path: Path, *, as_json: bool) -> bool:
@@ -116,15 +168,6 @@ def collect(path: Path, machine: Machine) -> list[Check]:
     Returns:
         The checks in the order of the report.
     """
-    from outlast.hardware.checks import (
-        Check,
-        end_ranks,
-        gloo_check,
-        machine_checks,
-        start_gloo_ranks,
-        storage_checks,
-    )
-
     # The ranks import PyTorch while this process does: both wait for it once.
     with tempfile.TemporaryDirectory(prefix="outlast-doctor-") as scratch:
         ranks = start_gloo_ranks(Path(scratch) / "store", GLOO_SECONDS)
@@ -134,18 +177,12 @@ def collect(path: Path, machine: Machine) -> list[Check]:
         finally:
             end_ranks(ranks)
     optional = []
-    for names, serves, remedy in OPTIONAL:
+    for names, serves, install in OPTIONAL:
         version = next((v for name in names if (v := _version(name))), None)
-        optional.append(
-            Check(
-                group="Optional",
-                name=names[0],
-                state="ok" if version else "missing",
-                found=version or "not installed",
-                means=serves,
-                remedy="" if version else remedy,
-            )
-        )
+        remedy = "" if version else install
+        state: State = "ok" if version else "missing"
+        found = version or "not installed"
+        optional.append(Check("Optional", names[0], state, found, serves, remedy))
     return [
         *_python_checks(),
         *torch_checks,
@@ -202,61 +239,40 @@ def render(checks: Iterable[Check], seconds: float, console: Console) -> None:
 
 
 def _python_checks() -> Iterator[Check]:
-    from outlast.hardware.checks import Check
-
     group = "Python and Outlast"
     good = PYTHON_RANGE[0] <= sys.version_info[:2] <= PYTHON_RANGE[1]
-    yield Check(
-        group=group,
-        name="Python",
-        state="ok" if good else "degraded",
-        found=f"{platform.python_version()} at {sys.executable}",
-        means="" if good else "tested with Python 3.11 to 3.13",
-        remedy="" if good else "make the environment with python3.13 -m venv .venv",
+    found = f"{platform.python_version()} at {sys.executable}"
+    means = "" if good else "tested with Python 3.11 to 3.13"
+    yield _checked(
+        group, "Python", found, means, "make the environment with python3.13 -m venv .venv"
     )
-    yield Check(group=group, name="Outlast", state="ok", found=outlast.__version__)
-    found = {name: _version(name) for name in CORE_LIBRARIES}
-    lacking = [name for name, version in found.items() if version is None]
-    yield Check(
-        group=group,
-        name="libraries",
-        state="missing" if lacking else "ok",
-        found=", ".join(f"{name} {version or 'missing'}" for name, version in found.items()),
-        remedy=f"pip install {' '.join(lacking)}" if lacking else "",
-        essential=True,
-    )
+    yield Check(group, "Outlast", "ok", outlast.__version__)
+    versions = {name: _version(name) for name in CORE_LIBRARIES}
+    lacking = [name for name, version in versions.items() if version is None]
+    found = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    remedy = f"pip install {' '.join(lacking)}" if lacking else ""
+    state: State = "missing" if lacking else "ok"
+    yield Check(group, "libraries", state, found, remedy=remedy, essential=True)
 
 
 def _torch_checks(machine: Machine) -> Iterator[Check]:
     from outlast.hardware import Unavailable
-    from outlast.hardware.checks import Check
 
-    group = "PyTorch"
+    group, install = "PyTorch", "pip install 'torch>=2.11,<2.14'"
     try:
         import torch
     except (ImportError, OSError) as error:
+        found = f"PyTorch cannot be imported: {error}"
         yield Check(
-            group=group,
-            name="import",
-            state="missing",
-            found=f"PyTorch cannot be imported: {error}",
-            means="nothing can be trained",
-            remedy="pip install 'torch>=2.11,<2.14'",
-            essential=True,
+            group, "import", "missing", found, "nothing can be trained", install, essential=True
         )
         return
     release = tuple(
         int(part) for part in torch.__version__.split("+", maxsplit=1)[0].split(".")[:2]
     )
     good = TORCH_RANGE[0] <= release <= TORCH_RANGE[1]
-    yield Check(
-        group="PyTorch",
-        name="version",
-        state="ok" if good else "degraded",
-        found=torch.__version__,
-        means="" if good else "outside the supported range 2.11 to 2.13",
-        remedy="" if good else "pip install 'torch>=2.11,<2.14'",
-    )
+    means = "" if good else "outside the supported range 2.11 to 2.13"
+    yield _checked(group, "version", torch.__version__, means, install)
     built = "CPU only"
     if torch.version.cuda:
         built = f"CUDA {torch.version.cuda}"
@@ -265,40 +281,23 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     listed = ", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names))
     has_gpu = not isinstance(machine.gpus, Unavailable) and bool(machine.gpus.visible)
-    unused = has_gpu and not names
-    yield Check(
-        group="PyTorch",
-        name="build",
-        state="degraded" if unused else "ok",
-        found=f"{built}; devices: {listed or 'CPU'}",
-        means="NVML shows a GPU that PyTorch cannot use" if unused else "",
-        remedy="install PyTorch for CUDA: see pytorch.org/get-started" if unused else "",
-    )
+    means = "NVML shows a GPU that PyTorch cannot use" if has_gpu and not names else ""
+    remedy = "install PyTorch for CUDA: see pytorch.org/get-started"
+    yield _checked(group, "build", f"{built}; devices: {listed or 'CPU'}", means, remedy)
     yield _backends_check()
     threads, cores = torch.get_num_threads(), machine.usable_cores
-    crowded = threads > max(1.0, cores)
-    yield Check(
-        group=group,
-        name="threads",
-        state="degraded" if crowded else "ok",
-        found=f"{threads} compute threads for {cores:g} usable cores",
-        means="more threads than cores slow each other down" if crowded else "",
-        remedy=f"export OMP_NUM_THREADS={max(1, int(cores))}" if crowded else "",
-    )
+    found = f"{threads} compute threads for {cores:g} usable cores"
+    means = "more threads than cores slow each other down" if threads > max(1.0, cores) else ""
+    yield _checked(group, "threads", found, means, f"export OMP_NUM_THREADS={max(1, int(cores))}")
     if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         where = torch.cuda.get_device_name(0)
     else:
         native = bool({"avx512_bf16", "amx_bf16", "bf16"} & set(machine.cpu_features))
         where = "this CPU"
-    yield Check(
-        group="PyTorch",
-        name="bf16",
-        state="ok" if native else "degraded",
-        found=f"{'native' if native else 'emulated'} on {where}",
-        means="" if native else "right results, but usually slower than fp32",
-        remedy="" if native else "train in fp32 on this machine",
-    )
+    found = f"{'native' if native else 'emulated'} on {where}"
+    means = "" if native else "right results, but usually slower than fp32"
+    yield _checked(group, "bf16", found, means, "train in fp32 on this machine")
     for device in ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]:
         yield from (matmul_check(device, dtype) for dtype in ("float32", "bfloat16"))
 
@@ -306,8 +305,6 @@ def _torch_checks(machine: Machine) -> Iterator[Check]:
 def _backends_check() -> Check:
     import torch
     import torch.distributed as dist
-
-    from outlast.hardware.checks import Check
 
     gpu = torch.cuda.is_available()
     available = dist.is_available()
@@ -341,8 +338,6 @@ def matmul_check(device: str, dtype_name: str, size: int = 512) -> Check:
     """
     import torch
 
-    from outlast.hardware.checks import Check
-
     dtype: torch.dtype = getattr(torch, dtype_name)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator, dtype=torch.float64) for _ in "ab")
@@ -360,13 +355,13 @@ def matmul_check(device: str, dtype_name: str, size: int = 512) -> Check:
             problem = f"wrong by {error:.2g} of the largest entry"
     except RuntimeError as failure:
         problem = str(failure).splitlines()[0]
-    return Check(
-        group="PyTorch",
-        name=f"matmul {dtype_name}",
-        state="missing" if problem else "ok",
-        found=problem or f"right on {device}, {size}^3 in {seconds * 1000:.1f} ms (measured)",
-        means="this device computes wrong numbers or not at all" if problem else "",
-        remedy="run memtest or dcgmi diag, and reinstall PyTorch" if problem else "",
+    return _checked(
+        "PyTorch",
+        f"matmul {dtype_name}",
+        problem or f"right on {device}, {size}^3 in {seconds * 1000:.1f} ms (measured)",
+        "this device computes wrong numbers or not at all" if problem else "",
+        "run memtest or dcgmi diag, and reinstall PyTorch",
+        state="missing",
         essential=dtype_name == "float32",
     )
 
@@ -376,3 +371,225 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def machine_checks(machine: Machine) -> list[Check]:
+    """Return the checks of processors, memory, GPUs, energy sensors and the cluster."""
+    checks = (_processor_checks, _gpu_checks, _energy_checks, _cluster_checks)
+    return [line for check in checks for line in check(machine)]
+
+
+def storage_checks(path: Path) -> list[Check]:
+    """Probe the file system under a directory and return its checks."""
+    from outlast.hardware import probe
+
+    group, few, slow = "Storage", "", ""
+    try:
+        facts = probe(path)
+    except HardwareError as error:
+        means = "no checkpoint can be written here"
+        remedy = "name a directory that you may write to: --path DIR"
+        return [Check(group, "write", "missing", str(error), means, remedy, essential=True)]
+    if facts.is_memory:
+        few = "in memory: checkpoints vanish with the machine"
+    elif facts.free_bytes < LEAST_FREE_BYTES:
+        few = "a few checkpoints may fill it"
+    if facts.directory_fsync is not True:
+        slow = "a directory cannot be fsynced: a power failure may undo the newest checkpoint"
+    elif facts.fsync_seconds > SLOW_FSYNC_SECONDS:
+        slow = "each file of a checkpoint waits this long"
+    shared = ", shared" if facts.is_network else ""
+    space = f"{_gib(facts.free_bytes)} free on {facts.type} at {facts.mount_point}{shared}"
+    fsync = f"{facts.fsync_seconds * 1000:.2f} ms for 4 KiB (median, measured)"
+    atomic = facts.rename_is_atomic
+    return [
+        _checked(group, "space", space, few, "keep checkpoints on a larger, durable file system"),
+        _checked(group, "fsync", fsync, slow, "use a local disk for checkpoints"),
+        _checked(
+            group,
+            "rename",
+            "replaces atomically" if atomic else "a reader saw a torn file",
+            "" if atomic else "a crash could leave half a checkpoint visible",
+            f"use another file system than {facts.type}",
+            state="missing",
+            essential=True,
+        ),
+    ]
+
+
+def _processor_checks(machine: Machine) -> Iterator[Check]:
+    from outlast.hardware import Unavailable
+
+    group = "Machine"
+    features = ", ".join(machine.cpu_features) or "no vector extensions known"
+    yield Check(group, "processor", "ok", f"{machine.cpu_model} ({features})")
+    quota = "" if machine.quota_cores is None else f", quota {machine.quota_cores:g}"
+    cores = f"{machine.usable_cores:g} usable of {machine.logical_cores}{quota}"
+    held = machine.usable_cores < machine.logical_cores
+    means = "affinity or the control group holds the process below the machine" if held else ""
+    yield Check(group, "cores", "ok", cores, means)
+    usable, limit = machine.usable_memory_bytes, machine.memory_limit_bytes
+    held = limit is not None and limit < machine.memory_total_bytes
+    memory = f"{_gib(machine.memory_available_bytes)} available, {_gib(usable)} at most"
+    memory += " (control group)" if held else ""
+    small = min(usable, machine.memory_available_bytes) < LEAST_MEMORY_BYTES
+    means = f"less than {_gib(LEAST_MEMORY_BYTES)}: a small model may not fit" if small else ""
+    yield _checked(group, "memory", memory, means, "ask for more memory: sbatch --mem=16G")
+    network = machine.network_ports
+    if isinstance(network, Unavailable):
+        means = "several nodes would talk over TCP; one node is not concerned"
+        yield Check(group, "RDMA network", "missing", network.reason, means)
+        return
+    ports = ", ".join(f"{port.device}/{port.port} {port.rate} {port.state}" for port in network)
+    active = any("ACTIVE" in port.state for port in network)
+    means = "" if active else "no port is active: ranks would talk over TCP"
+    remedy = "ibstat shows why; ask the administrator"
+    yield _checked(group, "RDMA network", ports, means, remedy)
+
+
+def _gpu_checks(machine: Machine) -> Iterator[Check]:
+    from outlast.hardware import Unavailable
+
+    group, gpus = "Accelerators", machine.gpus
+    if isinstance(gpus, Unavailable):
+        means = "training runs on the CPU"
+        yield Check(group, "NVML", "missing", gpus.reason, means, gpus.remedy)
+        return
+    found = f"driver {gpus.driver_version}, {len(gpus.visible)} of {gpus.installed_count} GPUs"
+    hidden = gpus.installed_count - len(gpus.visible)
+    means = f"CUDA_VISIBLE_DEVICES hides {hidden}" if hidden else ""
+    remedy = "" if gpus.visible else "unset CUDA_VISIBLE_DEVICES, or ask Slurm for --gpus"
+    yield Check(group, "NVML", "ok" if gpus.visible else "degraded", found, means, remedy)
+    for gpu in gpus.visible:
+        found, limit, means = gpu.name, gpu.power_limit_watts, ""
+        if not isinstance(gpu.memory_bytes, Unavailable):
+            found += f", {_gib(gpu.memory_bytes)}"
+        if not isinstance(limit, Unavailable):
+            found += f", {limit:.0f} W"
+        if gpu.mig_enabled is True:
+            found += ", MIG on"
+            means = "MIG slices: no NCCL between slices, and power is that of the whole GPU"
+        elif isinstance(gpu.facts, Unavailable):
+            means = "the planner has no facts about this model and must be calibrated"
+        yield _checked(group, f"GPU {gpu.index}", found, means)
+
+
+def _energy_checks(machine: Machine) -> Iterator[Check]:
+    from outlast.hardware import Unavailable
+
+    group, gpus, rapl = "Energy sensors", machine.gpus, machine.rapl
+    visible = () if isinstance(gpus, Unavailable) else gpus.visible
+    counting = sum(gpu.energy_counter is True for gpu in visible)
+    found = f"energy counter on {counting} of {len(visible)} GPUs" if visible else "no visible GPU"
+    means = "" if counting else "GPU energy will be reported as unavailable, not as zero"
+    yield _checked(group, "GPU (NVML)", found, means, state="missing")
+    if isinstance(rapl, Unavailable):
+        means = "CPU energy will be reported as unavailable"
+        yield Check(group, "CPU (RAPL)", "missing", rapl.reason, means, rapl.remedy)
+    else:
+        yield Check(group, "CPU (RAPL)", "ok", f"reads {', '.join(rapl.zones)}")
+
+
+def _cluster_checks(machine: Machine) -> Iterator[Check]:
+    from outlast.hardware import Unavailable
+
+    group, slurm = "Cluster", machine.slurm
+    if isinstance(slurm, Unavailable):
+        means = "outlast submit needs it; training on this machine does not"
+        yield Check(group, "Slurm", "missing", slurm.reason, means, slurm.remedy)
+        return
+    found = f"{slurm.version}: {', '.join(slurm.commands)}"
+    lacking = ", ".join(slurm.missing_commands)
+    means = f"missing: {lacking}" if lacking else ""
+    yield _checked(group, "Slurm", found, means, "apt-get install slurm-client")
+    munge = slurm.munge_socket or (shutil.which("munge") and "installed, no socket") or "not found"
+    means = "" if slurm.munge_socket else "Slurm may refuse this machine's requests"
+    remedy = "apt-get install munge; systemctl start munge"
+    yield _checked(group, "munge", munge, means, remedy)
+    found = f"inside job {slurm.job_id}" if slurm.job_id else "not inside a Slurm job"
+    means = "" if slurm.job_id else "the queue's limits do not bind here"
+    yield Check(group, "job", "ok", found, means)
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+# One rank of the smoke test. The result is checked in the rank itself: 1 + 2 = 3.
+GLOO_RANK = """
+import sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank, store = int(sys.argv[1]), sys.argv[2]
+timeout = timedelta(seconds=float(sys.argv[3]))
+dist.init_process_group("gloo", f"file://{store}", timeout, world_size=2, rank=rank)
+x = torch.full((1024,), rank + 1.0)
+dist.all_reduce(x)
+assert bool((x == 3).all()), x[:4]
+dist.destroy_process_group()
+"""
+
+
+def start_gloo_ranks(store: Path, timeout_seconds: float) -> list[subprocess.Popen[str]]:
+    """Start two ranks of an all-reduce over the loopback interface.
+
+    Args:
+        store: File that the ranks meet in; must not exist.
+        timeout_seconds: How long a rank waits for the other.
+
+    Returns:
+        The two processes, for `gloo_check` and then `end_ranks`.
+    """
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", GLOO_RANK, str(rank), str(store), str(timeout_seconds)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def gloo_check(ranks: list[subprocess.Popen[str]], deadline_seconds: float) -> Check:
+    """Wait for the ranks of `start_gloo_ranks` and report.
+
+    Args:
+        ranks: The processes.
+        deadline_seconds: How long to wait from now, for all of them together.
+    """
+    end = time.monotonic() + deadline_seconds
+    while time.monotonic() < end:
+        codes = [process.poll() for process in ranks]
+        # One failed rank leaves the other waiting: do not wait with it.
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.02)
+    codes = [process.poll() for process in ranks]
+    problem = f"no result within {deadline_seconds:g} s" if None in codes else ""
+    failed = next((rank for rank, code in enumerate(codes) if code), None)
+    if failed is not None:
+        _, error = ranks[failed].communicate()
+        last = (error.strip().splitlines() or ["no message"])[-1]
+        problem = f"rank {failed} failed with exit code {codes[failed]}: {last}"
+    return _checked(
+        "PyTorch",
+        "all-reduce",
+        problem or "two gloo processes summed 1,024 numbers over loopback",
+        "several processes cannot train together" if problem else "",
+        "look at the firewall, or set GLOO_SOCKET_IFNAME to a working interface",
+        state="missing",
+        essential=True,
+    )
+
+
+def end_ranks(ranks: list[subprocess.Popen[str]]) -> None:
+    """End the ranks that still run and free their pipes."""
+    for process in ranks:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
