@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
-from outlast.cli import train as command
+from outlast.cli import runs as command
 from outlast.cli.main import main
 from outlast.tensorize import BottleneckLinear, LowRankLinear, MonarchLinear, TTLinear
 from outlast.tensorize.export import load_factored
@@ -284,7 +284,7 @@ def test_folders_that_are_no_models(convert, llama, tmp_path, text):
 
 
 def test_long_work_says_where_it_is(convert, llama, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("outlast.cli.train.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("outlast.cli.runs.LINE_SECONDS", 0.0)
     common = ["--calibrate", text, "--window", "64", "--gainless", "--distill-steps", "2"]
     _, out, err = convert(llama, tmp_path / "out", *common)
     for what in ("loading the model", "reading the text", "fitting layers", "distilling: 2 of 2"):

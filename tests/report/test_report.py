@@ -323,7 +323,7 @@ def test_the_command_prints_the_path(new_run: Any) -> None:
     typer_testing = pytest.importorskip("typer.testing")
     import typer
 
-    from outlast.cli.train import report
+    from outlast.cli.runs import report
 
     app = typer.Typer()
     app.command()(report)

@@ -19,8 +19,9 @@ from outlast.cli.energy import energy
 from outlast.cli.plan import plan
 from outlast.cli.run import SETTINGS as RUN_SETTINGS
 from outlast.cli.run import autosave, run
+from outlast.cli.runs import convert, export, report, resize
 from outlast.cli.submit import submit
-from outlast.cli.train import TrainCommand, convert, export, init, report, resize, train
+from outlast.cli.train import TrainCommand, init, train
 from outlast.errors import EXIT_INTERRUPTED
 from outlast.version import __version__
 
