@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outlast.cli.autosave import autosave
 from outlast.cli.ckpt import ckpt
 from outlast.cli.cluster import cluster
 from outlast.cli.coding import coding
@@ -18,7 +19,7 @@ from outlast.cli.drill import drill
 from outlast.cli.energy import energy
 from outlast.cli.plan import plan
 from outlast.cli.run import SETTINGS as RUN_SETTINGS
-from outlast.cli.run import autosave, run
+from outlast.cli.run import run
 from outlast.cli.runs import convert, export, report, resize
 from outlast.cli.submit import submit
 from outlast.cli.train import TrainCommand, init, train
