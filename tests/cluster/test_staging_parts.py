@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.cluster.copying import BlockWriter, LocalReader, ReadAhead, blocks_of
-from outlast.cluster.stage import FileLock, Kept, Stage, lacking_bytes, victims
+from outlast.cluster.staging import FileLock, Kept, Stage, lacking_bytes, victims
 from outlast.errors import ClusterError
 
 MIB = 1 << 20

@@ -19,10 +19,9 @@ import xxhash
 from staging_server import serving
 
 from outlast.cluster import copying as sources
-from outlast.cluster import stage as stages
+from outlast.cluster import staging as stages
 from outlast.cluster.copying import JOURNAL, PART
-from outlast.cluster.stage import folders_of, source_of
-from outlast.cluster.staging import ReadAhead, Stage
+from outlast.cluster.staging import ReadAhead, Stage, folders_of, source_of
 from outlast.errors import ClusterError
 
 MIB = 1 << 20

@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.checkpoint.content import Difference, Extracted, TensorChange, ValueChange
+    from outlast.checkpoint.content import TensorChange, ValueChange
     from outlast.checkpoint.convert import Converted
     from outlast.checkpoint.inspection import (
         Coding,
         Description,
-        LogsSummary,
-        Pruned,
-        Usage,
         Verification,
-        VersionSummary,
     )
 
 
@@ -153,6 +149,8 @@ def list_(store: Store, json: AsJson = False) -> None:
     older versions; "ratio" is raw by stored. A last line says how far replay logs lead on from the
     newest complete version.
     """
+    from rich.markup import escape
+
     from outlast.checkpoint.inspection import (
         list_saved,
         open_store,
@@ -171,8 +169,56 @@ def list_(store: Store, json: AsJson = False) -> None:
     logs = summarize_logs(storage, max(complete, default=None))
     if json:
         print_json({"store": storage.location, "versions": versions, "logs": logs})
-    else:
-        print_versions(storage.location, versions, logs)
+        return
+    console = output()
+    columns = [
+        Column("step"),
+        Column("session", optional=6),
+        Column("kind", number=False, optional=5),
+        Column("state", number=False),
+        Column("ranks", optional=7),
+        Column("tensors", optional=8),
+        Column("raw", optional=3),
+        Column("stored"),
+        Column("refers to", optional=2),
+        Column("ratio", optional=4),
+        Column("metrics", number=False, optional=1, least=20),
+    ]
+    rows = [
+        [
+            str(version.step),
+            str(version.session),
+            version.kind or "-",
+            version.state if not version.problem or version.state != "complete" else "complete (!)",
+            _number(version.ranks),
+            _number(version.tensors),
+            size_text(version.raw_bytes),
+            size_text(version.stored_bytes),
+            size_text(version.referred_bytes),
+            ratio_text(version.ratio),
+            " ".join(f"{name}={_figure(value)}" for name, value in version.metrics.items()),
+        ]
+        for version in versions
+    ]
+    print_table(
+        console, columns, rows, f"{storage.location}: {count_text(len(versions), 'version')}"
+    )
+    for version in versions:
+        if version.problem:
+            style = _STYLES[version.state] if version.state != "complete" else "red"
+            name = f"step {version.step}, session {version.session}"
+            console.print(f"[{style}]{name}:[/] {escape(version.problem)}", soft_wrap=True)
+    if logs is not None:
+        words = f"{count_text(logs.logs, 'replay log')} of {size_text(logs.stored_bytes)}"
+        if logs.base is None:
+            words += ", and no complete version that they could lead on from"
+        else:
+            use = f"none leads on from step {logs.base}"
+            if logs.step is not None:
+                verb = "leads" if logs.leading_on == 1 else "lead"
+                use = f"{logs.leading_on:,} {verb} on from step {logs.base} to step {logs.step}"
+            words = "; ".join(filter(None, [f"{words}: {use}", logs.problem]))
+        console.print(words, markup=False, soft_wrap=True)
 
 
 @ckpt.command()
@@ -259,6 +305,8 @@ def diff(
     "elements" is the share of elements whose bits differ; |a-b|/|b| is the relative change in the
     2-norm.
     """
+    from rich.markup import escape
+
     from outlast.checkpoint.content import compare
     from outlast.checkpoint.inspection import find_version, open_store
 
@@ -268,8 +316,36 @@ def diff(
         found = compare(storage, *versions, progress)
     if json:
         print_json(found)
+        return
+    console = output()
+    same = sum(tensor.change == "same" for tensor in found.tensors)
+    shown = [tensor for tensor in found.tensors if everything or tensor.change != "same"]
+    title = f"{found.before} to {found.after}"
+    columns = [
+        Column("tensor", number=False, least=40),
+        Column("change", number=False, optional=1),
+        Column("type", number=False, optional=3, least=13),
+        Column("shape", number=False, optional=2, least=10),
+        Column("elements"),
+        Column("|a-b|/|b|"),
+        Column("max |a-b|"),
+    ]
+    if shown:
+        print_table(console, columns, [_change(tensor) for tensor in shown], title)
     else:
-        print_difference(found, everything=everything)
+        console.print(f"[bold]{escape(title)}[/bold]: no tensor differs")
+    odd = sum(tensor.not_finite for tensor in found.tensors)
+    if odd:
+        console.print(
+            f"{count_text(odd, 'changed element')} not finite (infinite or NaN) in one of the "
+            "versions: counted as changed, left out of |a-b|"
+        )
+    _print_values(console, found.values)
+    console.print(
+        f"{count_text(same, 'tensor')} unchanged; {size_text(found.equal_bytes)} of "
+        f"{size_text(found.content_bytes)} equal by their hashes, "
+        f"{size_text(found.read_bytes)} read from the store"
+    )
 
 
 @ckpt.command()
@@ -285,8 +361,54 @@ def du(store: Store, json: AsJson = False) -> None:
     found = usage(storage)
     if json:
         print_json(found)
-    else:
-        print_usage(storage.location, found)
+        return
+    console = output()
+    columns = [
+        Column("step"),
+        Column("session", optional=2),
+        Column("state", number=False, optional=1),
+        Column("raw", optional=3),
+        Column("own"),
+        Column("shared"),
+        Column("manifests"),
+        Column("freed if deleted"),
+    ]
+    rows = [
+        [
+            str(version.step),
+            str(version.session),
+            "complete" if version.complete else "incomplete",
+            size_text(version.raw_bytes),
+            size_text(version.own_bytes),
+            size_text(version.shared_bytes),
+            size_text(version.manifest_bytes),
+            size_text(version.freed_bytes),
+        ]
+        for version in found.versions
+    ]
+    print_table(console, columns, rows, storage.location)
+    console.print()
+    sums = [
+        ("own chunks", found.own_bytes),
+        ("shared chunks", found.shared_bytes),
+        ("manifests", found.manifest_bytes),
+        ("temporary files", found.temporary_bytes),
+        ("files nobody needs", found.orphan_bytes),
+        ("replay logs", found.log_bytes),
+        ("total", found.total_bytes),
+    ]
+    print_table(
+        console,
+        [Column("what", number=False), Column("size")],
+        [[name, size_text(size)] for name, size in sums],
+    )
+    complete = [version for version in found.versions if version.raw_bytes is not None]
+    if complete:
+        average = found.raw_bytes // len(complete)
+        console.print(
+            f"{count_text(len(complete), 'version')} of {size_text(average)} in "
+            f"{size_text(found.total_bytes - found.log_bytes)}: {ratio_text(found.ratio)} smaller"
+        )
 
 
 @ckpt.command("restore-to")
@@ -314,8 +436,14 @@ def restore_to(
         found = extract(storage, contents, directory, only=only, progress=progress)
     if json:
         print_json(found)
-    else:
-        print_extracted(found)
+        return
+    output().print(
+        f"wrote {found.folder} to {found.directory}: {count_text(found.tensors, 'tensor')} "
+        f"({size_text(found.bytes)}) in {count_text(len(found.files), 'file')}, "
+        f"{count_text(found.values, 'value')} in values.json",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @ckpt.command()
@@ -351,8 +479,18 @@ def prune(
     found = prune_store(storage, policy, dry_run=dry_run)
     if json:
         print_json(found)
-    else:
-        print_pruned(storage.location, found)
+        return
+    console = output()
+    for folder in found.deleted:
+        console.print(f"{'would delete' if found.dry_run else 'deleted'} {folder}")
+    verb = "would be" if found.dry_run else "were"
+    console.print(
+        f"{storage.location}: {count_text(len(found.deleted), 'version')} {verb} deleted, "
+        f"{size_text(found.freed_bytes)} {verb} freed; {count_text(len(found.kept), 'version')} "
+        f"{'would stay' if found.dry_run else 'stay'}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 ckpt.command("export")(export)
@@ -361,131 +499,10 @@ ckpt.command("export")(export)
 ckpt.command("import")(import_)
 
 
-def print_usage(location: str, found: Usage) -> None:
-    """Print the space that each version takes, and all of them together."""
-    console = output()
-    columns = [
-        Column("step"),
-        Column("session", optional=2),
-        Column("state", number=False, optional=1),
-        Column("raw", optional=3),
-        Column("own"),
-        Column("shared"),
-        Column("manifests"),
-        Column("freed if deleted"),
-    ]
-    rows = [
-        [
-            str(version.step),
-            str(version.session),
-            "complete" if version.complete else "incomplete",
-            size_text(version.raw_bytes),
-            size_text(version.own_bytes),
-            size_text(version.shared_bytes),
-            size_text(version.manifest_bytes),
-            size_text(version.freed_bytes),
-        ]
-        for version in found.versions
-    ]
-    print_table(console, columns, rows, location)
-    console.print()
-    sums = [
-        ("own chunks", found.own_bytes),
-        ("shared chunks", found.shared_bytes),
-        ("manifests", found.manifest_bytes),
-        ("temporary files", found.temporary_bytes),
-        ("files nobody needs", found.orphan_bytes),
-        ("replay logs", found.log_bytes),
-        ("total", found.total_bytes),
-    ]
-    print_table(
-        console,
-        [Column("what", number=False), Column("size")],
-        [[name, size_text(size)] for name, size in sums],
-    )
-    complete = [version for version in found.versions if version.raw_bytes is not None]
-    if complete:
-        average = found.raw_bytes // len(complete)
-        console.print(
-            f"{count_text(len(complete), 'version')} of {size_text(average)} in "
-            f"{size_text(found.total_bytes - found.log_bytes)}: {ratio_text(found.ratio)} smaller"
-        )
-
-
-def print_pruned(location: str, found: Pruned) -> None:
-    """Print the versions deleted, or to be deleted, and those that stay."""
-    console = output()
-    for folder in found.deleted:
-        console.print(f"{'would delete' if found.dry_run else 'deleted'} {folder}")
-    verb = "would be" if found.dry_run else "were"
-    console.print(
-        f"{location}: {count_text(len(found.deleted), 'version')} {verb} deleted, "
-        f"{size_text(found.freed_bytes)} {verb} freed; {count_text(len(found.kept), 'version')} "
-        f"{'would stay' if found.dry_run else 'stay'}",
-        markup=False,
-        soft_wrap=True,
-    )
-
-
 _STYLES = {"ok": "green", "complete": "green", "incomplete": "yellow", "damaged": "red"}
 
 
 _VALUE_CHARACTERS = 60
-
-
-def print_versions(
-    location: str, versions: Sequence[VersionSummary], logs: LogsSummary | None
-) -> None:
-    """The list of versions, what is wrong with some of them, and how far replay logs lead on."""
-    from rich.markup import escape
-
-    console = output()
-    columns = [
-        Column("step"),
-        Column("session", optional=6),
-        Column("kind", number=False, optional=5),
-        Column("state", number=False),
-        Column("ranks", optional=7),
-        Column("tensors", optional=8),
-        Column("raw", optional=3),
-        Column("stored"),
-        Column("refers to", optional=2),
-        Column("ratio", optional=4),
-        Column("metrics", number=False, optional=1, least=20),
-    ]
-    rows = [
-        [
-            str(version.step),
-            str(version.session),
-            version.kind or "-",
-            version.state if not version.problem or version.state != "complete" else "complete (!)",
-            _number(version.ranks),
-            _number(version.tensors),
-            size_text(version.raw_bytes),
-            size_text(version.stored_bytes),
-            size_text(version.referred_bytes),
-            ratio_text(version.ratio),
-            " ".join(f"{name}={_figure(value)}" for name, value in version.metrics.items()),
-        ]
-        for version in versions
-    ]
-    print_table(console, columns, rows, f"{location}: {count_text(len(versions), 'version')}")
-    for version in versions:
-        if version.problem:
-            style = _STYLES[version.state] if version.state != "complete" else "red"
-            name = f"step {version.step}, session {version.session}"
-            console.print(f"[{style}]{name}:[/] {escape(version.problem)}", soft_wrap=True)
-    if logs is not None:
-        words = f"{count_text(logs.logs, 'replay log')} of {size_text(logs.stored_bytes)}"
-        if logs.base is None:
-            words += ", and no complete version that they could lead on from"
-        else:
-            use = f"none leads on from step {logs.base}"
-            if logs.step is not None:
-                verb = "leads" if logs.leading_on == 1 else "lead"
-                use = f"{logs.leading_on:,} {verb} on from step {logs.base} to step {logs.step}"
-            words = "; ".join(filter(None, [f"{words}: {use}", logs.problem]))
-        console.print(words, markup=False, soft_wrap=True)
 
 
 def print_description(found: Description, *, tensors: bool, values: bool) -> None:
@@ -623,41 +640,6 @@ def print_verdict(verdict: Verification) -> None:
         console.print(f"  it can be restored: all its content is right ({checked})")
 
 
-def print_difference(found: Difference, *, everything: bool) -> None:
-    """Tensors and values that differ, the largest change first."""
-    from rich.markup import escape
-
-    console = output()
-    same = sum(tensor.change == "same" for tensor in found.tensors)
-    shown = [tensor for tensor in found.tensors if everything or tensor.change != "same"]
-    title = f"{found.before} to {found.after}"
-    columns = [
-        Column("tensor", number=False, least=40),
-        Column("change", number=False, optional=1),
-        Column("type", number=False, optional=3, least=13),
-        Column("shape", number=False, optional=2, least=10),
-        Column("elements"),
-        Column("|a-b|/|b|"),
-        Column("max |a-b|"),
-    ]
-    if shown:
-        print_table(console, columns, [_change(tensor) for tensor in shown], title)
-    else:
-        console.print(f"[bold]{escape(title)}[/bold]: no tensor differs")
-    odd = sum(tensor.not_finite for tensor in found.tensors)
-    if odd:
-        console.print(
-            f"{count_text(odd, 'changed element')} not finite (infinite or NaN) in one of the "
-            "versions: counted as changed, left out of |a-b|"
-        )
-    _print_values(console, found.values)
-    console.print(
-        f"{count_text(same, 'tensor')} unchanged; {size_text(found.equal_bytes)} of "
-        f"{size_text(found.content_bytes)} equal by their hashes, "
-        f"{size_text(found.read_bytes)} read from the store"
-    )
-
-
 def _change(tensor: TensorChange) -> list[str]:
     dtype, shape = tensor.dtype, _shape(tensor.shape)
     if tensor.was_dtype is not None:
@@ -708,17 +690,6 @@ def _print_values(console: Console, values: Sequence[ValueChange]) -> None:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= _VALUE_CHARACTERS else f"{text[: _VALUE_CHARACTERS - 4]} ..."
-
-
-def print_extracted(found: Extracted) -> None:
-    """Print the files written."""
-    output().print(
-        f"wrote {found.folder} to {found.directory}: {count_text(found.tensors, 'tensor')} "
-        f"({size_text(found.bytes)}) in {count_text(len(found.files), 'file')}, "
-        f"{count_text(found.values, 'value')} in values.json",
-        markup=False,
-        soft_wrap=True,
-    )
 
 
 def _number(value: int | None) -> str:

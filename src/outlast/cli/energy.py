@@ -46,64 +46,6 @@ CATALOGUE = {"a100": "a100-sxm-80"}
 """Devices with an example profile (for clocks) whose rates the catalogue knows."""
 
 
-def print_advice(
-    path: Path,
-    overrides: list[str],
-    nproc: int,
-    source: tuple[str, Profile | None],
-    deadline: float | str,
-) -> None:
-    """Plan a job's clocks and print the table and what would set them.
-
-    Args:
-        path: The job file.
-        overrides: As for ``outlast train``.
-        nproc: Processes of the job.
-        source: Name of the device, and the job's measured profile if there is one.
-        deadline: As in `EnergyPlanner.plan`.
-
-    Raises:
-        JobError: For a wrong job.
-        EnergyError: For a device that nothing is known of, or a deadline that cannot be met.
-    """
-    from outlast.cli.console import Column, output, print_table
-    from outlast.energy import EnergyPlanner
-    from outlast.energy.control import DryRun, batch_lines, device_settings
-    from outlast.job import load_job
-    from outlast.train.preflight import preflight
-
-    job = load_job(path, overrides)
-    checked = preflight(job, nproc)
-    schedule = _step_schedule(job, checked)
-    device, profile = source
-    if profile is None:
-        profile = _modelled_profile(job, checked, device)
-    planner = EnergyPlanner(profile)
-    rows = []
-    for fromkey in dict.fromkeys([*DEADLINES, deadline]):
-        plan = planner.plan(schedule, fromkey, switches="per_stage")
-        rows.append(_advice_row(str(fromkey), plan))
-    chosen = planner.plan(schedule, deadline, switches="per_stage")
-    heads = ["deadline", "step s", "energy J", "saving", "clocks MHz"]
-    title = f"one clock per device, {profile.device}, {profile.kind}"
-    print_table(output(), [Column(head) for head in heads], rows, title)
-    if profile.kind == "modelled":
-        print(
-            "modelled from the FLOPs and bytes of a step alone: times within about 30 %, savings "
-            "an order of magnitude; give --profile for a plan to act on"
-        )
-    print(f"\nfor deadline {deadline}, on each replica (nothing is set now):")
-    clocks = []
-    for number, setting in enumerate(device_settings(chosen, schedule)):
-        if setting.clock_mhz is not None:
-            clocks.append(setting.clock_mhz)
-            DryRun(f"<GPU {number}>", write=lambda text: print(f"  {text}")).lock_clock(
-                setting.clock_mhz
-            )
-    print("\nwith Slurm:")
-    print(batch_lines(clocks, gpus_per_node=len(clocks)))
-
-
 def _advice_row(deadline: str, plan: ClockPlan) -> list[str]:
     clocks = list(dict.fromkeys(clock for clock in plan.clocks_mhz if clock))
     shown = str(clocks[0]) if len(clocks) == 1 else f"{min(clocks)} to {max(clocks)}"
@@ -388,8 +330,43 @@ def advise(
     Without a profile, time and power are modelled from the FLOPs and bytes of one step: good for
     an order of magnitude. Nothing is set.
     """
-    measured = None if profile is None else _profile(profile, blocking_watts)
-    print_advice(job, list(overrides or []), nproc, (device, measured), _deadline(deadline))
+    from outlast.cli.console import Column, output, print_table
+    from outlast.energy import EnergyPlanner
+    from outlast.energy.control import DryRun, batch_lines, device_settings
+    from outlast.job import load_job
+    from outlast.train.preflight import preflight
+
+    known = None if profile is None else _profile(profile, blocking_watts)
+    asked = _deadline(deadline)
+    settings = load_job(job, list(overrides or []))
+    checked = preflight(settings, nproc)
+    schedule = _step_schedule(settings, checked)
+    if known is None:
+        known = _modelled_profile(settings, checked, device)
+    planner = EnergyPlanner(known)
+    rows = [
+        _advice_row(str(limit), planner.plan(schedule, limit, switches="per_stage"))
+        for limit in dict.fromkeys([*DEADLINES, asked])
+    ]
+    chosen = planner.plan(schedule, asked, switches="per_stage")
+    heads = ["deadline", "step s", "energy J", "saving", "clocks MHz"]
+    title = f"one clock per device, {known.device}, {known.kind}"
+    print_table(output(), [Column(head) for head in heads], rows, title)
+    if known.kind == "modelled":
+        print(
+            "modelled from the FLOPs and bytes of a step alone: times within about 30 %, savings "
+            "an order of magnitude; give --profile for a plan to act on"
+        )
+    print(f"\nfor deadline {asked}, on each replica (nothing is set now):")
+    clocks = []
+    for number, setting in enumerate(device_settings(chosen, schedule)):
+        if setting.clock_mhz is not None:
+            clocks.append(setting.clock_mhz)
+            DryRun(f"<GPU {number}>", write=lambda text: print(f"  {text}")).lock_clock(
+                setting.clock_mhz
+            )
+    print("\nwith Slurm:")
+    print(batch_lines(clocks, gpus_per_node=len(clocks)))
 
 
 def _profile(name: str, blocking_watts: float | None) -> Profile:
@@ -464,22 +441,21 @@ def _print_frontier(budget: str, plans: Frontier) -> None:
     from outlast.cli.console import Column, output, print_table
 
     heads = ["deadline s", "step s", "energy J", "saving", "gap at most", "switches"]
-    rows = [_replay_row(plan) for plan in plans.plans]
+    rows = [
+        [
+            f"{plan.deadline_seconds:.6g}",
+            f"{plan.seconds:.6g}",
+            f"{plan.joules:,.6g}",
+            f"{plan.saving:.2%}",
+            # Where a plan is its bound, the two differ by rounding.
+            f"{max(plan.budget_gap, 0.0):.3%}",
+            str(plan.switches),
+        ]
+        for plan in plans.plans
+    ]
     first = plans.plans[0]
     title = f"switches = {budget}: {first.device}, predicted from a {first.kind} profile"
     print_table(output(), [Column(head) for head in heads], rows, title)
-
-
-def _replay_row(plan: ClockPlan) -> list[str]:
-    return [
-        f"{plan.deadline_seconds:.6g}",
-        f"{plan.seconds:.6g}",
-        f"{plan.joules:,.6g}",
-        f"{plan.saving:.2%}",
-        # Where a plan is its bound, the two differ by rounding.
-        f"{max(plan.budget_gap, 0.0):.3%}",
-        str(plan.switches),
-    ]
 
 
 energy = typer.Typer(

@@ -42,7 +42,7 @@ from outlast.errors import ClusterError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from outlast.cluster.stage import Stage
+    from outlast.cluster.staging import Stage
 
 
 ALIGNMENT_BYTES = 4096

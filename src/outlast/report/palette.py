@@ -71,18 +71,3 @@ def style_sheet() -> str:
         "}\n"
         f'@media screen {{ :root[data-theme="dark"] {{ color-scheme: dark; {dark} }} }}\n'
     )
-
-
-def contrast(one: str, other: str) -> float:
-    """Contrast ratio of two ``#rrggbb`` colours, 1 to 21 (WCAG 2.1, relative luminance)."""
-    high, low = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    channels = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    red, green, blue = (
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in channels
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
