@@ -28,7 +28,7 @@ from typing import Any
 
 from harness import Bar, arguments, publish
 
-from outlast.cluster.pace import TokenBucket
+from outlast.cluster.copying import TokenBucket
 from outlast.cluster.storage import SavingJob, ask, shared_periods, turn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))

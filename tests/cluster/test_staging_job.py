@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outlast.cluster import staging as staging_job
-from outlast.cluster.pace import GentlePace
+from outlast.cluster.copying import GentlePace
 from outlast.cluster.staging import (
     directives,
     directory_of,

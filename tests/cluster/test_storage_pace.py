@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.cluster import pace
-from outlast.cluster.pace import Backoff, GentlePace, TokenBucket
+from outlast.cluster import copying as pace
+from outlast.cluster.copying import Backoff, GentlePace, TokenBucket
 from outlast.errors import ClusterError
 
 

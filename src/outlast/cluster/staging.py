@@ -37,14 +37,15 @@ import xxhash
 
 from outlast.cluster.copying import (
     PART,
+    GentlePace,
     ReadAhead,
+    TokenBucket,
     copy_file,
     digest_of,
     find,
     forget_journal,
     is_url,
 )
-from outlast.cluster.pace import GentlePace, TokenBucket
 from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, ClusterError, OutlastError
 from outlast.hardware.filesystem import NETWORK_TYPES, mount_of
 from outlast.records.claims import FileLock

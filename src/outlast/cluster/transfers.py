@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from outlast.cluster.pace import GentlePace, TokenBucket
+from outlast.cluster.copying import GentlePace, TokenBucket
 from outlast.cluster.tasks.execute import Shares
 from outlast.cluster.tasks.graph import figures_from_toml, run_graph
 from outlast.cluster.tasks.planner import plan

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from outlast.cluster.pace import TokenBucket
+from outlast.cluster.copying import TokenBucket
 from outlast.cluster.tasks.schedule import Flow, fair_rates
 from outlast.errors import ClusterError
 
