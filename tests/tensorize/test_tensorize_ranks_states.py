@@ -66,6 +66,42 @@ def test_an_average_of_the_parameter_is_mapped_like_the_parameter():
 @pytest.mark.parametrize(
     "change",
     [
+        lambda model, optimizer: resize(model[0], 3, optimizers=[optimizer]),
+        lambda model, optimizer: shrink(model, 0.5, optimizers=[optimizer]),
+    ],
+    ids=["resize", "shrink"],
+)
+def test_no_step_of_adam_after_a_change_is_longer_than_gradients_can_make_one(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(LowRankLinear(10, 8, 6, bias=False, **DOUBLE))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    stepped(model, optimizer)
+    # Cauchy and Schwarz, over the gradients of three steps.
+    reach = 0.1**2 / 0.001 * sum((0.9**2 / 0.999) ** k for k in range(3))
+    for each in model[0].factors():
+        state = optimizer.state[each]
+        # As far as gradients can bring them; the squares of a map know no signs.
+        state["exp_avg_sq"].fill_(1.0)
+        state["exp_avg"].copy_(torch.randn_like(each).sign() * reach**0.5)
+    change(model, optimizer)
+    assert model[0].rank < 6
+    for each in model[0].factors():
+        state = optimizer.state[each]
+        assert (state["exp_avg"].square() <= reach * state["exp_avg_sq"] * (1 + 1e-12)).all()
+
+
+def test_squares_that_are_not_averaged_bound_nothing():
+    model = nn.Sequential(LowRankLinear(10, 8, 6, bias=False))
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.0))
+    stepped(model, optimizer)
+    resize(model[0], 3, optimizers=[optimizer])
+    stepped(model, optimizer)
+    assert all(bool(each.isfinite().all()) for each in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         lambda model, optimizer: resize(model[1], 2, optimizers=[optimizer]),
         lambda model, optimizer: shrink(model, 0.5, optimizers=[optimizer]),
         lambda model, optimizer: grow(model, used=0.1, optimizers=[optimizer]),

@@ -62,10 +62,6 @@ class Certificate:
         """Largest ``|decoded - g|`` when the matrix of chunk gradients has this spectral norm."""
         return math.sqrt(self.error) * spectral_norm
 
-    def centred_bound(self, spectral_norm: float) -> float:
-        """Largest ``|scale decoded - g|``; takes the spectral norm of G with its mean removed."""
-        return math.sqrt(self.centred) * spectral_norm
-
 
 @dataclass(frozen=True, eq=False)
 class Decoded:

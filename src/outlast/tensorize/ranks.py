@@ -416,7 +416,6 @@ class RankChange:
         return f"{self.name}: rank {self.before} -> {self.after}"
 
 
-@torch.no_grad()
 def resize(
     layer: Layer,
     rank: int,
@@ -435,9 +434,9 @@ def resize(
     in the core after it, and learns from there. So does what carries nothing and yet is kept.
 
     Moments follow: a gradient of the old coordinates is mapped to the new ones, m -> m P^T, and a
-    mean of squares by the squares of the map, as if entries were independent. Steps are kept. What
-    an optimizer holds of the shape of the factor under a name that is not known is taken for a
-    gradient.
+    mean of squares by the squares of the map, as if entries were independent. Adam's are raised to
+    the smallest that the means allow, see `_bound_moments`. Steps are kept. What an optimizer holds
+    of the shape of the factor under a name that is not known is taken for a gradient.
 
     Where factors are scaled by alpha / rank, alpha stays and the factors take up the difference.
 
@@ -456,6 +455,31 @@ def resize(
             holds the layer to its rank (see `check_free` and `held_rank`), or an optimizer's state
             cannot follow; nothing is changed then.
     """
+    change = _resize(
+        layer,
+        rank,
+        bond=bond,
+        model=model,
+        optimizers=optimizers,
+        name=name,
+        generator=generator,
+    )
+    _bound_moments(optimizers, [change])
+    return change
+
+
+@torch.no_grad()
+def _resize(
+    layer: Layer,
+    rank: int,
+    *,
+    bond: str | None,
+    model: nn.Module | None,
+    optimizers: Sequence[Optimizer],
+    name: str,
+    generator: torch.Generator | None,
+) -> RankChange:
+    """Do what `resize` does, with second moments as they were mapped."""
     network, named = layer.network, name or layer.form
     if not bond and len(network.bonds) != 1:
         raise TensorizeError(
@@ -504,6 +528,33 @@ def resize(
         exchanged.append((old, fresh))
     _install(layer, model, {at.bond: rank}, dict(exchanged))
     return RankChange(name, at.bond, before, rank, new.dropped, tuple(exchanged))
+
+
+@torch.no_grad()
+def _bound_moments(optimizers: Sequence[Optimizer], changes: Sequence[RankChange]) -> None:
+    """Raise Adam's second moments of changed factors to the smallest that the first ones allow.
+
+    Means of squares follow a change of coordinates as if entries were independent. Without this the
+    next step could be longer than any gradients make one, which a guard takes for a fault. After
+    t steps m^2 <= R^2 v with R^2 = (1 - b1)^2 / (1 - b2) * sum over k < t of (b1^2 / b2)^k (Cauchy
+    and Schwarz); with b2 = 0 there is no such bound. Factors that a later change has replaced are
+    in no optimizer any more.
+    """
+    changed = {id(new) for change in changes for _, new in change.parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {}) if id(parameter) in changed else {}
+                if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys() or state["step"] < 1:
+                    continue
+                first, second = group.get("betas", (0.0, 0.0))
+                if second == 0.0:
+                    continue
+                steps, ratio = int(state["step"]), first**2 / second
+                ratios = steps if ratio == 1.0 else (1.0 - ratio**steps) / (1.0 - ratio)
+                reach = (1.0 - first) ** 2 / (1.0 - second) * ratios
+                least = state["exp_avg"].square() / reach
+                torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
 
 
 def _install(
@@ -680,13 +731,19 @@ def adapt(
     for name, layer, bond in list(bonds_of(model)):
         rank = rule.rank(layer, bond)
         if rank != layer.network.size(bond):
-            change = resize(
-                layer, rank, bond=bond, model=model, optimizers=optimizers, name=name,
+            change = _resize(
+                layer,
+                rank,
+                bond=bond,
+                model=model,
+                optimizers=optimizers,
+                name=name,
                 generator=generator,
-            )  # fmt: skip
+            )
             changes.append(change)
             if on_change is not None:
                 on_change(change)
+    _bound_moments(optimizers, changes)
     return changes
 
 

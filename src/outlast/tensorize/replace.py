@@ -557,17 +557,8 @@ def tensorize(
     if calibrate:
         for kind, device in {settings.computed(target) for target, _ in selection.chosen}:
             calibrate_machine(kind, device)
-    shared_out: dict[str, int] = {}
-    if isinstance(rank, Budget) and init == "from_dense" and form == "low_rank":
-        # By the spectra of all layers, each weight once.
-        leaders: dict[int, Target] = {}
-        for target, _ in selection.chosen:
-            if target.name != selection.likely_head:
-                leaders.setdefault(id(target.parameter), target)
-        weights = {target.name: target.weight for target in leaders.values()}
-        steps = {target.name: settings.multiple_of(target) for target in leaders.values()}
-        shared_out = shared_ranks(weights, rank.share, steps)
-    planned = _planned(selection, settings, shared_out)
+    budget = rank if isinstance(rank, Budget) and form == "low_rank" else None
+    planned = _planned(selection, settings, budget)
     if collective:
         check_ranks_agree({one.target.name: one.said() for one in planned})
     return _replaced(
@@ -723,19 +714,27 @@ def _untouched(found: Replacements, match: str | Sequence[str], selection: Selec
     )
 
 
-def _planned(
-    selection: Selection, settings: _Settings, shared_out: Mapping[str, int]
-) -> list[_Planned]:
+def _planned(selection: Selection, settings: _Settings, budget: Budget | None) -> list[_Planned]:
     """Describe all layers.
 
     Args:
         selection: Which.
         settings: Of all.
-        shared_out: Ranks that a budget gives to some.
+        budget: Of all layers together, where their dense weights tell how to share it out.
 
     Raises:
         TensorizeError: One cannot be replaced as asked.
     """
+    shared_out: dict[str, int] = {}
+    if budget is not None and settings.init == "from_dense":
+        # By the spectra of all layers, each weight once.
+        owners: dict[int, Target] = {}
+        for target, _ in selection.chosen:
+            if target.name != selection.likely_head:
+                owners.setdefault(id(target.parameter), target)
+        weights = {target.name: target.weight for target in owners.values()}
+        steps = {target.name: settings.multiple_of(target) for target in owners.values()}
+        shared_out = shared_ranks(weights, budget.share, steps)
     leaders: dict[int, _Planned] = {}
     found = []
     # Embeddings first: a head that shares the weight of one takes its factors from it.

@@ -23,7 +23,6 @@ from outlast.records import RanksChanged
 from outlast.state.live import FittingState, module_tensors
 from outlast.tensorize.parameters import structured_layers
 from outlast.tensorize.ranks import (
-    RankChange,
     RankRule,
     adapt,
     change_sharded,
@@ -90,28 +89,6 @@ def fit_ranks(model: nn.Module, shapes: Mapping[str, Shape]) -> list[str]:
         return []
 
 
-def bound_moments(optimizers: list[Optimizer], change: RankChange) -> None:
-    """Raise Adam's second moments of changed factors to the smallest that the first ones allow.
-
-    Means of squares follow a change of coordinates as if entries were independent. Without this the
-    next step could be longer than any gradients make one, which the guard takes for a fault. After
-    t steps m^2 <= R^2 v with R^2 = (1 - b1)^2 / (1 - b2) * sum over k < t of (b1^2 / b2)^k (Cauchy
-    and Schwarz).
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for _, parameter in change.parameters:
-                state = optimizer.state.get(parameter, {})
-                held = any(parameter is own for own in group["params"])
-                if held and {"exp_avg", "exp_avg_sq"} <= state.keys() and state["step"] >= 1:
-                    first, second = group["betas"]
-                    steps, ratio = int(state["step"]), first**2 / second
-                    ratios = steps if ratio == 1.0 else (1.0 - ratio**steps) / (1.0 - ratio)
-                    reach = (1.0 - first) ** 2 / (1.0 - second) * ratios
-                    least = state["exp_avg"].square() / reach
-                    torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
-
-
 class RankAdaptation:
     """Changes the ranks of a run's model between two steps, and when a state is restored.
 
@@ -169,7 +146,6 @@ class RankAdaptation:
                 # Of a layer with a nonlinearity in the middle the error is not known.
                 known = math.isfinite(found.error)
                 errors[found.name, found.bond] = found.error if known else None
-                bound_moments(own, found)
 
         model, optimizers = change_sharded(
             trainer.model,
