@@ -11,9 +11,8 @@ from torch import nn
 
 from outlast.errors import TensorizeError
 from outlast.hardware.figure import Unavailable
-from outlast.tensorize.cost import layer_cost, step_ratio
+from outlast.tensorize.cost import LAWS, OBSERVATIONS, effective_parameters, layer_cost, step_ratio
 from outlast.tensorize.network import Route, lower
-from outlast.tensorize.quality import LAWS, OBSERVATIONS, effective_parameters
 from outlast.tensorize.route_search import route_flops
 from outlast.tensorize.shapes import FORMS
 
@@ -170,7 +169,6 @@ def test_what_nobody_measured_is_said() -> None:
 
 def test_no_torch_is_needed() -> None:
     program = (
-        "import sys, outlast.tensorize, outlast.tensorize.cost, outlast.tensorize.quality; "
-        "sys.exit('torch' in sys.modules)"
+        "import sys, outlast.tensorize, outlast.tensorize.cost; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

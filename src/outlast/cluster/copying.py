@@ -18,10 +18,10 @@ be multiples of the disk's block size, which whole blocks of the read-ahead are.
 refuses (tmpfs of older kernels, some FUSE), and for the end of a file, the ordinary way is taken.
 
 A rate limit is a token bucket. `GentlePace` makes way for others. Nobody says how busy a shared
-file system is; the bandwidth that one gets does. As long as a copy moves as fast as it asks to, it asks for a little more; when it
-gets clearly less, others are there, and it asks for half of what it got. Copies that all do so
-converge to equal shares (Chiu and Jain 1989, Analysis of the increase and decrease algorithms for
-congestion avoidance).
+file system is; the bandwidth that one gets does. As long as a copy moves as fast as it asks to, it
+asks for a little more; when it gets clearly less, others are there, and it asks for half of what it
+got. Copies that all do so converge to equal shares (Chiu and Jain 1989, Analysis of the increase
+and decrease algorithms for congestion avoidance).
 """
 
 from __future__ import annotations

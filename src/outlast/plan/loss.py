@@ -33,7 +33,7 @@ from outlast.plan.estimate import NORMAL_90, Interval, Source, Term, Total
 from outlast.plan.facts import facts
 from outlast.plan.mechanisms import form_of
 from outlast.plan.reliability import DAY_SECONDS
-from outlast.tensorize.quality import effective_parameters
+from outlast.tensorize.cost import effective_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -347,7 +347,7 @@ def rank_share(
 ) -> tuple[float, float, float, float] | Unavailable:
     """Effective over dense parameters of a model with structured layers.
 
-    Composes `outlast.tensorize.quality.effective_parameters`. The laws of arXiv 2407.09835 and
+    Composes `outlast.tensorize.cost.effective_parameters`. The laws of arXiv 2407.09835 and
     2406.06248 for low-rank feed-forward layers are no part of it: they compare at equal compute,
     not at equal data.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outlast.tensorize.accounting import Account, account, counted_flops, kept_bytes
+    from outlast.tensorize.cost import effective_parameters
     from outlast.tensorize.embedding import LowRankEmbedding, TTEmbedding, TTMEmbedding
     from outlast.tensorize.export import (
         absorb,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from outlast.tensorize.measure import calibrate
     from outlast.tensorize.parameters import parameter_groups
     from outlast.tensorize.policy import Budget, Choice
-    from outlast.tensorize.quality import effective_parameters
     from outlast.tensorize.replace import Replacement, Replacements, tensorize
 
 _NAMES = {
@@ -58,7 +58,7 @@ _NAMES = {
     "parameters": "parameter_groups",
     "measure": "calibrate",
     "policy": "Budget Choice",
-    "quality": "effective_parameters",
+    "cost": "effective_parameters",
     "replace": "tensorize",
     "table": "Replacement Replacements",
 }
