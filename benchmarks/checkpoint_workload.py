@@ -197,7 +197,7 @@ def gradient(
 
 
 def resumed(step: int = STEPS, cache: Path = CACHE, quick: bool = False) -> LiveTraining:
-    """A training that has loaded the snapshot of `step` and goes on with the next one."""
+    """A training that has loaded the snapshot of `step` and continues with the next one."""
     file = snapshots(cache, quick)[step]
     training = LiveTraining(workload_of(quick), cache)
     training.load(file, step)

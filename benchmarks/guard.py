@@ -229,7 +229,7 @@ def recovery_bars(quick: bool) -> Iterator[Bar]:
 
 
 def correction_cost(pairs: int) -> float:
-    """Extra CPU time of a step in which one fault is found and put right."""
+    """Extra CPU time of a step in which one fault is found and corrected."""
     model = GPT(384, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     handle = guard(model, optimizer, "linear")

@@ -58,8 +58,8 @@ def without_slurm(name: str) -> Bar | None:
 
 
 def node_failure() -> Bar:
-    """A node's slurmd is killed, and Slurm gives the node up while all on it goes on."""
-    name = "node failure recorded as success, or an orphan that goes on"
+    """A node's slurmd is killed, and Slurm gives the node up while all on it continues."""
+    name = "node failure recorded as success, or an orphan that continues"
     if row := without_slurm(name):
         return row
     from chains import ending, noted, program_plan

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from outlast.cli.main import main as outlast
-from outlast.errors import WrongNumbersError
+from outlast.errors import DataCorruptionError
 from outlast.guard import guard
 from outlast.job import load_job, to_toml
 from outlast.train.loop import Trainer
@@ -172,7 +172,7 @@ def campaign(classes: int, dtype: torch.dtype, width: int, steps: int) -> list[s
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x), target).backward()
             optimizer.step()
-    except WrongNumbersError as error:
+    except DataCorruptionError as error:
         return [str(error)]
     finally:
         handle.remove()

@@ -1,7 +1,7 @@
 """The main job on this machine: calibrated in five minutes, then 20 settings that it has not seen.
 
 Probes and runs are real `outlast train` on the processors; with `--keep DIR` they stay there and a
-second call goes on where the first was stopped.
+second call continues where the first was stopped.
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ def main() -> None:
     """Run and print the bars."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="five probes, three settings")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs, and go on there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the runs, and continue there"
+    )
     parser.add_argument("--seed", type=int, default=SEED, help="of the unseen settings")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the bars to FILE")
     asked = parser.parse_args()

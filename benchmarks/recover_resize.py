@@ -1,4 +1,4 @@
-"""A run that goes on with 3, 1 and again 4 processes, against the same run left alone."""
+"""A run that continues with 3, 1 and again 4 processes, against the same run left alone."""
 
 from __future__ import annotations
 

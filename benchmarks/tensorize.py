@@ -4,7 +4,7 @@
 
 Layers are timed in CPU seconds of one thread, best of several interleaved repeats
 (`tensorize_layers`); the small GPTs of `tensorize_quality` train in two processes of one thread and
-leave their results in DIR, so that a benchmark that was killed goes on where it stopped.
+leave their results in DIR, so that a benchmark that was killed continues where it stopped.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 A byte-level Llama learns the source text of Python's standard library. Two processes of one thread
 train, and every training leaves a line in DIR/trainings.jsonl, so that a benchmark that was killed
-goes on where it stopped. All forms see the same samples in the
+continues where it stopped. All forms see the same samples in the
 same order and have the same schedule, decay and betas; each has its best learning rate of those
 listed, found with the first seed. Seconds are CPU seconds of the training thread, evaluations left
 out.

@@ -1,4 +1,4 @@
-"""Two replica groups train together; one is killed, the other goes on, and the first comes back.
+"""Two replica groups train together; one is killed, the other continues, and the first comes back.
 
 Run it: python examples/live_groups.py
 """

@@ -20,7 +20,7 @@ RUNS = Path("runs")
 
 
 def train(name: str, *overrides: str) -> Path:
-    """Run `outlast train`; a run that was interrupted goes on."""
+    """Run `outlast train`; a run that was interrupted continues."""
     command = [sys.executable, "-m", "outlast", "train", str(JOB), f"run.name={name}", *overrides]
     subprocess.run(command, check=True)
     return RUNS / name

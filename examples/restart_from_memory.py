@@ -1,4 +1,4 @@
-"""A training loop of your own that goes on from memory when one of its processes is killed.
+"""A training loop of your own that continues from memory when one of its processes is killed.
 
     torchrun --nproc-per-node=2 --standalone --max-restarts=3 examples/restart_from_memory.py
 
@@ -46,7 +46,7 @@ def main(run: str, memory: str) -> None:
     recovered = keeper.restore()
     first = recovered.step if recovered else 0
     if recovered and dist.get_rank() == 0:
-        print(f"goes on from step {first}, found in {recovered.source}", flush=True)
+        print(f"continues from step {first}, found in {recovered.source}", flush=True)
     for step in range(first, STEPS):
         # What a step sees follows from its number alone: a step done again is the same step.
         x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))

@@ -1,7 +1,7 @@
 """FSDP2 whose checkpoints go through torch.distributed.checkpoint into a store of Outlast.
 
     torchrun --nproc-per-node=2 dcp.py checkpoints/
-    torchrun --nproc-per-node=1 dcp.py checkpoints/ --steps 40     # goes on, on one process
+    torchrun --nproc-per-node=1 dcp.py checkpoints/ --steps 40     # continues, on one process
 
 Three lines are Outlast's: the writer, the reader, and the question whether there is anything to
 load. The loss of each step depends on the step alone, so a run that was killed and started again

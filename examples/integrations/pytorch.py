@@ -1,6 +1,6 @@
 """A hand-written training loop with all of Outlast beside it.
 
-    python pytorch.py                                    # trains; after a kill, goes on
+    python pytorch.py                                    # trains; after a kill, continues
     python pytorch.py checkpoint.every_steps=20 guard.policy=linear
     outlast report runs/bytes
 

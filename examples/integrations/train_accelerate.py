@@ -1,7 +1,7 @@
 """A loop on Accelerate with checkpoints, guard, records, a stop in time, and restarts from memory.
 
     accelerate launch --cpu --num_processes 2 examples/integrations/train_accelerate.py
-    python examples/integrations/train_accelerate.py          # goes on with one process
+    python examples/integrations/train_accelerate.py          # continues with one process
 
 Kill it at any time, and run it again; `outlast report runs/accelerate` shows the run. With
 `--max_restarts 3` a killed process costs a step.

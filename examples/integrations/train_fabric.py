@@ -1,9 +1,9 @@
 """A loop of Lightning Fabric on FSDP2, with all of Outlast around it.
 
     torchrun --nproc-per-node=2 train_fabric.py runs/
-    torchrun --nproc-per-node=1 train_fabric.py runs/ --epochs 6     # goes on, on one process
+    torchrun --nproc-per-node=1 train_fabric.py runs/ --epochs 6     # continues, on one process
 
-Kill it at any time and start it again: it goes on with the next sample.
+Kill it at any time and start it again: it continues with the next sample.
 """
 
 import argparse

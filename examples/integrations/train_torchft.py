@@ -1,4 +1,4 @@
-"""Two torchft groups with Outlast's guard and checkpoints; one of them computes wrong numbers.
+"""Two torchft groups with Outlast's guard and checkpoints; one of them computes wrong values.
 
 Run it: python examples/integrations/train_torchft.py
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.ddp import DistributedDataParallel
 
-from outlast.errors import EXIT_WRONG_NUMBERS, WrongNumbersError
+from outlast.errors import EXIT_DATA_CORRUPTION, DataCorruptionError
 from outlast.guard import guard
 from outlast.guard.inject import inject, parse_faults
 from outlast.integrations.torchft import guarded_commit, kept_state
@@ -63,9 +63,9 @@ def train(group: int, lighthouse: str, folder: str, begin) -> None:
                 loss = (shared(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
                 loss.backward()
                 optimizer.step()
-    except WrongNumbersError as error:
+    except DataCorruptionError as error:
         print(f"group {group}: {error}", flush=True)
-        sys.exit(EXIT_WRONG_NUMBERS)
+        sys.exit(EXIT_DATA_CORRUPTION)
     print(f"group {group}: step {manager.current_step()}, loss {loss:.4f}", flush=True)
     manager.shutdown(wait=False)
 

@@ -4,8 +4,8 @@
     outlast ckpt ls outputs/checkpoint
     outlast report outputs
 
-The same command goes on after a crash, a signal or the end of a Slurm job's time, on any number of
-GPUs (with another data-parallel degree add `--checkpoint.exclude_from_loading dataloader`).
+The same command continues after a crash, a signal or the end of a Slurm job's time, on any number
+of GPUs (with another data-parallel degree add `--checkpoint.exclude_from_loading dataloader`).
 """
 
 from torchtitan.distributed.activation_checkpoint import FullAC

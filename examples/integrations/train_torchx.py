@@ -1,8 +1,8 @@
 """A torchx component: torchx run -s kubernetes train_torchx.py:train --job job.toml --nproc 8.
 
 torchx knows one number of retries for all exit codes but 0. After 3 (saved, to be continued) and
-after a crash the same command goes on; after 2, 4, 5 or 6 it ends at once with the same code until
-the retries are used up, and no step is lost or done twice.
+after a crash the same command continues; after 2, 4, 5 or 6 it ends at once with the same code
+until the retries are used up, and no step is lost or done twice.
 """
 
 from torchx import specs

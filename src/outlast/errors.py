@@ -9,7 +9,7 @@ EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_BAD_INPUT = 2
 EXIT_TO_BE_CONTINUED = 3
-EXIT_WRONG_NUMBERS = 4
+EXIT_DATA_CORRUPTION = 4
 EXIT_GIVE_UP = 5
 EXIT_HUNG = 6
 EXIT_INTERRUPTED = 130
@@ -61,15 +61,15 @@ class AutosaveError(OutlastError):
 
 
 class RecoverError(OutlastError):
-    """A run cannot go on from what is still in memory, or a group may not rejoin it."""
+    """A run cannot continue from what is still in memory, or a group may not rejoin it."""
 
 
 class GuardError(OutlastError):
     """A model cannot be guarded as asked."""
 
 
-class WrongNumbersError(OutlastError):
-    """A computation gave wrong numbers that could not be put right."""
+class DataCorruptionError(OutlastError):
+    """A computation gave wrong values that could not be corrected."""
 
 
 class TensorizeError(OutlastError):
@@ -96,7 +96,7 @@ class LostChunksError(CodingError):
 
 
 class LeftBehindError(CodingError):
-    """The others have gone on without this process: it was silent for too long."""
+    """The others have continued without this process: it was silent for too long."""
 
 
 class EnergyError(OutlastError):

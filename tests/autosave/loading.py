@@ -234,7 +234,7 @@ class Program:
         self.batches: list[Any] = []
 
     def run(self, until: int | None = None) -> Seen:
-        """Go on, to the end or until so many batches have been seen in all."""
+        """Continue, to the end or until so many batches have been seen in all."""
         while self.epoch < EPOCHS:
             if self.iterator is None:
                 self._set_epoch()
@@ -298,7 +298,7 @@ def with_breaks(make: Callable[[], DataLoader[Any]], every: int, leave: int | No
         seen = program.run(until)
         if program.epoch == EPOCHS:
             return seen
-        # The old one is dropped before its heir goes on, as it would be with its process.
+        # The old one is dropped before its heir continues, as it would be with its process.
         data, program.loader, program.iterator = program.saved(), None, None
         program = restored(data)
     raise AssertionError

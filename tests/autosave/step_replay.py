@@ -1,7 +1,7 @@
 """Replay of a step function, which shows whether its state plan is right.
 
-A first process makes the program, finds its state, saves it by the plan and goes on. A second one
-makes the program anew, takes over what was saved and goes on. What the plan calls derivable is
+A first process makes the program, finds its state, saves it by the plan and continues. A second one
+makes the program anew, takes over what was saved and continues. What the plan calls derivable is
 left as set-up made it, and what it calls dead is filled with nonsense, so that a wrong class shows.
 """
 

@@ -84,12 +84,12 @@ def test_shifted_lines_are_accepted_and_a_moved_training_loop_is_refused(program
     looped = SCRIPT.replace("train(settings.model", "while True: train(settings.model")
     (program.folder / "train.py").write_text(looped)
     said = refused(before, program(), accept_changes=True)
-    assert "cannot go on even with --accept-changes" in said
+    assert "cannot continue even with --accept-changes" in said
 
 
 def test_another_number_of_processes_is_refused_whatever_is_accepted(program):
     said = refused(program(), program(world_size=3), accept_changes=True)
-    assert "saved by 2 processes and cannot go on with 3 processes" in said
+    assert "saved by 2 processes and cannot continue with 3 processes" in said
 
 
 def test_other_versions_are_told_and_not_refused(program):
@@ -97,7 +97,7 @@ def test_other_versions_are_told_and_not_refused(program):
     refuse_changes(program(), now, PLACE)
     python, torch = version_warnings(program(), now)
     assert "3.12.1" in python
-    assert "torch 2.13.0 and goes on under 2.14.0" in torch
+    assert "torch 2.13.0 and continues under 2.14.0" in torch
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 2, "arguments": 3}'])

@@ -1,4 +1,4 @@
-"""Iterators of libraries and of Python go on where they were, and bars with them."""
+"""Iterators of libraries and of Python continue where they were, and bars with them."""
 
 import io
 import itertools

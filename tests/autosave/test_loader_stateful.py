@@ -1,4 +1,4 @@
-"""Data loaders of torchdata go on by their own state."""
+"""Data loaders of torchdata continue by their own state."""
 
 import pickle
 from collections.abc import Iterator

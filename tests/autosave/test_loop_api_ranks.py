@@ -81,6 +81,6 @@ def test_ranks_save_together_and_each_goes_on_in_its_own_data(tmp_path):
     state = {"model": nn.Linear(4, 1)}
     with (
         CheckpointStore(tmp_path / "run") as store,
-        pytest.raises(AutosaveError, match="was saved by 2 processes and 1 go on"),
+        pytest.raises(AutosaveError, match="was saved by 2 processes and 1 continue"),
     ):
         next(iter(loop([1], state=state, store=store)))

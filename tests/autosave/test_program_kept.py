@@ -1,4 +1,4 @@
-"""What a statement has read before it calls what trains is what it goes on with."""
+"""What a statement has read before it calls what trains is what it continues with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers go on where they were, whatever draws them."""
+"""Random numbers continue where they were, whatever draws them."""
 
 # ruff: noqa: NPY002 (programs use NumPy's global generator)
 

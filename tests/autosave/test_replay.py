@@ -1,4 +1,4 @@
-"""The oracle for step functions: restored by its plan, a program goes on bit for bit."""
+"""The oracle for step functions: restored by its plan, a program continues bit for bit."""
 
 from collections import deque
 

@@ -63,7 +63,7 @@ def test_stop_signal_saves_at_the_next_step_and_ends_with_3(script, what):
     disturb(script, 8, what)
     ended = outlast("run", "--every", 1000, script)
     assert ended.code == 3, ended.said
-    assert f"({what}); the same command goes on from there" in ended.said
+    assert f"({what}); the same command continues from there" in ended.said
     assert not (script.parent / "result0.pt").exists()
     ended = outlast("run", "--every", 1000, script)
     assert ended.code == 0, ended.said
@@ -83,7 +83,7 @@ def test_process_without_a_group_keeps_its_own_state(script):
     disturb(script, 4, "SIGKILL")
     ended = outlast(*command, environment=ranked)
     assert ended.code == 0, ended.said
-    # It went on behind the step in which it would have been killed.
+    # It continued behind the step in which it would have been killed.
     assert (script.parent / "plan").exists()
     (script.parent / "result1.pt").rename(script.parent / "result0.pt")
     same(result(script), expected)

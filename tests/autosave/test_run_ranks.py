@@ -84,7 +84,7 @@ def test_two_ranks_killed_go_on_to_the_weights_of_torchrun(script, how):
     disturb(script, 11, "SIGKILL")
     code, said = python("-m", "outlast", "run", "--nproc=2", "--every=2", script, how)
     assert code == 1, said
-    assert "was killed by SIGKILL; the same command goes on" in said
+    assert "was killed by SIGKILL; the same command continues" in said
     code, said = python("-m", "outlast", "run", "--nproc=2", "--every=2", script, how)
     assert code == 0, said
     assert "resumed at step" in said
@@ -96,10 +96,10 @@ def test_signal_to_one_rank_stops_all_at_the_same_step_and_another_number_is_ref
     disturb(script, 9, "SIGTERM", ranks=[1])
     code, said = python("-m", "outlast", "run", "--nproc=2", "--every=1000", script, "ddp")
     assert code == 3, said
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     code, said = python("-m", "outlast", "run", "--nproc=3", "--every=1000", script, "ddp")
     assert code == 2, said
-    assert "was saved by 2 processes and cannot go on with 3 processes" in said
+    assert "was saved by 2 processes and cannot continue with 3 processes" in said
     code, said = python(*TORCHRUN, "-m", "outlast", "run", "--every=1000", script, "ddp")
     assert code == 0, said
     assert "resumed at step" in said
@@ -121,7 +121,7 @@ def test_launcher_told_to_stop_passes_it_on(script):
     disturb(script, 5, "SIGUSR1", ranks=[0])
     code, said = python("-m", "outlast", "run", "--nproc=2", "--every=1000", script, "ddp")
     assert code == 3, said
-    assert "(SIGUSR1); the same command goes on from there" in said
+    assert "(SIGUSR1); the same command continues from there" in said
 
 
 def test_run_has_finished_when_all_its_ranks_have(script):

@@ -27,7 +27,7 @@ def test_a_first_save_without_storage_is_a_failed_handle_and_a_warning(tmp_path:
     blocked.write_text("no directory")
     with CheckpointStore(blocked / "run", writer="thread") as store:
         for step in (1, 2):
-            with pytest.warns(UserWarning, match=f"checkpoint of step {step} .*training goes on"):
+            with pytest.warns(UserWarning, match=f"checkpoint of step {step} .*training continues"):
                 handle = store.save_async(step, state_of(step))
             assert handle.done()
             error = handle.result().error

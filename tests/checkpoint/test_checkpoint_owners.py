@@ -1,4 +1,4 @@
-"""One writer for a directory, any number of readers, also while a save or a deletion goes on."""
+"""One writer for a directory, any number of readers, also while a save or a deletion continues."""
 
 import multiprocessing
 import os

@@ -68,7 +68,7 @@ def test_skip_makes_no_version_and_says_so_at_once(
 
 
 class Halting:
-    """Stops the writer of one step at its first tile until it is told to give up or go on."""
+    """Stops the writer of one step at its first tile until it is told to give up or continue."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         self.begun = threading.Event()

@@ -133,7 +133,7 @@ def test_a_step_that_failed_on_one_rank_can_be_saved_again(ranks: Group, tmp_pat
 def save_into_a_file(directory: Path) -> list[str | None]:
     dist.init_process_group("gloo")
     store = open_store(directory)
-    with pytest.warns(UserWarning, match="training goes on without it"):
+    with pytest.warns(UserWarning, match="training continues without it"):
         failed = store.save_async(1, {"model": Net(0)}).result().error
     dist.barrier()
     if dist.get_rank() == 0:

@@ -408,7 +408,7 @@ def test_another_kernel_is_found_and_its_steps_are_left_out(tmp_path: Path) -> N
 
 
 class Broken(torch.optim.AdamW):
-    """Cannot go on from what was restored."""
+    """Cannot continue from what was restored."""
 
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("no kernel for this")

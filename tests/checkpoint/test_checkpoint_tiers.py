@@ -156,7 +156,7 @@ def test_the_nearest_tier_is_read_and_a_lost_node_is_no_loss(
         assert store.restore(back) is not None
         train(back, 4, 4)
         store.save(4, back)
-        assert store.newest() == Version(2, 4), "sessions go on from those of all tiers"
+        assert store.newest() == Version(2, 4), "sessions continue from those of all tiers"
     assert steps_in(first) == [4]
     assert steps_in(disk)[-1] == 4
     again = make_state(6)

@@ -157,7 +157,7 @@ def test_who_looked_before_another_saved_is_refused(memory: str) -> None:
         first.save(5, state_of(1))
     with pytest.raises(OwnedError, match="since this one looked there last: restore before"):
         late.save_async(5, state_of(2))
-    # Once it has looked again, it goes on from the newest state.
+    # Once it has looked again, it continues from the newest state.
     assert late.restore(state_of(0)).step == 5  # type: ignore[union-attr]
     late.save(6, state_of(2))
 

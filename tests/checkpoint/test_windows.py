@@ -1,4 +1,4 @@
-"""Late tensors: copied while training goes on, and never published when it wrote to them."""
+"""Late tensors: copied while training continues, and never published when it wrote to them."""
 
 import gc
 import threading

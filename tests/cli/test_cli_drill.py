@@ -1,4 +1,4 @@
-"""`outlast drill` as a person runs it: faults on purpose, and whether all was put right."""
+"""`outlast drill` as a person runs it: faults on purpose, and whether all was corrected."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from tiny import tiny_job
 
 from outlast.cli.drill import print_drill
 from outlast.cli.main import main
-from outlast.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_WRONG_NUMBERS
+from outlast.errors import EXIT_BAD_INPUT, EXIT_DATA_CORRUPTION, EXIT_DONE
 from outlast.guard.findings import SITES
 from outlast.guard.inject import Fault, parse_faults
 from outlast.job import to_toml
@@ -142,8 +142,8 @@ def test_numbers_that_stay_wrong_are_told_as_stops(tmp_path):
     assert code == EXIT_DONE, err
     assert len(result["stops"]) == 2
     assert "step 5: the numbers of rank 0 are wrong and stay so" in result["stops"][0]
-    assert "stopped 2 times, to go on from a checkpoint; the last time: step 6: the numb" in out
-    # A stop loses no step: the drill goes on as after a restart on a sound device.
+    assert "stopped 2 times, to continue from a checkpoint; the last time: step 6: the numb" in out
+    # A stop loses no step: the drill continues as after a restart on a sound device.
     assert result["bits_equal"] is True
 
 
@@ -151,7 +151,7 @@ def test_numbers_that_stay_wrong_are_told_as_stops(tmp_path):
 def test_what_a_lower_level_does_not_see_stays_in_the_weights(tmp_path):
     arguments = ("guard.policy=linear", "--faults", "weight.rest:bit=22:step=3")
     code, out, err, result = outlast_drill(tmp_path, *arguments)
-    assert code == EXIT_WRONG_NUMBERS, err
+    assert code == EXIT_DATA_CORRUPTION, err
     assert "has stayed in the run: exit code 4" in out
     assert result["policy"] == "linear"
     assert result["bits_equal"] is False
@@ -240,7 +240,7 @@ def test_a_training_that_never_ends_is_given_up(monkeypatch, capsys, tmp_path):
     code, _, err = in_process(monkeypatch, capsys, tmp_path, "--faults", "kill:step=3")
     assert code == EXIT_BAD_INPUT
     assert "tiny-drill-clean was started 5 times and ended with exit code 7 at last" in err
-    # Only the first start moves an earlier drill aside; the others go on.
+    # Only the first start moves an earlier drill aside; the others continue.
     assert ["--fresh" in command for command in started] == [True] + [False] * 4
     assert not any("--process-fault" in command for command in started)
 
@@ -296,6 +296,6 @@ def test_the_table_is_whole_in_a_narrow_log(capsys, monkeypatch):
     assert " - " in line
     assert "false alarms: 2 in 1,234,567 checks, at most 5.1e-06 per check (95 %)" in out
     assert "more than 0.0012 of the update" in out
-    assert "stopped once, to go on from a checkpoint; the last time: step 4: bad" in out
+    assert "stopped once, to continue from a checkpoint; the last time: step 4: bad" in out
     assert "without effect, since no such numbers were computed then: norm.dx:step=1" in out
     assert "the final weights differ from the clean run's by 0.032 of the training" in out

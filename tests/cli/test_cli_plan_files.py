@@ -55,7 +55,7 @@ def test_pareto_writes_a_page_and_files(plan: Plan, tmp_path: Path) -> None:
         [point["figures"]["hours"]["middle"] for point in found["points"]]
     )
     assert found["kind"] == "predicted"
-    # How a run goes on without a checkpoint is said as its option is.
+    # How a run continues without a checkpoint is said as its option is.
     assert {row["recovery"] for row in rows} == {"off"}
     assert '"recovery":"off"' in text
 

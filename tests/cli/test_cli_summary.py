@@ -93,7 +93,7 @@ def test_a_stopped_run(summary):
         steps_done(10),
         AttemptEnded(10, "to_be_continued", "SIGTERM", {}),
     )
-    assert "stopped, to be continued: the same command goes on" in shown
+    assert "stopped, to be continued: the same command continues" in shown
     assert "validation loss unavailable: nothing was evaluated yet" in shown
     assert "steps 10 of 20" in shown
 

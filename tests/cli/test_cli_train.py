@@ -81,7 +81,7 @@ def stopped(tmp_path):
     job = tiny_job(tmp_path, "stopped", "train.stop_after_steps=2")
     code, out, err = train(job, tmp_path)
     assert code == EXIT_TO_BE_CONTINUED, err
-    assert "saved at step 2; the same command goes on from there" in out
+    assert "saved at step 2; the same command continues from there" in out
     return job
 
 

@@ -92,7 +92,7 @@ def test_time_limit_saves_and_ends_with_3(script):
     script.write_text(text)
     ended = outlast("run", "--time-limit", "3s", "--every", 5, script)
     assert ended.code == 3, ended.said
-    assert "(the time limit); the same command goes on from there" in ended.said
+    assert "(the time limit); the same command continues from there" in ended.said
 
 
 def test_error_of_the_script_is_its_own_and_begins_with_its_first_line(script):
@@ -197,7 +197,7 @@ def test_first_interrupt_says_how_to_end_and_the_second_leaves_no_false_word(scr
     ended = outlast("run", "--every", 2, script)
     assert "outlast: saving at the next step, then it ends; Ctrl-C again ends it" in ended.said
     assert ended.code == 3, ended.said
-    assert "interrupted after 7 steps; the same command goes on" in ended.said
+    assert "interrupted after 7 steps; the same command continues" in ended.said
     script.write_text(text.replace("            return", "            raise"))
     ended = outlast("run", "--accept-changes", script)
     assert ended.code == 0, ended.said

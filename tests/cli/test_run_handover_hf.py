@@ -176,7 +176,7 @@ def test_a_run_that_begins_from_a_named_checkpoint_goes_on_from_its_own(script):
 
 
 def test_a_second_training_into_one_directory_is_refused(script):
-    # It would go on from the end of the first, and train nothing.
+    # It would continue from the end of the first, and train nothing.
     text = script.read_text().replace(
         "    trainer.train()\n", "    trainer.train()\n    trainer.train()\n"
     )

@@ -1,7 +1,7 @@
 """Jobs that compute and save to one file system, as a fluid: what an order of saves is worth.
 
 Each job computes for its period and asks to save. Then its nodes stand still until the save is
-done, or it goes on computing until it is its turn. The bandwidth is 1; a save of C seconds is C.
+done, or it continues computing until it is its turn. The bandwidth is 1; a save of C seconds is C.
 Without coordination all saves begin at once and share it fairly. Waste is the node-time for which
 jobs stand still, and the node-time of work that is expected to be done again after failures: of a
 job with mean time mu between failures, whatever it has computed since what the last save holds.

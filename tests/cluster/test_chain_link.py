@@ -103,7 +103,7 @@ def test_a_link_that_finds_another_alive_comes_again_after_it(
     again = of_kind(entries(files), "submitted")[-1]
     assert (again["job"], again["number"], again["after"]) == ("9", 1, "6")
     assert "--dependency=afterany:6" in (files.run.parent / "submitted").read_text()
-    # Now that one goes on with the chain, and so does not this one, nor a copy by hand.
+    # Now that one continues with the chain, and so does not this one, nor a copy by hand.
     for job in ("7", "8"):
         assert Link(files, PLAN, 1, job).run() == EXIT_TO_BE_CONTINUED
     assert len((files.run.parent / "submitted").read_text().splitlines()) == 1

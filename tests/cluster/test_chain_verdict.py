@@ -28,10 +28,10 @@ from outlast.cluster.verdict import Verdict, fruitless_links, verdict_of, verdic
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,
+    EXIT_DATA_CORRUPTION,
     EXIT_DONE,
     EXIT_GIVE_UP,
     EXIT_TO_BE_CONTINUED,
-    EXIT_WRONG_NUMBERS,
     LeaseLostError,
 )
 
@@ -46,10 +46,10 @@ def test_the_codes_of_done_continue_and_give_up_differ() -> None:
     given_up = of(1, progressed=False, fruitless=2)
     assert [each.outcome for each in (done, more, given_up)] == ["done", "continue", "gave_up"]
     assert [each.code for each in (done, more, given_up)] == [0, 3, EXIT_GIVE_UP]
-    assert len({EXIT_DONE, EXIT_BAD_INPUT, EXIT_TO_BE_CONTINUED, EXIT_WRONG_NUMBERS, 1, 5}) == 6
+    assert len({EXIT_DONE, EXIT_BAD_INPUT, EXIT_TO_BE_CONTINUED, EXIT_DATA_CORRUPTION, 1, 5}) == 6
 
 
-@pytest.mark.parametrize("code", [1, EXIT_WRONG_NUMBERS, -9, 137, EXIT_TO_BE_CONTINUED])
+@pytest.mark.parametrize("code", [1, EXIT_DATA_CORRUPTION, -9, 137, EXIT_TO_BE_CONTINUED])
 def test_attempts_without_progress_are_counted(code: int) -> None:
     assert of(code, progressed=False, fruitless=1).outcome == "continue"
     last = of(code, progressed=False, fruitless=2)

@@ -28,7 +28,7 @@ def files(tmp_path: Path) -> ChainFiles:
 
 
 def trained(files: ChainFiles, attempt: int, processes: int, step_seconds: list[float]) -> None:
-    """An attempt's records, which go on from step 10 per attempt before."""
+    """An attempt's records, which continue from step 10 per attempt before."""
     (files.run / "job.toml").write_text("")
     writer = RecordWriter(files.run, attempt=attempt)
     first = 10 * (attempt - 1)

@@ -68,7 +68,7 @@ def test_the_anchor_goes_first_and_then_the_filler_that_does_most():
 
 def test_a_filler_leaves_every_waiting_job_its_reservation():
     # After the head's 10 h, five nodes go to the next job and four to the anchor: one is left. EASY
-    # alone would let two nodes go on for ever.
+    # alone would let two nodes continue for ever.
     seen = queue(10, running=[(6, 4.0)], pending=[(8, 10.0), (5, 30.0), (4, 22.11)])
     assert window_seconds(seen, 2) == math.inf
     found = AnchorFiller().decide(situation(seen, job(), own(102, "main", 4, 22.11)))

@@ -156,7 +156,7 @@ def supervised(work, *args, **settings):
     """Run `work` in a child of this rank, which may kill or stop itself.
 
     The store lives in rank 0's supervisor, as it does in torchrun's agent, until all children have
-    ended. A child that is stopped goes on after `STOPPED_SECONDS`.
+    ended. A child that is stopped continues after `STOPPED_SECONDS`.
 
     Returns:
         What `work` gave, or None for a child that was killed.

@@ -235,7 +235,7 @@ def test_workers_that_race_agree_on_who_goes_on(key_values):
         assert decided
         for rank, each in enumerate(found):
             if rank in decided and 2 * len(decided) < workers + 1:
-                # So few do not go on: the others may, by themselves.
+                # So few do not continue: the others may, by themselves.
                 assert f"only ranks {decided}" in each
             elif rank in decided:
                 assert crowds[rank].ranks == tuple(decided)

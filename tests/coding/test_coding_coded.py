@@ -349,7 +349,7 @@ def stopping_in_the_sum(victim, in_step, code, steps, **settings):
 @processes
 def test_a_message_of_an_old_step_changes_no_later_gradient(workers):
     def after(worker, step):
-        # The first step's gradient is used after the stopped worker has gone on.
+        # The first step's gradient is used after the stopped worker has continued.
         time.sleep(3.0 if step == 0 else 0.2)
 
     def pause(worker, step, chunk):

@@ -405,7 +405,7 @@ def restart_at(place, store, step=1):
 
         return {"prepare": at_sum(1, step + 1, act)}
 
-    if place == "when others have gone on":
+    if place == "when others have continued":
 
         def prepare(coverage):
             real, seen = coverage._verdict, []
@@ -435,7 +435,7 @@ def restart_at(place, store, step=1):
         "before the sum",
         "while others sum",
         "after the sum",
-        "when others have gone on",
+        "when others have continued",
         "between steps",
     ],
 )

@@ -57,7 +57,7 @@ def test_a_plan_that_reckons_with_switch_latency_is_on_time_with_it():
     schedule = one_f_one_b(8, 2)
     plan = EnergyPlanner(profile).plan(schedule, deadline="+5%", switch_seconds=0.002)
     run = replay_profile(plan, schedule, profile, switch_seconds=0.002)
-    # The old clock goes on during a switch, where the plan reckons with standing still.
+    # The old clock continues during a switch, where the plan reckons with standing still.
     assert run.seconds <= plan.seconds * (1 + 1e-9)
     assert run.on_time
     assert run.switches == plan.switches > 0

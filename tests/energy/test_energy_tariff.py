@@ -39,7 +39,7 @@ def test_bands_apply_in_local_time(tmp_path) -> None:
     assert tariff.price_at(datetime(2026, 1, 5, 7, 30, tzinfo=UTC)) == 0.3
     assert tariff.price_at(datetime(2026, 1, 5, 6, 30, tzinfo=UTC)) == 0.2
     assert tariff.price_at(datetime(2026, 1, 10, 23, tzinfo=BERLIN)) == 0.1
-    # The night of Saturday goes on into Sunday; that of Sunday has no band.
+    # The night of Saturday continues into Sunday; that of Sunday has no band.
     assert tariff.price_at(datetime(2026, 1, 11, 5, 59, tzinfo=BERLIN)) == 0.1
     assert tariff.price_at(datetime(2026, 1, 11, 23, tzinfo=BERLIN)) == 0.2
 

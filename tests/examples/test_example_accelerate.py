@@ -1,4 +1,4 @@
-"""The script for Accelerate runs on two processes, and goes on with one where it was stopped."""
+"""The script for Accelerate runs on two processes, and continues with one where it was stopped."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The example of torch.distributed.checkpoint runs, ends, and goes on with fewer processes."""
+"""The example of torch.distributed.checkpoint runs, ends, and continues with fewer processes."""
 
 import os
 import re

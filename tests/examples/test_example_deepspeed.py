@@ -1,4 +1,4 @@
-"""The example of DeepSpeed runs, ends, and goes on with another number of processes."""
+"""The example of DeepSpeed runs, ends, and continues with another number of processes."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The example of Fabric runs on two processes, and goes on with one."""
+"""The example of Fabric runs on two processes, and continues with one."""
 
 import os
 import re

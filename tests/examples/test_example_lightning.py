@@ -1,4 +1,4 @@
-"""The example of Lightning's Trainer runs, and goes on where it was stopped."""
+"""The example of Lightning's Trainer runs, and continues where it was stopped."""
 
 import os
 import re

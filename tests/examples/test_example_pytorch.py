@@ -1,4 +1,4 @@
-"""The example of a hand-written loop runs, goes on, and leaves a run that can be shown."""
+"""The example of a hand-written loop runs, continues, and leaves a run that can be shown."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The script for Hugging Face's Trainer runs as it stands, and goes on where it was killed."""
+"""The script for Hugging Face's Trainer runs as it stands, and continues where it was killed."""
 
 import os
 import signal

@@ -108,7 +108,7 @@ def test_a_loop_of_ones_own_goes_on_from_memory(tmp_path: Path) -> None:
         timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    [found] = re.findall(r"goes on from step (\d+), found in memory", done.stdout)
+    [found] = re.findall(r"continues from step (\d+), found in memory", done.stdout)
     # Six steps were done; of the last one the copy may have been under way.
     assert int(found) in (5, 6)
     steps = [int(each) for each in re.findall(r"step (\d+): loss", done.stdout)]

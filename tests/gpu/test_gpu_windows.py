@@ -1,4 +1,4 @@
-"""Late tensors on CUDA devices: copied on a stream of their own while training goes on."""
+"""Late tensors on CUDA devices: copied on a stream of their own while training continues."""
 
 from pathlib import Path
 

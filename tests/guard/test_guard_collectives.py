@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast.errors import GuardError, WrongNumbersError
+from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard.collectives import ReductionTerms, checksums, compare
 from outlast.guard.findings import Site
 from outlast.guard.handle import agree, install_collectives, remedy
@@ -123,7 +123,7 @@ def attempts(fault, persistent="raise", local=None):
                 follows = remedy(verdicts, persistent, dist.get_world_size())
                 history.append((step, follows.action, follows.ranks, verdicts[-1].bad_ranks))
                 if follows.action == "raise":
-                    raise WrongNumbersError(f"rank {verdicts[-1].bad_ranks}")
+                    raise DataCorruptionError(f"rank {verdicts[-1].bad_ranks}")
                 if follows.action == "drop":
                     reduction.drop(follows.ranks)
             watch.begin()
@@ -222,9 +222,9 @@ def test_a_way_that_stays_wrong_ends_the_run_on_all_ranks(ranks, persistent):
     def work():
         try:
             attempts(Fault("bucket.during", rank=3, element=7, times=-1), persistent)
-        except WrongNumbersError as error:
+        except DataCorruptionError as error:
             return str(error)
-        return "went on"
+        return "continued"
 
     assert ranks(4)(work) == ["rank (0, 1, 2, 3)"] * 4
 
@@ -234,9 +234,9 @@ def test_a_rank_that_stays_wrong_ends_the_run_on_all_ranks(ranks):
     def work():
         try:
             attempts(None, "raise", lambda step, rank: rank == 1)
-        except WrongNumbersError as error:
+        except DataCorruptionError as error:
             return str(error)
-        return "went on"
+        return "continued"
 
     assert ranks(3)(work) == ["rank (1,)"] * 3
 

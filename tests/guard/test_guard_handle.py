@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outlast.errors import GuardError, WrongNumbersError
+from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard import LEVELS, Finding, Guard, Policy, guard
 
 Seam = Callable[[str, str, Tensor], None]
@@ -272,7 +272,7 @@ def test_without_attempts_the_step_refuses_wrong_numbers_before_the_weights_chan
     training.run(1)
     before = training.weights()
     training.handle.watch.fault_hook = once("linear.saved", "blocks.0.qkv")
-    with pytest.raises(WrongNumbersError, match=r"step 2: .*linear\.saved of blocks\.0\.qkv"):
+    with pytest.raises(DataCorruptionError, match=r"step 2: .*linear\.saved of blocks\.0\.qkv"):
         training.step(1)
     assert equal(training.weights(), before)
     # The caller may repeat the step by himself.
@@ -288,7 +288,7 @@ def test_wrong_numbers_that_stay_end_the_attempts() -> None:
     assert training.handle is not None
     training.handle.watch.fault_hook = always("linear.saved", "head")
     before = training.weights()
-    with pytest.raises(WrongNumbersError, match=r"step 1: the numbers of rank 0 .* stay so"):
+    with pytest.raises(DataCorruptionError, match=r"step 1: the numbers of rank 0 .* stay so"):
         training.step(0, attempts=True)
     assert equal(training.weights(), before)
 
@@ -297,7 +297,7 @@ def test_a_weight_that_changes_in_the_step_stops_it() -> None:
     training = Training("linear")
     assert training.handle is not None
     training.handle.watch.fault_hook = once("weight", "blocks.0.mlp.0")
-    with pytest.raises(WrongNumbersError, match=r"blocks\.0\.mlp\.0"):
+    with pytest.raises(DataCorruptionError, match=r"blocks\.0\.mlp\.0"):
         training.step(0, attempts=True)
 
 
@@ -307,7 +307,7 @@ def test_a_weight_that_changes_between_steps_stops_the_next_one() -> None:
     training.run(2)
     before = training.weights()
     training.handle.watch.fault_hook = once("weight.rest", "blocks.0.mlp.0.weight")
-    with pytest.raises(WrongNumbersError, match="rest of optimizer at step 2"):
+    with pytest.raises(DataCorruptionError, match="rest of optimizer at step 2"):
         training.step(2)
     changed = [not torch.equal(*pair) for pair in zip(before, training.weights(), strict=True)]
     assert sum(changed) == 1
@@ -396,7 +396,7 @@ def test_several_optimizers_are_one_step() -> None:
     handle.watch.fault_hook = once("linear.saved", "head")
     before = training.weights()
     training.passes(3)
-    with pytest.raises(WrongNumbersError):
+    with pytest.raises(DataCorruptionError):
         both[0].step()
     assert equal(training.weights(), before)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from outlast.errors import GuardError, WrongNumbersError
+from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard import Policy, guard
 from outlast.guard.inject import Fault, Injector, Rate, campaign, inject, parse_faults
 from outlast.guard.inject.fault import Pattern
@@ -79,7 +79,7 @@ def test_without_faults_the_seam_changes_nothing():
 
 
 def test_a_permanent_fault_strikes_one_unit_at_every_use_and_is_called_persistent():
-    with pytest.raises(WrongNumbersError, match="stay so"):
+    with pytest.raises(DataCorruptionError, match="stay so"):
         Run("linear.output:bit=29:permanent:step=2")
     model = nn.Linear(8, 8)
     watched = guard(model)

@@ -1,4 +1,4 @@
-"""Guarded linear layers: the same bits as without a guard, and what becomes of wrong numbers."""
+"""Guarded linear layers: the same bits as without a guard, and what becomes of wrong values."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outlast.errors import GuardError, WrongNumbersError
+from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard import Guard, Policy, guard
 
 INPUTS: dict[str, Callable[[], Tensor]] = {
@@ -193,7 +193,7 @@ def test_a_transient_fault_leaves_no_trace(
     ("at", "operation"), [("linear.saved", "linear.saved"), ("weight", "weight")]
 )
 def test_what_cannot_be_computed_again_stops_the_step(at: str, operation: str) -> None:
-    with pytest.raises(WrongNumbersError, match=f"{operation} of up at step 0.*: detected"):
+    with pytest.raises(DataCorruptionError, match=f"{operation} of up at step 0.*: detected"):
         train(guarded=True, fault_hook=once(at, "up", spoil))
 
 

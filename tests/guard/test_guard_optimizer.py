@@ -40,7 +40,7 @@ def flip(numbers: Tensor, index: int, bit: int) -> None:
 
 
 class Ticking:
-    """A clock that goes on by itself, a little at every look."""
+    """A clock that continues by itself, a little at every look."""
 
     def __init__(self) -> None:
         self.now = 0.0

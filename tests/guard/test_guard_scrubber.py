@@ -219,7 +219,7 @@ def test_what_changed_at_rest_is_repaired_from_a_replica_bit_for_bit(
 @pytest.mark.distributed
 def test_three_replicas_outvote_a_wrong_one_within_a_period(ranks: Any) -> None:
     results = ranks(3)(apart, 2)
-    # It is put right, but the steps since it changed have used it.
+    # It is corrected, but the steps since it changed have used it.
     assert ("optimizer", "replicas", "detected") in results[2]["found"]
     assert results[2]["tainted"] > 0
     assert results[0]["found"] == results[1]["found"] == []

@@ -590,7 +590,7 @@ def test_attention_that_is_not_checked_any_more_is_named() -> None:
 @pytest.mark.parametrize("level", ["linear", "full"])
 @pytest.mark.parametrize("kind", ["embedding", "norm", "left"])
 def test_a_layer_in_evaluation_mode_that_trains_is_guarded(kind: str, level: str) -> None:
-    """Clean runs have no finding and the same bits, and a fault is put right."""
+    """Clean runs have no finding and the same bits, and a fault is corrected."""
     torch.manual_seed(0)
     plain = Branches()
     plain.get_submodule(kind).eval()

@@ -1,4 +1,4 @@
-"""What follows from wrong numbers, the same on all ranks."""
+"""What follows from wrong values, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from outlast.errors import GuardError, WrongNumbersError
+from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard import Policy, guard
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.inject import inject, parse_faults
@@ -64,9 +64,9 @@ def test_optimizers_in_any_order_use_no_wrong_numbers(order: tuple[int, int]) ->
     inject(handle, parse_faults(["linear.output:module=head:bit=30:permanent"]))
     before = copy.deepcopy(model.state_dict())
     loss_of(model).backward()
-    with pytest.raises(WrongNumbersError, match="head"):
+    with pytest.raises(DataCorruptionError, match="head"):
         optimizers[order[0]].step()
-    with pytest.raises(WrongNumbersError, match="head"):
+    with pytest.raises(DataCorruptionError, match="head"):
         optimizers[order[1]].step()
     assert all(torch.equal(model.state_dict()[name], each) for name, each in before.items())
 
@@ -81,7 +81,7 @@ def test_an_optimizer_that_steps_more_often_is_judged_every_time() -> None:
     assert handle.watch.step == 1
     inject(handle, parse_faults(["linear.output:module=head:bit=30:permanent"]))
     loss_of(model).backward()
-    with pytest.raises(WrongNumbersError):
+    with pytest.raises(DataCorruptionError):
         first.step()
 
 
@@ -154,7 +154,7 @@ def test_a_weight_that_changed_is_not_accepted_by_trying_again() -> None:
             optimizer.zero_grad()
             loss_of(model).backward()
 
-    with pytest.raises(WrongNumbersError):
+    with pytest.raises(DataCorruptionError):
         attempts()
     assert {each.operation for each in handle.ledger.findings} >= {"weight"}
 
@@ -183,7 +183,7 @@ def test_passes_between_two_optimizers_are_judged_before_the_second() -> None:
     models[0](torch.ones(2, 8)).sum().backward()
     first.step()
     models[1](torch.ones(2, 8)).sum().backward()
-    with pytest.raises(WrongNumbersError, match=r"linear\.forward of 1"):
+    with pytest.raises(DataCorruptionError, match=r"linear\.forward of 1"):
         second.step()
     assert all(torch.equal(models[1].state_dict()[name], each) for name, each in before.items())
 
@@ -219,7 +219,7 @@ def test_passes_after_the_verdict_are_judged_before_the_step(late: Any, verdict:
     late(model, parameters)
     assert handle.watch.uncorrected
     for _ in range(2):
-        with pytest.raises(WrongNumbersError, match="head"):
+        with pytest.raises(DataCorruptionError, match="head"):
             optimizer.step()
     assert all(torch.equal(model.state_dict()[name], own) for name, own in before.items())
 
@@ -235,7 +235,7 @@ def test_passes_between_two_optimizers_are_judged_however_they_are_run(late: Any
     inject(handle, parse_faults([FAULT]))
     before = copy.deepcopy(model.head.state_dict())
     late(model, [*model.parameters()])
-    with pytest.raises(WrongNumbersError, match="head"):
+    with pytest.raises(DataCorruptionError, match="head"):
         second.step()
     assert all(torch.equal(model.head.state_dict()[name], own) for name, own in before.items())
 
@@ -268,7 +268,7 @@ def test_checks_on_a_device_that_come_after_the_verdict_are_settled() -> None:
     handle.watch.unjudged = True
     numbers = (one, 100 * one, one, one)
     handle.watch._waiting.append((site, torch.device("cpu"), 1, numbers, True))
-    with pytest.raises(WrongNumbersError, match="head"):
+    with pytest.raises(DataCorruptionError, match="head"):
         optimizer.step()
 
 
@@ -297,7 +297,7 @@ def on_one_rank_alone(kind: str) -> list[str]:
             try:
                 optimizer.step()
                 said.append("stepped")
-            except WrongNumbersError as error:
+            except DataCorruptionError as error:
                 said.append(str(error).split(":")[1].split(" are")[0])
     return said
 

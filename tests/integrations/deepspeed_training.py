@@ -166,7 +166,7 @@ def kill(before_step, run, engine):
 
 
 def await_version(place, step):
-    """Until the version of this step is whole: there is something to go on from."""
+    """Until the version of this step is whole: there is something to continue from."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not any((Path(place) / "r" / "checkpoints").glob(f"step-{step:08}-*/version.json")):
         assert time.monotonic() < deadline, f"no version of step {step} was published"

@@ -173,7 +173,7 @@ def fit(folder: Path, settings: list[str], how: dict[str, Any]) -> int:
     before = signal.getsignal(signal.SIGTERM)
     try:
         trainer.fit(model, training, validation if how.get("validate") else None, ckpt_path=path)
-        # A script that goes on after the training can be ended again.
+        # A script that continues after the training can be ended again.
         assert signal.getsignal(signal.SIGTERM) == before
     except SystemExit as end:
         return int(end.code or 0)

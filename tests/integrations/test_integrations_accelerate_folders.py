@@ -98,7 +98,7 @@ def test_a_folder_of_another_run_leads_to_that_run(tmp_path: Path) -> None:
         run.accelerator.load_state(str(tmp_path / "a" / "step_1"))
         assert run.saving is not None
         assert (run.weight, run.saving.steps) == (1.0, 1)
-        # What it goes on to save is its own.
+        # What it continues to save is its own.
         run.step(10.0)
         run.accelerator.save_state(str(tmp_path / "b" / "tuned"))
         run.end()

@@ -1,4 +1,4 @@
-"""Loops on Accelerate under torchrun: a killed process, and a group that goes on from memory."""
+"""Loops on Accelerate under torchrun: a killed process, and a group that continues from memory."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Training(Stateful):
 
 
 def train(place: Path, saves: bool) -> dict[int, float]:
-    """Go on from the newest checkpoint to the last step; loss by step."""
+    """Continue from the newest checkpoint to the last step; loss by step."""
     dist.init_process_group("gloo")
     background = dist.new_group(backend="gloo")
     training = Training()

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with Outlast's checkpoints: ZeRO on the CPU, killed and gone on with."""
+"""DeepSpeed's engine with Outlast's checkpoints: ZeRO on the CPU, killed and continued with."""
 
 import warnings
 

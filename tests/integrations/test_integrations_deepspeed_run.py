@@ -17,7 +17,7 @@ from deepspeed_training import built  # noqa: F401  (a fixture)
 from energy_counter import Counter
 from forked import run_ranks
 
-from outlast.errors import IntegrationError, OutlastError, WrongNumbersError
+from outlast.errors import DataCorruptionError, IntegrationError, OutlastError
 from outlast.guard.inject import inject, parse_faults
 from outlast.integrations.deepspeed import Run
 from outlast.records import (
@@ -211,7 +211,7 @@ def test_wrong_numbers_are_put_right_and_told(whole, tmp_path):
 
 def _refused(place):
     during = functools.partial(_spoil, "linear.output:module=0:bit=27:permanent:step=4:rank=1")
-    with pytest.raises(WrongNumbersError) as error:
+    with pytest.raises(DataCorruptionError) as error:
         training.run(place, 1, GUARD, during=during)
     return str(error.value)
 

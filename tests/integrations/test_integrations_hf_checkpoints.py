@@ -85,7 +85,7 @@ def test_the_arguments_of_the_trainer_keep_their_meaning(tmp_path: Path) -> None
     kept = {int(name.split("-")[1]) for name in folders_in(tmp_path / "ours")}
     assert kept <= set(steps_in(tmp_path / "ours"))
     assert len(steps_in(tmp_path / "ours")) <= 3
-    # An older checkpoint by its name, with a schedule and an optimizer that go on.
+    # An older checkpoint by its name, with a schedule and an optimizer that continue.
     older = min(kept)
     options = {**options, "load_best_model_at_end": False}
     again = {}
@@ -106,7 +106,7 @@ def test_what_the_trainer_itself_has_saved_is_gone_on_from(tmp_path: Path) -> No
     assert resumed.first == 8
     assert resumed.digest == whole.digest
     assert steps_in(output) == [10, 12]
-    # A step that the Trainer itself has written since, without Outlast, is gone on from too.
+    # A step that the Trainer itself has written since, without Outlast, is continued from too.
     plain = done(alone(Plan(str(output), add=(), resume=f"{output}/checkpoint-8", steps=16)))
     assert plain.first == 8
     assert done(alone(Plan(str(output), resume=True, steps=20))).first == 16
@@ -122,7 +122,7 @@ def test_a_damaged_version_is_passed_over(tmp_path: Path) -> None:
         pack.write_bytes(content)
     resumed = done(alone(Plan(str(output), resume=True)))
     assert resumed.first == 10
-    assert any("goes on from step 10" in each for each in resumed.said)
+    assert any("continues from step 10" in each for each in resumed.said)
     assert resumed.digest == whole.digest
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer under torchrun: a killed rank, and a group that goes on from memory."""
+"""Hugging Face's Trainer under torchrun: a killed rank, and a group that continues from memory."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_memory_is_passed_over_where_the_best_checkpoint_was_cut_short(tmp_path:
     shutil.rmtree(output / "checkpoints")
     resumed = _finished(together(1, _plan(output, options=options)))
     assert resumed.first == 3
-    assert any("it goes on from memory and looks for the best" in each for each in resumed.said)
+    assert any("it continues from memory and looks for the best" in each for each in resumed.said)
     assert resumed.best is not None
     assert not any("begins anew" in each for each in resumed.said)
 

@@ -241,7 +241,7 @@ def test_numbers_that_stay_wrong_end_the_training_before_they_are_used(tmp_path:
     other = undisturbed(tmp_path)
     folder = tmp_path / "faulty"
     settings = ["guard.policy=linear", EVERY_5]
-    with pytest.raises(RanksFailedError, match="WrongNumbersError"):
+    with pytest.raises(RanksFailedError, match="DataCorruptionError"):
         start(folder, *settings, fault="linear.output:bit=29:step=13:permanent")
     run = records(folder)
     assert {each.outcome for _, each in run.of(CorruptionDetected)} <= set(HARMFUL)

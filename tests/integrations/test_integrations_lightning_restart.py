@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` under torchrun: what was killed goes on from memory."""
+"""Lightning's `Trainer` under torchrun: what was killed continues from memory."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def restarts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def recovered(folder: Path) -> list[int]:
-    """At which steps the training has gone on from memory."""
+    """At which steps the training has continued from memory."""
     events = [event for _, event in records(folder).of(StateRecovered)]
     assert {each.source for each in events} <= {"memory"}
     return [each.step for each in events]
 
 
 def read(folder: Path) -> list[int]:
-    """At which steps the training has gone on from a file."""
+    """At which steps the training has continued from a file."""
     return [event.step for _, event in records(folder).of(CheckpointRestored)]
 
 

@@ -19,15 +19,15 @@ import yaml
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,
+    EXIT_DATA_CORRUPTION,
     EXIT_DONE,
     EXIT_GIVE_UP,
     EXIT_HUNG,
     EXIT_TO_BE_CONTINUED,
-    EXIT_WRONG_NUMBERS,
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
-FOR_A_PERSON = (EXIT_BAD_INPUT, EXIT_WRONG_NUMBERS, EXIT_GIVE_UP, EXIT_HUNG)
+FOR_A_PERSON = (EXIT_BAD_INPUT, EXIT_DATA_CORRUPTION, EXIT_GIVE_UP, EXIT_HUNG)
 KILLED = 137
 
 # At its first start it waits in its tenth step for the signal, so that it is in the middle.

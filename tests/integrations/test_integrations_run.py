@@ -48,7 +48,9 @@ def test_signals_stop_after_the_step_with_exit_code_3(tmp_path: Path, whole: Pat
     for step, signal in ((9, "SIGTERM"), (14, "SIGUSR1"), (20, "SIGINT")):
         ended = start(tmp_path, plan=f"{step} {signal}")
         assert ended.code == 3, ended.said
-        sentence = f"stopped after step {step + 1} ({signal}); the same command goes on from there"
+        sentence = (
+            f"stopped after step {step + 1} ({signal}); the same command continues from there"
+        )
         assert sentence in ended.said
     finish(tmp_path)
     assert_same(tmp_path, whole)

@@ -160,7 +160,7 @@ def test_a_wrong_number_is_found_put_right_and_recorded(tmp_path: Path) -> None:
     [(_, wrong)] = run.of(CorruptionDetected)
     assert (wrong.operation, wrong.outcome, wrong.step) == ("linear.forward", "corrected", 4)
     assert run.of(Guarded)[-1][1].checks > 36
-    assert figures(tmp_path)["Wrong numbers"].value == "1"
+    assert figures(tmp_path)["Silent data corruption"].value == "1"
 
 
 @pytest.mark.distributed
@@ -170,7 +170,7 @@ def test_numbers_that_stay_wrong_end_the_run_before_they_are_used(tmp_path: Path
     settings = ["guard.policy=linear", "checkpoint.every_steps=5"]
     ended = start(tmp_path, *settings, fault="linear.output:bit=29:step=13:permanent")
     assert ended.code == 1
-    assert "WrongNumbersError" in ended.said
+    assert "DataCorruptionError" in ended.said
     run = records(tmp_path)
     assert {each.outcome for _, each in run.of(CorruptionDetected)} <= set(HARMFUL)
     assert run.attempts[-1].outcome == "failed"

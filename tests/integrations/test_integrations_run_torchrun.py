@@ -96,7 +96,7 @@ def test_a_killed_rank_costs_one_step_at_most_and_no_bit(tmp_path: Path) -> None
         torch.load(tmp_path / f"whole{rank}.pt", weights_only=True)["1.running_mean"]
         for rank in (0, 1)
     ]
-    assert not torch.equal(*means), "each rank has statistics of its own; the first's go on"
+    assert not torch.equal(*means), "each rank has statistics of its own; the first's continue"
     # `fresh` is for the command, not for each of its starts.
     run = read_run(tmp_path / "runs" / "killed")
     assert len(run.attempts) == 2

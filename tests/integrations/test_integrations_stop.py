@@ -1,4 +1,4 @@
-"""Signals under `outlast run`: what they do before training, while it goes on, and in children."""
+"""Signals under `outlast run`: what they do before training, in its middle, and in children."""
 
 import os
 import signal

@@ -62,7 +62,7 @@ def test_a_loop_saves_to_an_object_store_that_comes_back(
         place = server.enter_context(s3_server("looped"))
         port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
         with (  # noqa: PT031
-            pytest.warns(UserWarning, match="checkpoint of step 2 .*training goes on"),
+            pytest.warns(UserWarning, match="checkpoint of step 2 .*training continues"),
             outlast.Run(
                 model=model,
                 optimizer=optimizer,

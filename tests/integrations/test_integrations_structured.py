@@ -1,4 +1,4 @@
-"""Loops that train structured layers are saved and go on as others do."""
+"""Loops that train structured layers are saved and continue as others do."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_a_group_with_wrong_numbers_leaves_and_no_step_has_any_of_them(
     with arena(tmp_path) as groups:
         sound, faulty = groups.start_all(plan, replace(plan, fault=FAULTY))
         assert faulty.end() == sound.end() == 0
-    assert faulty.of("error") == ["WrongNumbersError"]
+    assert faulty.of("error") == ["DataCorruptionError"]
     assert "step 5: this group's numbers are wrong and stay so" in faulty.of("message")[0]
     assert "linear.forward of 2" in faulty.of("message")[0]
     # Its first vote was refused by both, its second was its last.

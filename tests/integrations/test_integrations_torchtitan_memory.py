@@ -1,4 +1,4 @@
-"""torchtitan's trainer under torchrun: a killed rank, and a group that goes on from memory."""
+"""torchtitan's trainer under torchrun: a killed rank, and a group that continues from memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_that_begins_at_a_step_of_its_recipe_is_restarted_from_memory(
     memory = tmp_path / "memory"
     job = f'recover.memory = "{memory}"\nenergy.measure = false\n'
     plan = Plan(tmp_path / "run", job)
-    # The newest version is of the eighth step, from which the next starts do not go on.
+    # The newest version is of the eighth step, from which the next starts do not continue.
     [whole] = run_ranks(1, train, plan)
     begun = replace(plan, load_step=4, dies_at=7)
     assert run_ranks(1, train, begun, may_die={0}) == [None]

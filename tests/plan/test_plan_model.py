@@ -237,7 +237,7 @@ def test_a_code_that_leaves_chunks_out_costs_quality_and_an_exact_one_does_not()
     losing = replace(exact, commits_without=True)
     difference = [predict(each, alone).loss_difference.figure.middle for each in (exact, losing)]
     assert difference[0] == 0.0 < difference[1]
-    # Wrong numbers take no chunk away, however many there are.
+    # Wrong values take no chunk away, however many there are.
     wrong = FailureCause(name="wrong sums", per_node_day=100.0, silent=True)
     unhurt = predict(losing, replace(alone, failures=(wrong,)))
     assert unhurt.loss_difference.figure.middle == 0.0

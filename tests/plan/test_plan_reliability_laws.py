@@ -1,4 +1,4 @@
-"""The laws of goodput where failures strike during the ways back, and no group is safe."""
+"""The laws of goodput where failures strike during the recoveries, and no group is safe."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def subsets() -> Iterator[tuple[int, ...]]:
 
 
 def test_ways_back_are_those_of_the_chain_of_all_that_struck() -> None:
-    """By linear equations over all sets of failures that a way back has to make good."""
+    """By linear equations over all sets of failures that a recovery has to make good."""
     rates = np.array([float(each.rate[0]) for each in STOPS])
     total = rates.sum()
     states = list(subsets())

@@ -95,7 +95,7 @@ def test_no_other_interval_is_much_better_than_the_chosen_one(tiers: tuple[str, 
 
 
 def test_a_hopeless_run_has_figures_and_no_division_by_zero():
-    # Wrong numbers are noticed after two days, and every node makes one a minute.
+    # Wrong values are noticed after two days, and every node makes one a minute.
     silent = FailureCause(name="wrong sums", per_node_day=1440.0, silent=True)
     found = predict(TRAINING, replace(SITE, failures=(silent,))).finish_seconds
     assert 0.0 < found.low <= found.middle <= found.high < math.inf

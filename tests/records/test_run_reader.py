@@ -38,7 +38,7 @@ class Interval:
 
 @dataclass
 class Start:
-    """One attempt: where it goes on from, and the intervals that it lives to record."""
+    """One attempt: where it continues from, and the intervals that it lives to record."""
 
     first_step: int
     startup_seconds: float
@@ -144,7 +144,7 @@ INTERVALS = st.lists(st.builds(Interval, st.integers(1, 7), SECONDS), max_size=6
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Start]:
-    """Runs whose attempts go on from any step that was reached before."""
+    """Runs whose attempts continue from any step that was reached before."""
     starts: list[Start] = []
     for _ in range(draw(st.integers(1, 5))):
         reached = starts[-1].last_step if starts else 0
@@ -173,7 +173,7 @@ def test_laws_of_any_history(tmp_path_factory: pytest.TempPathFactory, starts: l
     )
     assert sum(seconds.values()) == pytest.approx(wall_seconds, abs=1e-9, rel=1e-12)
 
-    # One step at a time: its time is lost if some later attempt went on from before it.
+    # One step at a time: its time is lost if some later attempt continued from before it.
     lost_seconds = 0.0
     for number, start in enumerate(starts):
         kept_until = min((each.first_step for each in starts[number + 1 :]), default=10**9)

@@ -83,7 +83,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def ready(
     run: RunDirectory, rank: int, phase: str, how: str, seconds: float = 1.0
 ) -> subprocess.Popen[str]:
-    """A process between two steps, which goes on to `phase` when told to."""
+    """A process between two steps, which continues to `phase` when told to."""
     process = subprocess.Popen(
         [sys.executable, "-c", WORKER, str(run.path), str(rank), phase, how, str(seconds)],
         stdin=subprocess.PIPE,

@@ -97,7 +97,7 @@ def test_a_stopped_group_that_continues_heals_and_corrupts_nobody(
     with arena(tmp_path) as groups:
         survivor = groups.start(0, plan)
         stopped = groups.start(1, replace(plan, fault=Fault(phase, 4, signal.SIGSTOP)))
-        # The others have gone on for some steps without it.
+        # The others have continued for some steps without it.
         survivor.wait_for(lambda life: [0, 1] in [each["share"] for each in life.steps()[-3:]])
         os.kill(stopped.process.pid, signal.SIGCONT)
         stopped.wait_for(lambda life: "state_recovered" in life.of("event"))

@@ -1,4 +1,4 @@
-"""A network that parts two groups, both alive: at most one side goes on (network namespaces)."""
+"""A network that parts two groups, both alive: at most one side continues (network namespaces)."""
 
 import contextlib
 import ctypes

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outlast.errors import RecoverError
 from outlast.recover.cost import (
-    WayBack,
+    RecoveryTime,
     detection_seconds,
     keep_seconds,
     lost_seconds,
@@ -20,7 +20,7 @@ from outlast.recover.redundancy import even_parts
 
 
 def test_the_way_back_is_the_sum_of_its_parts() -> None:
-    assert WayBack(0.05, 1.0, 0.5).seconds == 1.55
+    assert RecoveryTime(0.05, 1.0, 0.5).seconds == 1.55
 
 
 def test_a_dead_process_is_found_half_a_look_later_after_its_silence() -> None:
@@ -51,7 +51,7 @@ def test_half_an_interval_is_lost_on_average(step: float, every: int) -> None:
 
 
 def test_progress_against_a_run_that_is_played_through() -> None:
-    back, work, losses, step = WayBack(0.1, 0.9), 1000.0, 50, 4.0
+    back, work, losses, step = RecoveryTime(0.1, 0.9), 1000.0, 50, 4.0
     wall = work
     for number in range(losses):
         wall += back.seconds + step * (number + 0.5) / losses
@@ -62,12 +62,12 @@ def test_progress_against_a_run_that_is_played_through() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: WayBack(-1.0, 0.0), "detection_seconds = -1"),
+        (lambda: RecoveryTime(-1.0, 0.0), "detection_seconds = -1"),
         (lambda: transfer_seconds(1.0, 0.0), "bytes_per_s = 0: give a finite number above 0"),
         (lambda: rebuild_seconds(1.0, 1, 1.0, 1.0), "group = 1: give at least 2"),
         (lambda: parity_seconds(1.0, 3, 1.0, 1.0), "losses = 3"),
         (lambda: lost_seconds(1.0, 0), "every_steps = 0"),
-        (lambda: share_of_progress(0.0, 1, WayBack(0, 0), 0.0), "work_seconds = 0"),
+        (lambda: share_of_progress(0.0, 1, RecoveryTime(0, 0), 0.0), "work_seconds = 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call, sentence: str) -> None:

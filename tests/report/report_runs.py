@@ -110,7 +110,7 @@ class RunMaker:
 
 
 def eventful(run: RunMaker) -> RunMaker:
-    """Two attempts: the first dies at step 230, the second goes on at 200 with two processes."""
+    """Two attempts: the first dies at step 230, the second continues at 200 with two processes."""
     run.start(world_size=4)
     run.ready()
     for at in range(0, 200, 50):

@@ -66,12 +66,12 @@ def test_the_key_figures_name_checks_policy_and_price(new_run: Any) -> None:
     words = visible(page_of(run))
     compute_seconds = records.read_run(run.path).seconds()["compute"]
     share = f"{100 * 0.25 / compute_seconds:.2f} % of the compute time"
-    assert f"Wrong numbers 2 found in 1,234,587 checks; policy linear; {share}" in words
+    assert f"Silent data corruption 2 found in 1,234,587 checks; policy linear; {share}" in words
 
 
 def test_a_time_that_cannot_be_known_is_not_shown(new_run: Any) -> None:
     words = visible(page_of(run_with(new_run(), guarded(50, seconds=None))))
-    assert "Wrong numbers 0 found in 1,234,587 checks; policy linear " in words
+    assert "Silent data corruption 0 found in 1,234,587 checks; policy linear " in words
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_full_coverage_is_said(new_run: Any) -> None:
 def test_a_run_without_a_guard_says_so(new_run: Any) -> None:
     run = run_with(new_run())
     assert "The run was not guarded." in guard_section(run)
-    assert "Wrong numbers" not in visible(page_of(run))
+    assert "Silent data corruption" not in visible(page_of(run))
     assert guard_totals(read_run(run.path)) is None
 
 

@@ -103,7 +103,7 @@ def job_ends(driver: Driver, folder: Path, whole: Whole) -> None:
 
 
 def broken(driver: Driver, folder: Path, whole: Whole) -> None:
-    """A loop that is left by ``break`` is saved, and goes on behind its last step."""
+    """A loop that is left by ``break`` is saved, and continues behind its last step."""
     way = Way(folder)
     assert driver.start(way, "5 break") == [0]
     assert driver.saved(way) == [4, 5]
@@ -113,7 +113,7 @@ def broken(driver: Driver, folder: Path, whole: Whole) -> None:
 
 
 def failed(driver: Driver, folder: Path, whole: Whole) -> None:
-    """An error ends it without a save; the next start goes on from the last one."""
+    """An error ends it without a save; the next start continues from the last one."""
     way = Way(folder)
     assert driver.start(way, "6 raise") == [1]
     assert "ValueError: it went wrong" in (folder / "error0").read_text()
@@ -126,7 +126,7 @@ def failed(driver: Driver, folder: Path, whole: Whole) -> None:
 
 
 def failed_on_one_rank(driver: Driver, folder: Path, whole: Whole) -> None:
-    """An error on one rank ends the others too; all go on together, from the last save."""
+    """An error on one rank ends the others too; all continue together, from the last save."""
     way = Way(folder, ranks=2, dropout=0.0)
     codes = driver.start(way, "6 raise 1")
     assert codes[1] == 1
@@ -149,7 +149,7 @@ def accumulated(driver: Driver, folder: Path, whole: Whole) -> None:
 
 
 def corrected(driver: Driver, folder: Path, whole: Whole) -> None:
-    """One wrong number is put right, or its step repeated: no bit differs, and it is recorded."""
+    """One wrong number is corrected, or its step repeated: no bit differs, and it is recorded."""
     way = Way(folder, settings=GUARDED, fault="linear.output:bit=29:step=4")
     driver.finish(way)
     assert_same(way, whole())
@@ -169,7 +169,7 @@ def wrong(driver: Driver, folder: Path, whole: Whole) -> None:
 
 
 def resized(driver: Driver, folder: Path, whole: Whole) -> None:
-    """Another number of processes goes on with the same samples, in another order of sums."""
+    """Another number of processes continues with the same samples, in another order of sums."""
     way = Way(folder, ranks=2, dropout=0.0)
     codes = driver.start(way, "6 SIGTERM 1")
     # Processes that Lightning has started itself may end with 0 alone, or it calls that a failure.
@@ -180,7 +180,7 @@ def resized(driver: Driver, folder: Path, whole: Whole) -> None:
 
 
 def kept(driver: Driver, folder: Path, whole: Whole) -> None:
-    """A restart by a launcher goes on from memory; without that, from the newest checkpoint."""
+    """A restart by a launcher continues from memory; without that, from the newest checkpoint."""
     way = Way(folder, kept=True, every=5)
     assert driver.start(way, "3 SIGKILL") == [None]
     assert driver.start(replace(way, start=1), "9 kill_saved") == [None]

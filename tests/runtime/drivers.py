@@ -474,7 +474,7 @@ TORCHTITAN = Driver(
         "broken": "the loop is the framework's",
         "extended": "its learning rates depend on its length",
         "metrics": "the framework logs what it knows",
-        "resized": "its loaders go on with as many data-parallel ranks as before",
+        "resized": "its loaders continue with as many data-parallel ranks as before",
     },
     run="out",
     alone=False,

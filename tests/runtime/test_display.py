@@ -94,11 +94,11 @@ SAID = [
     "step 4: validation loss 1.5000 nats, 2.125 bits/byte",
     "step 4: validation loss 1.5000 nats",
     "step 4: checkpoint saved, 2.5 MB in 0.50 s (training waited 5 ms)",
-    "warning: the disk [/data/runs] is full; training goes on",
+    "warning: the disk [/data/runs] is full; training continues",
     "warning: no file matches [a-z]*.txt, and [/bold] is no markup",
     "step 10: 2 of the last 5 gradients inexact, certified error up to 2.5",
     "step 6: stopping (SIGTERM)",
-    "saved at step 6; the same command goes on from there",
+    "saved at step 6; the same command continues from there",
 ]
 
 

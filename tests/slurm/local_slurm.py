@@ -146,7 +146,7 @@ class LocalSlurm:
         subprocess.run(["slurmctld", "-f", str(self.conf)], check=True, timeout=30)
 
     def stop_controller(self) -> None:
-        """As on a restart of the machine that it runs on: jobs go on."""
+        """As on a restart of the machine that it runs on: jobs continue."""
         self._end(self.root / "run" / "slurmctld.pid", signal.SIGTERM)
 
     def start_node(self, name: str) -> None:

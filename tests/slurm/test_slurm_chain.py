@@ -100,7 +100,7 @@ def test_a_killed_node_loses_at_most_one_checkpoint_period(
     assert [each["state"] for each in noted(files, "lost")] == ["NODE_FAIL"]
     assert second["step"] == saved
     assert 0 <= reached - second["step"] <= period
-    # It goes on by itself, on whatever nodes there are.
+    # It continues by itself, on whatever nodes there are.
     wait(lambda: run_log(files).step > saved, files, 60.0)
     outlast("cluster", "stop", tmp_path / "runs" / "killed")
 

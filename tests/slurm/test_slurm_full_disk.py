@@ -82,7 +82,7 @@ def test_a_chain_says_that_the_disk_is_full_and_goes_on_when_there_is_space(
     assert saved >= STEPS_OF_A_LINK, "what was saved before is not touched"
     ballast.unlink()
     wait(lambda: run_log(files).step > saved, files, 120.0)
-    assert ending(files) is None, "it went on by itself"
+    assert ending(files) is None, "it continued by itself"
 
     ballast = fill(disk, 0)
     reached = run_log(files).step

@@ -1,4 +1,4 @@
-"""A node that Slurm has lost while all on it goes on: no end of the run, and no second writer.
+"""A node that Slurm has lost while all on it continues: no end of the run, and no second writer.
 
 Only slurmd is killed: the link's own process and its trainer live on, where Slurm cannot reach
 them, and `srun` ends with 0.

@@ -60,7 +60,7 @@ def wait_until_empty(slurm: LocalSlurm, folder: Path) -> None:
     [
         # Continued until it is done.
         ([3, 3, 0, 9], 3),
-        # Wrong numbers: nobody starts it again.
+        # Wrong values: nobody starts it again.
         ([3, 4, 9], 2),
         # Four crashes in a row are one too many.
         ([1, 1, 1, 1, 0], 4),

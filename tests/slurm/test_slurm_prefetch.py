@@ -44,7 +44,7 @@ def test_a_link_copies_beside_training_what_the_next_one_reads(
     outlast("submit", job)
     chain = files_of(tmp_path, "staged")
     assert wait(lambda: noted(chain, "prefetched"), chain)[0]["code"] == 0
-    # The first link ends before its limit, and the next one goes on.
+    # The first link ends before its limit, and the next one continues.
     slurm.signal_ranks(noted(chain, "started")[0]["hosts"][0], signal.SIGUSR1)
     run = tmp_path / "runs" / "staged"
     wait(lambda: len(read_run(run).of(DataStaged)) > 1, chain)

@@ -108,7 +108,7 @@ def test_a_crash_loop_is_given_up_with_a_code_of_its_own(tmp_path: Path, slurm: 
     assert len(jobs) == 3
     wait(lambda: not status_of(files).jobs, files)
     assert exit_code(slurm, jobs[-1]) == EXIT_GIVE_UP
-    # Once mended, it goes on, with attempts of its own.
+    # Once mended, it continues, with attempts of its own.
     (tmp_path / "count").write_text("2")
     resume(files, program_plan(tmp_path, program(tmp_path, COUNTING))[1])
     assert wait(lambda: ending(files), files)["outcome"] == "done"
@@ -197,7 +197,7 @@ def test_stop_after_checkpoint_saves_and_resume_goes_on(tmp_path: Path, slurm: L
     saved = int((tmp_path / "step").read_text())
     assert saved > 0
     wait(lambda: not status_of(files).jobs, files, 30.0)
-    assert "goes on" in outlast("cluster", "resume", files.run)
+    assert "continues" in outlast("cluster", "resume", files.run)
     wait(lambda: len(noted(files, "started")) == 2, files)
     assert noted(files, "started")[-1]["step"] == saved
     assert "in the queue" in outlast("cluster", "resume", files.run, code=2)
@@ -249,7 +249,7 @@ def test_a_filler_trains_while_the_link_waits_and_hands_over(
     assert second["step"] == ended["step"] > 0, "nothing that the filler did is lost"
     # It goes right behind the note.
     wait(lambda: not files.handover.exists(), files, 60.0)
-    # The chain goes on as without a filler.
+    # The chain continues as without a filler.
     wait(lambda: len(noted(files, "started")) == 3, files, 60.0)
     assert [each["number"] for each in noted(files, "started")] == [1, 1, 2]
     stop(files, after_checkpoint=False)

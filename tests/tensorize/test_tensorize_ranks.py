@@ -1,4 +1,4 @@
-"""Ranks change in the middle of a run: sizes, moments and steps follow, and the loss goes on."""
+"""Ranks change in the middle of a run: sizes, moments and steps follow, and the loss continues."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Sharded models change their ranks as a whole, and the loss goes on where it was."""
+"""Sharded models change their ranks as a whole, and the loss continues where it was."""
 
 from typing import Any
 

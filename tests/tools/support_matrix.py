@@ -34,11 +34,11 @@ FRAMEWORKS = {
 
 MECHANISMS = {
     "checkpoint": "asynchronous, verified saves in Outlast's store",
-    "resume": "goes on after `kill -9`",
-    "malleable": "goes on with another number of processes",
-    "guard": "wrong numbers found and put right",
+    "resume": "continues after `kill -9`",
+    "malleable": "continues with another number of processes",
+    "guard": "wrong values found and corrected",
     "energy": "joules measured",
-    "recover": "goes on from memory or from peers, without a checkpoint",
+    "recover": "continues from memory or from peers, without a checkpoint",
     "tensorize": "trains structured layers",
     "plan": "a prediction of the run, or a plan written for it",
     "records": "a run directory for `outlast report`",

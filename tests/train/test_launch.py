@@ -120,7 +120,7 @@ def test_srun_gives_the_same_run(nproc_run: tuple[Path, Job], slurm: dict[str, s
 def test_a_batch_job_that_is_warned_goes_on_in_the_next(
     tmp_path: Path, slurm: dict[str, str]
 ) -> None:
-    """Slurm sends SIGUSR1 to the step; the batch script sees exit code 3, the next job goes on."""
+    """Slurm sends SIGUSR1 to the step; the batch script sees exit code 3, the next job resumes."""
     long = ("train.steps=100000", "checkpoint.every_steps=0")
     job = tiny_job(tmp_path, "batch", *long)
     script = tmp_path / "job.sh"

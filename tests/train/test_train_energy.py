@@ -137,7 +137,7 @@ def test_steps_that_are_done_again_count_as_redone(tmp_path: Path, counter: Coun
     settings = [counter.setting, "energy.every_steps=1", "checkpoint.every_steps=100"]
     job = tiny_job(tmp_path, "again", *settings, "train.stop_after_steps=4")
     metered(job, counter)
-    # The newest checkpoint is lost, as after a kill: the run goes on from the beginning.
+    # The newest checkpoint is lost, as after a kill: the run continues from the beginning.
     for each in run_directory(job).checkpoints.iterdir():
         if each.is_dir():
             each.rename(tmp_path / each.name)

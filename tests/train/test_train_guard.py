@@ -15,7 +15,7 @@ from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
 from outlast.cli.main import main
 from outlast.distributed.ranks import ranks_from
-from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, EXIT_WRONG_NUMBERS
+from outlast.errors import EXIT_DATA_CORRUPTION, EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.guard.inject import inject, parse_faults
 from outlast.job import to_toml
 from outlast.records import (
@@ -295,15 +295,15 @@ def test_numbers_that_stay_wrong_stop_every_rank(layout: str, tmp_path: Path) ->
     job = tiny_job(tmp_path, "persistent", *settings, "guard.policy=linear")
     bad = 0 if layout == "pipeline" else 1
     errors = run_ranks(2, _error_of, job, [f"{PERSISTENT}:rank={bad}"])
-    assert [name for name, _ in errors] == ["WrongNumbersError"] * 2
+    assert [name for name, _ in errors] == ["DataCorruptionError"] * 2
     for _, message in errors:
         assert f"step 3: the numbers of rank {bad} are wrong and stay so" in message
-        assert "go on from the newest checkpoint" in message
+        assert "continue from the newest checkpoint" in message
     events = [each for each in found(job) if each.outcome != "not_finite"]
     assert {(each.step, each.found_on) for each in events} == {(2, bad)}
     [(_, lost)] = read_run(run_directory(job).path).of(MemberLost)
     assert (lost.member, lost.cause) == (f"rank {bad}", "corrupt")
-    # Without the defective device the same command goes on, from before the wrong numbers.
+    # Without the defective device the same command continues, from before the wrong values.
     assert train(job, 2) == EXIT_DONE
     plain = tiny_job(tmp_path, "plain", *settings, "guard.policy=off")
     assert train(plain, 2) == EXIT_DONE
@@ -319,7 +319,7 @@ def test_what_memory_holds_is_not_trusted_after_wrong_numbers(tmp_path: Path) ->
     memory = f'recover.memory="{tmp_path}/memory"'
     job = tiny_job(tmp_path, "memory", *SHORT, "guard.policy=linear", memory)
     errors = run_ranks(2, _error_in_a_group, job, [f"{PERSISTENT}:rank=1"])
-    assert [name for name, _ in errors] == ["WrongNumbersError"] * 2
+    assert [name for name, _ in errors] == ["DataCorruptionError"] * 2
     assert (tmp_path / "memory").exists()
     assert list((tmp_path / "memory").rglob("rank-*")) == []
 
@@ -349,7 +349,7 @@ def test_the_program_ends_with_a_sentence_and_an_exit_code_of_its_own(tmp_path: 
     file = tmp_path / "job.toml"
     file.write_text(to_toml(job))
     [(code, error)] = run_ranks(1, _outlast, ["train", str(file)], [PERSISTENT])
-    assert code == EXIT_WRONG_NUMBERS == 4
+    assert code == EXIT_DATA_CORRUPTION == 4
     assert error.startswith("outlast: step 3: the numbers of rank 0 are wrong and stay so (")
     assert "linear.saved of model.layers.0.mlp.gate_proj" in error
     assert "Traceback" not in error
@@ -397,7 +397,7 @@ def test_a_fault_that_comes_back_stops_the_run(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(to_toml(job))
     [(code, error)] = run_ranks(1, _outlast, ["train", str(file)], [PERSISTENT])
-    assert code == EXIT_WRONG_NUMBERS
+    assert code == EXIT_DATA_CORRUPTION
     assert error.count("the numbers of rank 0 are wrong and stay so") == 2
     assert "starting again from it (1 of 1)" in error
 
@@ -415,7 +415,7 @@ def test_a_rank_whose_numbers_stay_wrong_may_be_left_out(clean: Any, tmp_path: P
 
 def test_a_single_rank_cannot_be_left_out(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "drop", *SHORT, "guard.policy=linear", "guard.persistent=drop")
-    with pytest.raises(RanksFailedError, match="WrongNumbersError: step 3"):
+    with pytest.raises(RanksFailedError, match="DataCorruptionError: step 3"):
         train_with(job, 1, PERSISTENT)
 
 

@@ -1,4 +1,4 @@
-"""`outlast train recover.mode=live`: replica groups that die and return while the run goes on."""
+"""`outlast train recover.mode=live`: replica groups that die and return while the run continues."""
 
 import os
 import signal

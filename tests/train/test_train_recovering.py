@@ -1,4 +1,4 @@
-"""A dead worker costs no checkpoint: a run goes on from memory, on as many processes as wished."""
+"""A dead worker costs no checkpoint: a run resumes from memory, on as many processes as wished."""
 
 import os
 import re
@@ -188,7 +188,7 @@ def test_where_memory_is_short_training_goes_on_with_a_warning(tmp_path: Path) -
         subprocess.run(["umount", str(tmp_path / "memory")], check=True)
     warnings = [event.message for _, event in read_run(run_directory(job).path).of(Warned)]
     [found] = [each for each in warnings if "recover.memory" in each]
-    assert re.search(r"two copies of the state take \d+\.\d MB .* goes on from the newest", found)
+    assert re.search(r"two copies of the state take \d+\.\d MB .* continues from the newest", found)
 
 
 def resize(run: Path, folder: Path, processes: int) -> tuple[int | None, str]:
@@ -258,7 +258,7 @@ def test_the_command_says_from_which_step_how_many_go_on(tmp_path: Path) -> None
     finally:
         process.kill()
     assert code == EXIT_TO_BE_CONTINUED, output
-    said = re.search(r"goes on from step (\d+) with 1 processes", told)
+    said = re.search(r"continues from step (\d+) with 1 processes", told)
     assert said is not None, told
     run = read_run(run_directory(job).path)
     assert run.attempts[1].first_step == int(said[1])

@@ -56,7 +56,7 @@ def test_storage_that_comes_back_is_saved_to(
     mount.write_text("no directory")
     job = tiny_job(tmp_path, "back", f'checkpoint.fast="{mount}/fast"')
     on_first_failure(monkeypatch, mount.unlink)
-    with pytest.warns(UserWarning, match="the checkpoint of step 2 .*training goes on"):
+    with pytest.warns(UserWarning, match="the checkpoint of step 2 .*training continues"):
         assert work_alone(Start(job)) == 0
     assert steps(job, CheckpointFailed) == [2]
     assert steps(job, CheckpointSaved) == [4, 6]
@@ -77,7 +77,7 @@ def test_a_run_that_has_saved_before_says_from_where_it_goes_on(
             place.write_text("in the way")
 
     monkeypatch.setattr(RecordWriter, "write", record)
-    with pytest.raises(CheckpointError, match="the run can go on from its checkpoint of step 2"):
+    with pytest.raises(CheckpointError, match="the run can continue from its checkpoint of step 2"):
         work_alone(Start(job))
 
 
@@ -108,7 +108,7 @@ def test_an_object_store_that_refuses_connections_is_saved_to_when_it_is_back(
                 server.enter_context(s3_server("trained", port))
 
         monkeypatch.setattr(RecordWriter, "write", record)
-        with pytest.warns(UserWarning, match="the checkpoint of step 2 .*training goes on"):
+        with pytest.warns(UserWarning, match="the checkpoint of step 2 .*training continues"):
             assert work_alone(Start(job)) == 0
         assert steps(job, CheckpointFailed) == [2]
         assert steps(job, CheckpointSaved) == [4, 6]

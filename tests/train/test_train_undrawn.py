@@ -1,4 +1,4 @@
-"""Runs that go on draw no first weights, and end as if they had."""
+"""Runs that continue draw no first weights, and end as if they had."""
 
 import os
 import shutil

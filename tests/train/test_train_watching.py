@@ -1,4 +1,4 @@
-"""Runs of which processes are killed, stopped or hang: noticed, recorded, gone on with."""
+"""Runs of which processes are killed, stopped or hang: noticed, recorded, continued with."""
 
 import os
 import signal

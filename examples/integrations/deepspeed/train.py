@@ -1,10 +1,11 @@
-"""A loop of DeepSpeed's that may be killed at any time, and goes on where it was.
+"""A loop of DeepSpeed's that may be killed at any time, and continues where it was.
 
     torchrun --nproc-per-node=2 train.py runs/
-    torchrun --nproc-per-node=1 train.py runs/      # goes on, on one process
+    torchrun --nproc-per-node=1 train.py runs/      # continues, on one process
 
 Three lines are Outlast's: the import, the `with`, and the loss for the records. Ctrl-C saves and
-ends with exit code 3; the same command goes on. `outlast report runs/deepspeed` shows how it went.
+ends with exit code 3; the same command continues. `outlast report runs/deepspeed` shows how it
+went.
 """
 
 import argparse

@@ -148,7 +148,7 @@ class CopyWindows:
             self._close(complete=False)
 
     def hurry(self) -> None:
-        """Have all copies made, because the next step may be far; what is watched goes on."""
+        """Have all copies made, because the next step may be far; what is watched continues."""
         with self._lock:
             self._copy()
 
@@ -465,7 +465,7 @@ class ScriptKeeper:
                 self._folder.keep_notes(self._notes)
 
     def failed(self, error: OutlastError) -> None:
-        """Remember why the program must not go on; its script may catch the error itself."""
+        """Remember why the program must not continue; its script may catch the error itself."""
         self._problem = error
 
     def save(self, step: int, state: SavedState) -> None:
@@ -573,7 +573,7 @@ class ScriptKeeper:
 
     def _tell_of_save(self, result: SaveResult) -> None:
         if result.error is not None:
-            self.warn(f"{result.error}; the run goes on, from the version before if it dies")
+            self.warn(f"{result.error}; the run continues, from the version before if it dies")
             return
         now = time.monotonic()
         if now - self._told < _QUIET_SECONDS and not self._reason:
@@ -597,7 +597,7 @@ class ScriptKeeper:
         self.stopped = self._reason
         if error is not None:
             self.code = EXIT_CRASHED
-        end = "; the same command goes on from there" if error is None else " without a save"
+        end = "; the same command continues from there" if error is None else " without a save"
         self.say(f"stopped at step {step} ({self._reason}){end}")
         raise SystemExit(self.code)
 

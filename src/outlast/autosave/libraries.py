@@ -84,9 +84,9 @@ class HandedOver:
         own = os.path.relpath(store, self.root)
         if own in self._used:
             raise AutosaveError(
-                f"{store} is used by a second training of this script, which would go on from the "
-                "end of the first one: give each training a Trainer and an output directory of its "
-                "own"
+                f"{store} is used by a second training of this script, which would continue from "
+                "the end of the first one: give each training a Trainer and an output directory of "
+                "its own"
             )
         self._used.add(own)
         found = False

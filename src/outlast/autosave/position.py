@@ -205,7 +205,7 @@ def loop(
     store: CheckpointStore,
     every_steps: int = 100,
 ) -> Iterator[Any]:
-    """Go through `iterable`, save every so many steps, and go on from there in another process.
+    """Go through `iterable`, save every so many steps, and continue from there in another process.
 
     It is used so::
 
@@ -217,11 +217,11 @@ def loop(
     again, other iterables are counted through. The states of random numbers are saved and restored
     with `state`. A loop that is called once per epoch with the same store gives nothing in epochs
     that were done; what stands between them in the script is done again before the state comes
-    back. A save that fails is a warning, and the loop goes on. Under `outlast run` the loop is the
-    program's step loop, and `outlast run` saves.
+    back. A save that fails is a warning, and the loop continues. Under `outlast run` the loop is
+    the program's step loop, and `outlast run` saves.
 
     With a default process group, all its processes go through the loop together, save at the same
-    steps into one store, and go on as many as they were; each has its own place in its own data.
+    steps into one store, and continue as many as they were; each has its own place in its own data.
 
     Args:
         iterable: The batches of a run, or of an epoch.
@@ -329,7 +329,7 @@ def _aim_of(store: CheckpointStore, position: Position) -> Position | None:
         return None
     if processes.count != here:
         raise AutosaveError(
-            f"the state was saved by {processes.count} processes and {here} go on: each has its "
+            f"the state was saved by {processes.count} processes and {here} continue: each has its "
             "own place in its own data; start as many as before, or use outlast.Run, which shares "
             "the data out anew"
         )

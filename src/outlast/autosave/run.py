@@ -337,7 +337,7 @@ def _ended(code: int, keeper: ScriptKeeper, *, interrupted: bool) -> tuple[int, 
         return keeper.code, "stopped"
     if code == EXIT_DONE and interrupted:
         # The script has caught it, and ends in its own way before its time.
-        keeper.say(f"interrupted after {keeper.step} steps; the same command goes on")
+        keeper.say(f"interrupted after {keeper.step} steps; the same command continues")
         return EXIT_TO_BE_CONTINUED, "stopped"
     if code != EXIT_DONE:
         return code, "failed"
@@ -399,7 +399,9 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         if failure.exitcode >= 0:
             return int(failure.exitcode)
         name = signal.Signals(-failure.exitcode).name
-        _say(f"rank {rank} was killed by {name}; the same command goes on from the newest version")
+        _say(
+            f"rank {rank} was killed by {name}; the same command continues from the newest version"
+        )
         return EXIT_CRASHED
     finally:
         for number, handler in previous.items():
@@ -447,7 +449,7 @@ class RunOptions:
         keep: Newest versions kept.
         time_limit: After how long to stop, or None.
         fresh: Whether to move an earlier run aside.
-        accept_changes: Whether to go on with a changed program.
+        accept_changes: Whether to continue with a changed program.
         loop: ``FILE:LINE`` of the script's step loop, or None.
     """
 
@@ -504,7 +506,7 @@ def run_script(asked: RunOptions, processes: int | None = None, *, chain: JobCha
     _ = asked.limit_seconds
     files, library = read_and_rewrite(asked.script, asked.loop)
     folder = folder_of(asked.script.resolve(), asked.arguments, asked.directory)
-    # A library goes on with any number of processes.
+    # A library continues with any number of processes.
     look = functools.partial(_begun, asked, files, folder, malleable=library is not None)
     alone = launched_by(os.environ) == "alone"
     ranks = ALONE if alone else ranks_from(os.environ)
@@ -539,7 +541,7 @@ def _begun(
 ) -> Begun:
     """Prepare the run on rank 0, and see how it stands."""
     if ranks.is_first:
-        # On rank 0: see that the run may go on as this program.
+        # On rank 0: see that the run may continue as this program.
         world_size = 1 if malleable else ranks.world_size
         import torch
 

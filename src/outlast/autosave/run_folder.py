@@ -109,7 +109,7 @@ def from_json(text: str, place: Path) -> Identity:
         if known != FORMAT:
             raise AutosaveError(
                 f"{place} has the format {known}, and this version of Outlast reads {FORMAT}; "
-                "go on with the version that wrote it, or start anew with --fresh"
+                "continue with the version that wrote it, or start anew with --fresh"
             )
         found["arguments"] = tuple(found["arguments"])
         found["sites"] = tuple(found["sites"])
@@ -123,13 +123,13 @@ def from_json(text: str, place: Path) -> Identity:
 def refuse_changes(
     before: Identity, now: Identity, place: Path, *, accept_changes: bool = False
 ) -> None:
-    """Refuse to go on with a run as another program.
+    """Refuse to continue with a run as another program.
 
     Args:
         before: As it was started.
-        now: As it is to go on.
+        now: As it is to continue.
         place: The run's folder, for the error.
-        accept_changes: Go on with changed texts and arguments all the same, where the statements
+        accept_changes: Continue with changed texts and arguments all the same, where the statements
             on the way to a step are the same.
 
     Raises:
@@ -137,7 +137,7 @@ def refuse_changes(
     """
     if before.world_size != now.world_size:
         raise AutosaveError(
-            f"the run in {place} was saved by {_processes(before.world_size)} and cannot go on "
+            f"the run in {place} was saved by {_processes(before.world_size)} and cannot continue "
             f"with {_processes(now.world_size)}: what each of them holds is saved as it is; start "
             f"{before.world_size}, or start anew with --fresh"
         )
@@ -151,8 +151,8 @@ def refuse_changes(
     if changed and not accept_changes:
         listed = "\n".join(changed)
         raise AutosaveError(
-            f"the run in {place} was saved by another program; set the change back, go on all the "
-            f"same with --accept-changes, or start anew with --fresh. The difference:\n{listed}"
+            f"the run in {place} was saved by another program; set the change back, continue all "
+            f"the same with --accept-changes, or start anew with --fresh. The difference:\n{listed}"
         )
     if before.sites != now.sites:
         pairs = zip(before.sites, now.sites, strict=False)
@@ -161,7 +161,7 @@ def refuse_changes(
             f"{len(before.sites)} statements led to the training step and {len(now.sites)} do now",
         )
         raise AutosaveError(
-            f"the run in {place} cannot go on even with --accept-changes: {moved}; a "
+            f"the run in {place} cannot continue even with --accept-changes: {moved}; a "
             "change must leave the statements that lead to the training step, and the names of "
             "their functions, as they were; set it back, or start anew with --fresh"
         )
@@ -170,8 +170,8 @@ def refuse_changes(
 def version_warnings(before: Identity, now: Identity) -> list[str]:
     """One sentence for each version that is another one than when the run was saved."""
     return [
-        f"the run was saved under {name} {then} and goes on under {today}; its numbers may differ "
-        "from here on"
+        f"the run was saved under {name} {then} and continues under {today}; its numbers may "
+        "differ from here on"
         for name, then, today in (
             ("Python", before.python, now.python),
             ("torch", before.torch, now.torch),

@@ -252,12 +252,12 @@ class _Reader(pickle.Unpickler):
 class ComparedGradients(GradientUse):
     """As a run watches gradients; but what is compared lacks only what the save has lacked.
 
-    A run that goes on has learnt which gradients its loop drops, and one that was resumed has not:
-    what each would save is not the same. What the save has left out counts for none of both, as
-    long as it lies there; whoever reads it in the resumed run ends that.
+    A run that continues has learnt which gradients its loop drops, and one that was resumed has
+    not: what each would save is not the same. What the save has left out counts for none of both,
+    as long as it lies there; whoever reads it in the resumed run ends that.
 
     Attributes:
-        comparing: Whether what is captured now is to be compared, not to be gone on from.
+        comparing: Whether what is captured now is to be compared, not to be continued from.
     """
 
     def __init__(self) -> None:
@@ -647,7 +647,7 @@ def replay_script(
     timeout_seconds: float = 600.0,
     loop: str | None = None,
 ) -> ScriptReplay:
-    """Save `script` after `at` steps, go on for `steps`, and do so again from the save.
+    """Save `script` after `at` steps, continue for `steps`, and do so again from the save.
 
     Args:
         script: The script; what it writes to files, it writes in each pass.

@@ -125,7 +125,7 @@ def waste_fraction(interval_seconds: float, save: SaveCost, failures: Failures) 
         interval_seconds: Wall time from save to save, at least `save.durable_seconds`; may be
             infinite.
         save: What a save costs.
-        failures: How often the run fails, and its way back.
+        failures: How often the run fails, and the recovery from it.
 
     Returns:
         A fraction in [0, 1]; to first order `o / T + rate (Q + T / 2)`.
@@ -215,7 +215,7 @@ def choose_interval(
 
     Args:
         save: What a save costs.
-        failures: How often the run fails, and its way back.
+        failures: How often the run fails, and the recovery from it.
         budget: Largest share of the training time that saves may cost.
         longest_seconds: Longest interval wanted, whatever the failure rate; infinite for none.
 
@@ -564,7 +564,7 @@ class IntervalEstimator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from what another estimator observed, also on another number of nodes.
+        """Continues from what another estimator observed, also on another number of nodes.
 
         Raises:
             CheckpointError: When `state` is not what `state_dict` returns; nothing is changed.

@@ -414,7 +414,7 @@ _copies: dict[str, SaveEngine] = {}
 def engine_of_copies(place: str, reduction: Reduction) -> SaveEngine:
     """The engine of all unpickled writers of a place in this process.
 
-    DCP's process executor pickles the writer at every save; its copies go on where the last one
+    DCP's process executor pickles the writer at every save; its copies continue where the last one
     stopped.
     """
     if place not in _copies or _copies[place].reduction != reduction:

@@ -316,7 +316,7 @@ class _Coding:
         self._last = last
         self._pack = pack
         self._adopted: dict[int, int] = {}
-        # Packs of which enough is still in use to go on referring to them.
+        # Packs of which enough is still in use to continue referring to them.
         self._reusable: set[int] = set()
         if last is not None:
             used = dict.fromkeys(range(len(last.part.packs)), 0)

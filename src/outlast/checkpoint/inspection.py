@@ -162,8 +162,8 @@ class VersionSummary(Named):
 
     Attributes:
         kind: ``state``, ``replay``, or empty when no manifest can be read.
-        state: ``complete``; ``incomplete``: the save did not finish, or still goes on; ``damaged``:
-            what was published is not there any more as it was.
+        state: ``complete``; ``incomplete``: the save did not finish, or still continues;
+            ``damaged``: what was published is not there any more as it was.
         problem: What is missing or damaged; may also be given for a complete version, of which
             something is damaged that is not needed to restore it.
         root: BLAKE3 over the whole version; empty without a seal.
@@ -745,7 +745,7 @@ class Verification(Named):
     """Result of verifying a version.
 
     Attributes:
-        state: ``ok``; ``damaged``; or ``incomplete``: a save that did not finish or still goes on,
+        state: ``ok``; ``damaged``; or ``incomplete``: a save that did not finish or is under way,
             which is no damage.
         problems: A sentence for each thing that is wrong.
         restorable: Whether everything that was saved is there and right, whatever else is damaged.

@@ -677,7 +677,7 @@ class Lane:
             save: Which.
             memory: Name to tensor, as `plan.holding` gives it.
             values: Name to JSON value.
-            late: Name to tensor of those that may be copied while training goes on.
+            late: Name to tensor of those that may be copied while training continues.
         """
         assert self._plan is not None
         assert self._staging is not None

@@ -53,7 +53,7 @@ class Claim:
         storage: An object store.
         session: Larger than that of every version and claim there.
         mine: Names of the claims that this writer has made before.
-        held: Whether this process goes on to hold the store between its saves.
+        held: Whether this process continues to hold the store between its saves.
 
     Attributes:
         name: Of its object in the store.

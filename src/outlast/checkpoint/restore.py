@@ -318,7 +318,7 @@ class Changes:
         """Changes since the mark, or the call before, by name in the log."""
         tensors = dict(module_tensors(self._module))
         # Parameters are large: a version counter tells of changes in place. Copies, because the
-        # optimizers go on with them.
+        # optimizers continue with them.
         changed = {
             TENSOR + name: tensors[name].detach().clone()
             for name, version in self._versions_now()
@@ -483,7 +483,7 @@ class ReplayLog:
         stop = self._store._ranks.any(bool(self._stopped))
         if stop and not self._stopped:
             self._stop("another rank could not log")
-        return f"{self._stopped}; logs go on after the next saved version" if stop else ""
+        return f"{self._stopped}; logs continue after the next saved version" if stop else ""
 
     def _problem_of_log(self) -> str:
         """Why the log of the step before is not there; waits for it where a save would wait."""
@@ -686,7 +686,7 @@ def _take(step: _Step, trained: Trained, ranks: Group, *, private: bool) -> str:
         trained.step()
         digest = trained.digest()
     except Exception as error:
-        # An optimizer that cannot go on from here is no reason to give up what was restored.
+        # An optimizer that cannot continue from here is no reason to give up what was restored.
         problem = describe_failure(error)
     total: Digest = {}
     logged: Digest = {}

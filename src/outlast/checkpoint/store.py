@@ -448,7 +448,7 @@ class CheckpointStore:
         return step < self._states.last_step or (together and self._states.failed_at(step))
 
     def _replan(self, lane: Lane, held: Holding, memory: dict[str, torch.Tensor]) -> None:
-        """Share out the work anew, and go on only if all ranks can."""
+        """Share out the work anew, and continue only if all ranks can."""
         problem = ""
         try:
             lane.replan(held, memory)
@@ -482,7 +482,7 @@ class CheckpointStore:
         self._went_back = self._went_back or self._session > 0
         seconds = time.perf_counter() - begun
         sentence = f"the checkpoint of step {step} in {self._place} failed: {problem}"
-        warnings.warn(f"{sentence}; training goes on without it", stacklevel=4)
+        warnings.warn(f"{sentence}; training continues without it", stacklevel=4)
         return _ended(SaveResult(step, seconds, seconds, 0, error=sentence))
 
     def _begin_session(self) -> None:

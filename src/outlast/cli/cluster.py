@@ -545,7 +545,7 @@ def reasons(chain: ChainPlan) -> list[str]:
         _LEAD,
         "one link writes the run at a time: a fence names its job, and a dead job's is taken over",
         f"the chain gives up {given_up}",
-        "a job that is cancelled stays cancelled; preemption and failed nodes are gone on from",
+        "a job that is cancelled stays cancelled; preemption and failed nodes are continued from",
     ]
 
 
@@ -663,7 +663,7 @@ def _predicted(link: LinkStatus) -> str:
 
 
 def resume(run: Run, overrides: Overrides = None) -> None:
-    """Go on with a chain that was stopped, cancelled, gave up or lost its next link.
+    """Continue with a chain that was stopped, cancelled, gave up or lost its next link.
 
     Settings such as slurm.wall_time=4h replace those that the chain was submitted with.
     """
@@ -673,7 +673,7 @@ def resume(run: Run, overrides: Overrides = None) -> None:
     files = chain_of(run)
     before = read_plan(files)
     jobs = resumed(files, *(_changed(files, before, list(overrides)) if overrides else ()))
-    print(f"submitted {', '.join(jobs)}: chain {before.chain} of {files.run} goes on")
+    print(f"submitted {', '.join(jobs)}: chain {before.chain} of {files.run} continues")
     _print_choice(files)
 
 

@@ -365,7 +365,7 @@ def matmul_check(device: str, dtype_name: str, size: int = 512) -> Check:
         name=f"matmul {dtype_name}",
         state="missing" if problem else "ok",
         found=problem or f"right on {device}, {size}^3 in {seconds * 1000:.1f} ms (measured)",
-        means="this device computes wrong numbers or not at all" if problem else "",
+        means="this device computes wrong values or not at all" if problem else "",
         remedy="run memtest or dcgmi diag, and reinstall PyTorch" if problem else "",
         essential=dtype_name == "float32",
     )

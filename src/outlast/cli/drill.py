@@ -1,4 +1,4 @@
-"""``outlast drill``: train with faults on purpose, and see what was found and put right."""
+"""``outlast drill``: train with faults on purpose, and see what was found and corrected."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast.cli.train import JobFile, Overrides, Processes, job_arguments
-from outlast.errors import EXIT_CRASHED, EXIT_DONE, EXIT_WRONG_NUMBERS, GuardError, OutlastError
+from outlast.errors import EXIT_CRASHED, EXIT_DATA_CORRUPTION, EXIT_DONE, GuardError, OutlastError
 
 if TYPE_CHECKING:
     from outlast.job import Job
     from outlast.records import RunDirectory
-    from outlast.recover.cost import WayBack
+    from outlast.recover.cost import RecoveryTime
     from outlast.recover.drill import DrilledRun, Trial, TrialOutcome
 
 
@@ -46,7 +46,7 @@ def goodput(
     # At a rate, what comes after the last strike is at another rate: none.
     until = max((outcome.struck + outcome.seconds for outcome in struck), default=None)
     wall, steps = _progress(disturbed, until if asked.kill else None)
-    back = _way_back(job, clean)
+    back = _recovery_time(job, clean)
     # After so many steps a state is kept from which a loss is made good.
     live = job.recover.mode == "live"
     every = 1
@@ -79,27 +79,27 @@ def _progress(directory: RunDirectory, until: float | None) -> tuple[float, int]
     return max(done[-1][0] - done[0][0], 1e-9), done[-1][1] - done[0][1]
 
 
-def _way_back(job: Job, clean: RunDirectory) -> WayBack:
+def _recovery_time(job: Job, clean: RunDirectory) -> RecoveryTime:
     """Seconds of a restart, from the set-up of the run without faults.
 
     In live mode they are those that survivors wait: the silence after which a group counts as dead.
     """
     from outlast.records import StepsDone, TrainingStarted, read_run
-    from outlast.recover.cost import REFORM_SECONDS, SILENCE_SHARE, WayBack, detection_seconds
+    from outlast.recover.cost import REFORM_SECONDS, SILENCE_SHARE, RecoveryTime, detection_seconds
 
     if job.recover.mode == "live":
         silence = SILENCE_SHARE * job.recover.heartbeat_seconds
-        return WayBack(detection_seconds(look_seconds=0.0, silence_seconds=silence), 0.0)
+        return RecoveryTime(detection_seconds(look_seconds=0.0, silence_seconds=silence), 0.0)
     run = read_run(clean.path)
     parts = run.of(TrainingStarted)[0][1].parts
     again = sum(seconds for name, seconds in parts.items() if name not in _BEFORE_PAGES)
     steps = [seconds for _, event in run.of(StepsDone) for seconds in event.step_seconds]
     warming = max(steps[0] - statistics.median(steps), 0.0)
     reform = REFORM_SECONDS + parts.get("process group", 0.0)
-    return WayBack(detection_seconds(), reform, again + warming)
+    return RecoveryTime(detection_seconds(), reform, again + warming)
 
 
-def _planned(kill: str, step: float, every: int, back: WayBack) -> float:
+def _planned(kill: str, step: float, every: int, back: RecoveryTime) -> float:
     """Goodput that `outlast plan`'s model of failures expects at this rate."""
     from outlast.plan.cluster import FailureCause
     from outlast.plan.goodput import goodput as planned
@@ -466,16 +466,16 @@ def drill(
         Path | None, typer.Option("--json", help="Also write the result to this file.")
     ] = None,
 ) -> None:
-    """Train with faults on purpose: what do they harm, what is found, what is put right?
+    """Train with faults on purpose: what do they harm, what is found, what is corrected?
 
     With --kill, --at or --stop, real processes of a run are killed or stopped again and again: how
-    many times does it go on, how fast, what is done twice, and are the last weights the same?
+    many times does it continue, how fast, what is done twice, and are the last weights the same?
 
-    Wrong numbers go into one process group with three copies of the run: without faults, with
+    Wrong values go into one process group with three copies of the run: without faults, with
     faults and no protection, with faults and the job's guard (guard.policy=full unless the
     overrides say otherwise). Process faults go into a training of its own, which is started again
     as long as it takes. Both end with the question whether the last weights are those of an
-    undisturbed run, bit for bit: otherwise the exit code is 4 (wrong numbers) or 1 (processes).
+    undisturbed run, bit for bit: otherwise the exit code is 4 (wrong values) or 1 (processes).
     """
     from outlast.guard.inject import Fault, parse_faults
     from outlast.job import load_job
@@ -504,7 +504,7 @@ def drill(
     if not result.get("processes", {}).get("bits_equal", True):
         raise typer.Exit(EXIT_CRASHED)
     if not result.get("bits_equal", True):
-        raise typer.Exit(EXIT_WRONG_NUMBERS)
+        raise typer.Exit(EXIT_DATA_CORRUPTION)
 
 
 def _strike_processes(
@@ -519,7 +519,7 @@ def _strike_processes(
     result = drill_processes(job_file, settings, asked)
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    # Survivors that go on without the dead sum up in another order, unless it is fixed.
+    # Survivors that continue without the dead sum up in another order, unless it is fixed.
     near = result["comparison"] == ROUNDING and math.isfinite(result["largest_difference"])
     same = result["bits_equal"] or near
     if not same or result["survived"] < result["struck"]:
@@ -599,7 +599,7 @@ def print_drill(result: dict[str, Any]) -> None:
         print(f"without effect, since no such numbers were computed then: {', '.join(idle)}")
     if stops := result["stops"]:
         times = f"{len(stops)} times" if len(stops) > 1 else "once"
-        print(f"stopped {times}, to go on from a checkpoint; the last time: {stops[-1]}")
+        print(f"stopped {times}, to continue from a checkpoint; the last time: {stops[-1]}")
     same = "equal the clean run's bit for bit"
     if not result["bits_equal"]:
         same = f"differ from the clean run's by {float(result['distance']):.2g} of the training"
@@ -607,7 +607,7 @@ def print_drill(result: dict[str, Any]) -> None:
     if not result["bits_equal"]:
         print(
             "what the guard did not find, or found below its thresholds, has stayed in the run: "
-            f"exit code {EXIT_WRONG_NUMBERS}"
+            f"exit code {EXIT_DATA_CORRUPTION}"
         )
 
 

@@ -1,6 +1,6 @@
 """Entry point of ``outlast`` and ``python -m outlast``: the command line, its errors, Ctrl-C.
 
-An `OutlastError` ends a command with its sentence and exit code 2 (4 for wrong numbers that stay
+An `OutlastError` ends a command with its sentence and exit code 2 (4 for wrong values that stay
 wrong, 1 where another process has taken over the run), without a traceback. The commands are
 imported within `main`, so that Ctrl-C ends also that in one line.
 """
@@ -14,13 +14,13 @@ import sys
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_CRASHED,
+    EXIT_DATA_CORRUPTION,
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_TO_BE_CONTINUED,
-    EXIT_WRONG_NUMBERS,
+    DataCorruptionError,
     LeaseLostError,
     OutlastError,
-    WrongNumbersError,
 )
 
 TYPE_CHECKING = False
@@ -48,10 +48,10 @@ def main() -> None:
     except OutlastError as error:
         print(f"outlast: {error}", file=sys.stderr, flush=True)
         match error:
-            case WrongNumbersError():
-                sys.exit(EXIT_WRONG_NUMBERS)
+            case DataCorruptionError():
+                sys.exit(EXIT_DATA_CORRUPTION)
             case LeaseLostError():
-                # Nothing is wrong with the input: another process goes on with the run.
+                # Nothing is wrong with the input: another process continues with the run.
                 sys.exit(EXIT_CRASHED)
             case _:
                 sys.exit(EXIT_BAD_INPUT)
@@ -66,7 +66,7 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 
     Raises:
         KeyboardInterrupt: Within a command, which may clean up. But not within an import: packages
-            turn such an error into others, or pass over it and go on half imported.
+            turn such an error into others, or pass over it and continue half imported.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     within_command = within_import = False

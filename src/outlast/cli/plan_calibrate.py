@@ -76,7 +76,7 @@ def calibrate(
     minutes: Annotated[float, typer.Option(help="With --run: for all probes together.")] = 5.0,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --run: keeps the probes, to go on from."),
+        typer.Option(metavar="DIR", help="With --run: keeps the probes, to continue from."),
     ] = None,
     out: Annotated[
         Path | None,

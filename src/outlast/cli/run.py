@@ -68,7 +68,7 @@ def run(
         bool, typer.Option("--explain", help="Print what would be saved where; run nothing.")
     ] = False,
 ) -> None:
-    """Run a PyTorch script that can be killed at any time: the same command goes on.
+    """Run a PyTorch script that can be killed at any time: the same command continues.
 
     The script is an ordinary one and need not be changed. Its training loops are found in its
     text, and its state is saved between two steps. It ends with the numbers of an uninterrupted

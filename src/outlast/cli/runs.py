@@ -57,7 +57,7 @@ def report(
     """Show runs as pictures: one HTML file that needs no network.
 
     Loss, throughput, step times, where the time went, events, attempts, warnings, the model's
-    sample and the job. Works while the run goes on and after it was killed.
+    sample and the job. Works while the run continues and after it was killed.
     """
     from outlast.report import write_report
 
@@ -71,16 +71,14 @@ _RESTART_SECONDS = 5.0
 
 
 def resize(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Directory of a run that is going on.")
-    ],
-    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="How many go on.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is running.")],
+    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="How many continue.")],
     wait: Annotated[
         float,
         typer.Option("--wait", min=0.0, help="Seconds to wait until they do; 0: do not wait."),
     ] = 120.0,
 ) -> None:
-    """Let a run on this machine go on with another number of processes, without losing a step.
+    """Let a run on this machine continue with another number of processes, without losing a step.
 
     All processes stop at the next step boundary; so many as wished for start, take the state from
     memory (or from a checkpoint made for it), and do the next step with the same global batch. The
@@ -102,12 +100,12 @@ def resize(
         for attempt in found.attempts:
             ready = attempt.first_step is not None and attempt.world_size == processes
             if attempt.number > before.number and ready:
-                print(f"{run} goes on from step {attempt.first_step} with {processes} processes")
+                print(f"{run} continues from step {attempt.first_step} with {processes} processes")
                 return
         _refuse_ended(run, found)
         time.sleep(_LOOK_SECONDS)
     if not wait:
-        print(f"{run} goes on with {processes} processes after its present step")
+        print(f"{run} continues with {processes} processes after its present step")
     elif is_wanted(run):
         raise RecoverError(
             f"{run} has not stopped within {wait:g} s (--wait); it will at its next step boundary"
@@ -166,7 +164,7 @@ def _check(directory: RunDirectory, processes: int) -> None:
 
 
 def _refuse_ended(run: Path, found: Run) -> None:
-    """Raise where nothing goes on any more, so that nobody would see the wish."""
+    """Raise where nothing continues any more, so that nobody would see the wish."""
     from outlast.records import AttemptEnded
     from outlast.recover.resize import RESIZE
 

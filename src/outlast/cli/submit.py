@@ -85,7 +85,7 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     if len(job.slurm.nodes) != 1:
         raise ClusterError(
             f"slurm.nodes = {list(job.slurm.nodes)} gives links other numbers of nodes, but a "
-            "script goes on with as many processes as it was saved by; give one number"
+            "script continues with as many processes as it was saved by; give one number"
         )
     if job.slurm.wall_time == CHOSEN:
         raise ClusterError(
@@ -260,8 +260,8 @@ def script_text(
 def check_run(job: Job) -> None:
     """Refuse the directory of another job.
 
-    A run of `outlast.Run` has settings of its own, in its script: it is gone on with by the program
-    that began it.
+    A run of `outlast.Run` has settings of its own, in its script: it is continued with by the
+    program that began it.
 
     Raises:
         RunError: With the settings that differ, or what to do instead.
@@ -282,7 +282,7 @@ def check_run(job: Job) -> None:
         if not job.slurm.command:
             raise RunError(
                 f"the run in {directory.path} was begun by outlast.Run, with which `outlast train` "
-                "cannot go on: say how its script is started, e.g. "
+                "cannot continue: say how its script is started, e.g. "
                 'slurm.command="srun python train.py"; or give this run another name '
                 "(run.name=...)"
             )

@@ -1,4 +1,4 @@
-"""``outlast train``: run a job, or go on with it."""
+"""``outlast train``: run a job, or continue with it."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def train(
     ] = False,
     process_fault: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Train a language model, or go on where the run was stopped or killed.
+    """Train a language model, or continue where the run was stopped or killed.
 
     The same command starts, resumes and finishes a run. It works alone, with --nproc, under
     torchrun and under srun. Exit codes: 0 done, 2 wrong input, 3 stopped and to be continued, 4
-    wrong numbers that stay wrong.
+    wrong values that stay wrong.
     """
     from outlast.job import load_job
 
@@ -160,7 +160,7 @@ def completion(directory: RunDirectory) -> str:
         f"{found}; nothing is left to train.\n"
         "  anew: --fresh, which moves it aside, or another run.name\n"
         "  longer: not this run, since train.steps shapes its schedule; `outlast export "
-        f"{directory.path} --output DIR`, and a job with model.directory = DIR goes on from its "
+        f"{directory.path} --output DIR`, and a job with model.directory = DIR continues from its "
         "weights\n"
     )
 
@@ -250,7 +250,7 @@ def _outcome(run: Run) -> str:
     outcome = run.attempts[-1].outcome
     return {
         "completed": "completed",
-        "to_be_continued": "stopped, to be continued: the same command goes on",
+        "to_be_continued": "stopped, to be continued: the same command continues",
     }.get(outcome, outcome)
 
 

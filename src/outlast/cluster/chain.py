@@ -135,7 +135,7 @@ def move_aside(files: ChainFiles) -> None:
 
 
 def resume(files: ChainFiles, plan: ChainPlan | None = None, job_text: str = "") -> list[str]:
-    """Go on with a chain that has ended or lost its next link.
+    """Continue with a chain that has ended or lost its next link.
 
     Args:
         files: Of the chain.
@@ -192,7 +192,7 @@ def stop(files: ChainFiles, *, after_checkpoint: bool) -> str:
         replace_file(files.stop, b"after checkpoint\n")
         return (
             f"job {running[0]} saves at its next step and ends, and no link follows; `outlast "
-            "cluster resume` goes on"
+            "cluster resume` continues"
         )
     if finished(journal) is None:
         outcome = "cancelled" if running else "stopped"
@@ -205,7 +205,9 @@ def stop(files: ChainFiles, *, after_checkpoint: bool) -> str:
         )
     if not live:
         return "no job of the chain was in the queue; it is marked as ended"
-    return f"cancelled {', '.join(live)}; `outlast cluster resume` goes on from the last checkpoint"
+    return (
+        f"cancelled {', '.join(live)}; `outlast cluster resume` continues from the last checkpoint"
+    )
 
 
 def adopt(files: ChainFiles, plan: ChainPlan, job_text: str, job: str) -> list[str]:
@@ -225,7 +227,7 @@ def adopt(files: ChainFiles, plan: ChainPlan, job_text: str, job: str) -> list[s
     if state is None or not (is_live(state) or is_waiting(state)):
         raise ClusterError(
             f"job {job} is {'not known to Slurm' if state is None else state.lower()}: only one "
-            "that waits or runs can be adopted; `outlast submit` goes on from its checkpoints"
+            "that waits or runs can be adopted; `outlast submit` continues from its checkpoints"
         )
     journal = entries(files)
     number = next_number(files)
@@ -377,7 +379,7 @@ def status_of(files: ChainFiles, *, ask_slurm: bool = True) -> ChainStatus:
         outcome, reason = "unknown", problem or "Slurm was not asked"
     else:
         outcome = "stalled"
-        reason = "nothing of it is in the queue; `outlast cluster resume` goes on"
+        reason = "nothing of it is in the queue; `outlast cluster resume` continues"
         with contextlib.suppress(OSError):
             # With a full disk the last link could not even say so.
             if shutil.disk_usage(files.path).free < _LEAST_FREE_BYTES:

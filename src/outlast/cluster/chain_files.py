@@ -345,7 +345,7 @@ class RunLog:
         attempt: Number of the newest start of the run; 0 before the first.
         outcome: As which that one has ended, see `AttemptEnded`; empty where it has not.
         over: Starts up to this number have ended, whatever they still write: an orphan, on a node
-            that Slurm has lost, may go on for a while.
+            that Slurm has lost, may continue for a while.
     """
 
     path: Path

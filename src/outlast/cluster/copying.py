@@ -431,7 +431,7 @@ class Pace(Protocol):
 def copy_file(
     file: SourceFile, target: Path, stage: Stage, deadline: float, told: Callable[[int], None]
 ) -> tuple[str, int, int]:
-    """Copy a file to `target`, going on with a part that is there.
+    """Copy a file to `target`, continuing with a part that is there.
 
     Args:
         file: What is copied.
@@ -487,7 +487,7 @@ def copy_file(
 
 
 def forget_journal(target: Path) -> None:
-    """Delete what was needed to go on with the copy at `target`, which is whole."""
+    """Delete what was needed to continue with the copy at `target`, which is whole."""
     target.with_name(target.name + JOURNAL).unlink(missing_ok=True)
 
 
@@ -596,7 +596,7 @@ class TokenBucket:
         return min(max(even, _SMALLEST_BLOCK_BYTES), BLOCK_BYTES)
 
     def set_rate(self, bytes_per_s: float) -> None:
-        """Change the rate; whoever waits goes on at the new one."""
+        """Change the rate; whoever waits continues at the new one."""
         with self._changed:
             self._refill()
             self._rate = _checked(bytes_per_s)

@@ -119,7 +119,7 @@ class Fence:
             The dead holder from whom it was taken, or None where nobody held it.
 
         Raises:
-            FenceHeldError: A live link holds it, and went on to do so for `wait_seconds`.
+            FenceHeldError: A live link holds it, and continued to do so for `wait_seconds`.
             ClusterError: The file cannot be written.
         """
         begun = self._moved = time.monotonic()

@@ -183,7 +183,7 @@ class Prefetching:
             self._note()
 
     def end(self) -> None:
-        """End it with the link; what was copied by then is gone on with later."""
+        """End it with the link; what was copied by then is continued with later."""
         if self._process is not None:
             # srun takes its tasks on other nodes with it only where it is asked to end.
             self._ask_to_end()
@@ -409,7 +409,7 @@ class Watch:
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """Ask a program that runs to save and end, and wait for it; kill it where that is in vain.
 
-        The heartbeat goes on, without which its ranks would end in the middle of their save.
+        The heartbeat continues, without which its ranks would end in the middle of their save.
         """
         if process.poll() is not None:
             return
@@ -620,7 +620,7 @@ class Link(LinkJob):
         return verdict.code
 
     def _ended_before(self) -> int | None:
-        """Exit code of a link whose chain has ended; None where that goes on."""
+        """Exit code of a link whose chain has ended; None where that continues."""
         journal = entries(self.files)
         if (ending := finished(journal)) is None:
             return None
@@ -636,15 +636,15 @@ class Link(LinkJob):
         if (code := self._ended_before()) is not None:
             return code
         submitted = links_submitted(entries(self.files))
-        # Others go on with the chain where a link was submitted after this one, or where this is a
-        # copy that was submitted by hand.
+        # Others continue with the chain where a link was submitted after this one, or where this is
+        # a copy that was submitted by hand.
         if self.plan.kind != "dependent" or not submitted or str(submitted[-1]["job"]) != self.job:
             return EXIT_TO_BE_CONTINUED
         try:
             again = submit_link(self.files, self.plan, self.number, after=holder)
-            print(f"job {again} goes on when job {holder} has ended", flush=True)
+            print(f"job {again} continues when job {holder} has ended", flush=True)
         except ClusterError as problem:
-            reason = f"job {holder} goes on writing the run, and no link follows: {problem}"
+            reason = f"job {holder} continues writing the run, and no link follows: {problem}"
             print(reason, flush=True)
             note_or_print(self.files, "finished", outcome="stopped", reason=reason)
         return EXIT_TO_BE_CONTINUED

@@ -163,7 +163,7 @@ def check_request(plan: ChainPlan, site: SiteLimits) -> None:
         raise ClusterError(
             f"slurm.wall_time = {duration_text(limit)} is more than the "
             f"{duration_text(site.limit_seconds)} that the partition or QoS allows: ask for no "
-            "more, the chain goes on with another link"
+            "more, the chain continues with another link"
         )
     if site.nodes is not None and nodes > site.nodes:
         raise ClusterError(

@@ -6,7 +6,7 @@ simulation.run()
 waits = simulation.starts() - jobs.submit_seconds
 
 `Queue` is what ``squeue`` shows at one moment, of a simulation, of a log or of the live cluster;
-`forward` lets a simulation go on from there.
+`forward` lets a simulation continue from there.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class Simulation:
         return np.where(unfinished, NEVER, np.array(self._state.end, np.float64))
 
     def run(self, until: float = NEVER, driver: Driver | None = None) -> None:
-        """Go on until a time, or until every job has ended or none can start any more."""
+        """Continue until a time, or until every job has ended or none can start any more."""
         self._driver = driver
         self._settle()
         while (coming := self._coming()) <= until and coming < NEVER:
@@ -372,7 +372,7 @@ class Simulation:
             self._state.now = max(self.now, until)
 
     def run_until_start(self, job: int) -> float:
-        """Go on until a job starts; when that is, inf if it never can."""
+        """Continue until a job starts; when that is, inf if it never can."""
         self._driver = None
         self._settle()
         while self.start_of(job) == NEVER and (coming := self._coming()) < NEVER:

@@ -248,7 +248,7 @@ class StopWhen:
     _boot: str | None = None
 
     def __call__(self) -> str:
-        """Why to stop now, in a few words; an empty text to go on."""
+        """Why to stop now, in a few words; an empty text to continue."""
         now = time.monotonic()
         if self._asked is not None:
             self._steps = [*self._steps, now - self._asked][-_REMEMBERED_STEPS:]
@@ -342,7 +342,7 @@ def report_outcome(outcome: str, *, steps: int = 0) -> None:
             'done all its steps reports "completed"'
         )
     if chain := _chain():
-        # What is not told is not believed: the chain goes on.
+        # What is not told is not believed: the chain continues.
         with contextlib.suppress(OSError):
             write_progress(chain, steps=steps, outcome=outcome)
 

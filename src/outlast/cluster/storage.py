@@ -4,7 +4,7 @@
         write()                          # mine.granted, mine.waited_seconds, mine.why
 
     request = ask("/scratch/project/.turns", size_bytes, nodes=8, mtbf_seconds=90_000)
-    while not request.ready():           # one look at some files; goes on training meanwhile
+    while not request.ready():           # one look at some files; continues training meanwhile
         train_one_step()
     with request:
         write()
@@ -231,7 +231,7 @@ def priority(
 def waiting_cost(nodes: float, unsaved_seconds: float = 0.0, mtbf_seconds: float = 0.0) -> float:
     """Node-seconds that are wasted for each second that a request waits.
 
-    Of a job that stands still: all its nodes. Of one that goes on computing until it is its turn,
+    Of a job that stands still: all its nodes. Of one that continues computing until it is its turn,
     only what a failure would cost it: nodes times unsaved work over mean time between failures.
 
     Args:

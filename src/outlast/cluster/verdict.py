@@ -246,7 +246,7 @@ def verdict_on_previous(files: ChainFiles, plan: ChainPlan, job: str) -> Verdict
             state = state_now(str(last["job"]), IMPATIENT, of_processes=True)
             dead = last.get("hosts", []) if has_ended(state or "") else []
     wait_for_lock(lock, dead_hosts=dead, fence=files.fence)
-    # Whatever became of a filler, the link in whose place it trained goes on.
+    # Whatever became of a filler, the link in whose place it trained continues.
     if last is None or is_filler(last) or plan.kind == "filler":
         return None
     resumed = of_kind(journal, "resumed")

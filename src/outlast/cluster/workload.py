@@ -578,7 +578,7 @@ def _arrivals(paid: Array, model: LublinModel) -> Array:
 def _requests(
     runs: Array, longest: float, at_limit: float, source: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Requested times, and run times of which some go on beyond them."""
+    """Requested times, and run times of which some continue beyond them."""
     used = 1.0 - source.random(len(runs))
     asked = np.where(source.random(len(runs)) < at_limit, runs, runs / used)
     place = np.minimum(np.searchsorted(ROUND_LIMITS, asked), len(ROUND_LIMITS) - 1)

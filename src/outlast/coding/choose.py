@@ -125,7 +125,7 @@ class Bench:
         """All schemes that are possible for so many workers.
 
         Args:
-            recompute: Whether coverage computes lost chunks again, or goes on without them; if so
+            recompute: Whether coverage computes lost chunks again, or continues without them; if so
                 it is tried with an early deadline as well.
         """
         found = [self.uncoded(), self.rebalanced()]
@@ -388,7 +388,7 @@ def choose_code(
             which the dear ones would be lost.
         exact: Take only schemes whose gradient is the whole batch's; approximate ones are excluded.
             If `exact`, or if chunks differ, coverage computes the chunks again whose holders are
-            all dead; otherwise it goes on without them, after a long wait or a short one.
+            all dead; otherwise it continues without them, after a long wait or a short one.
         memory_bytes: A worker has this much memory to spare.
         message_bytes: A worker sends this much per step at most.
         margin: See `MARGIN`; 0 to count simulated time per sample alone.

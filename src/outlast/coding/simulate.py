@@ -89,7 +89,7 @@ def repetition(delays: Delays, share_seconds: float, copies: int) -> Steps:
 
 
 def erasure_head(delays: Delays, share_seconds: float, copies: int, drop: float) -> Steps:
-    """ErasureHead (Wang et al., 2019): fractional repetition that goes on without some groups.
+    """ErasureHead (Wang et al., 2019): fractional repetition that continues without some groups.
 
     The chunks of the slowest groups are lost, the rest is rescaled.
 

@@ -498,7 +498,7 @@ def _change_since(
         return None
     return (
         f"the corpus has changed since it was tokenised; the tokens in {cache} are used as they "
-        "are, so that the run goes on with its data"
+        "are, so that the run continues with its data"
     )
 
 
@@ -552,7 +552,7 @@ def _given_tokens(train: TokenFile, validation: TokenFile | None, tokenizer: Tok
     if fits:
         return Prepared(train, validation, tokenizer, reused=True, note=None)
     note = (
-        f"{train.path} was not made by data.tokenizer ({tokenizer.name}); training goes on, "
+        f"{train.path} was not made by data.tokenizer ({tokenizer.name}); training continues, "
         "but text can neither be encoded for it nor shown"
     )
     return Prepared(train, validation, None, reused=True, note=note)

@@ -370,7 +370,7 @@ def applied(
         settings: A clock in MHz, a setting, or one setting per controller.
         controllers: One per device that this process sets.
         lease_path: See `lease_path` in `lease`. It must not exist.
-        lasts_seconds: After this the clocks are given back although the block goes on.
+        lasts_seconds: After this the clocks are given back although the block continues.
 
     Yields:
         A handle by which the clock can be changed within the block.

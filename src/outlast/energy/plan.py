@@ -583,7 +583,7 @@ _ROUNDING = 1e-9
 class _VirtualDevice:
     """One device in virtual time; it begins at the profile's highest clock.
 
-    While a newly asked clock is not in force, an operation goes on at the old one: its work is
+    While a newly asked clock is not in force, an operation continues at the old one: its work is
     shared in proportion to time.
     """
 

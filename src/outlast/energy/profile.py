@@ -91,7 +91,7 @@ class Curve:
         """The points that are worth running at, fastest first.
 
         Slower ones take less *effective* energy, joules - blocking_watts * seconds: a device that
-        finishes early goes on to draw its blocking power (Perseus, SOSP'24, section 4.1).
+        finishes early continues to draw its blocking power (Perseus, SOSP'24, section 4.1).
         """
         best: list[Point] = []
         for point in sorted(self.points, key=lambda p: (p.seconds, p.joules)):

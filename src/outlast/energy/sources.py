@@ -208,8 +208,8 @@ class PowerIntegral:
     def interval(self) -> Interval | Unavailable:
         """Take a sample; joules since the first one with their interval.
 
-        A failed sample is Unavailable: the power around it is not known, and counting goes on with
-        the next one that succeeds.
+        A failed sample is Unavailable: the power around it is not known, and counting continues
+        with the next one that succeeds.
         """
 
         def read() -> float | Unavailable:
@@ -322,7 +322,7 @@ class FileSource:
             return Unavailable(f"{self._path} cannot be read: {error.strerror}")
         words = text.split()
         try:
-            # A word that fills all bytes may go on behind them.
+            # A word that fills all bytes may continue behind them.
             joules = float(words[0] if len(text) < _MOST_BYTES or len(words) > 1 else "")
         except (ValueError, IndexError):
             return Unavailable(f"{self._path} holds no number of joules")
@@ -399,7 +399,7 @@ class RaplSource:
         """Joules since the first read.
 
         A read that comes so late that the counter may have wrapped unseen is Unavailable, and
-        counting goes on from there, without the joules that were not seen.
+        counting continues from there, without the joules that were not seen.
         """
         with self._lock:
             try:

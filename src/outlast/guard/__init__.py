@@ -1,4 +1,4 @@
-"""Wrong numbers found and put right while training (algorithm-based fault tolerance).
+"""Wrong values found and corrected while training (algorithm-based fault tolerance).
 
 from outlast.guard import guard
 handle = guard(model, optimizer)            # every linear layer, forward and backward

@@ -13,7 +13,7 @@ They compute it again from Q, K and the forward pass's log-sum-exp, so that the 
 a score that was wrong in one of the passes alone. In the forward pass every O_id must lie between
 the smallest and the largest V_jd. O itself is hashed as it is handed on, and again going back.
 
-A wrong O that was used cannot be put right going back: it is ``detected``, and the step repeated.
+A wrong O that was used cannot be corrected going back: it is ``detected``, and the step repeated.
 Where an identity of dV or dK fails, the forward pass is computed again first, and only if it gives
 the O that was used do gradients that are computed again count as right.
 
@@ -43,10 +43,10 @@ from torch.nn import functional
 from outlast.guard.autograd_hooks import (
     KeptOutput,
     Seen,
+    corrected,
+    corrected_output,
     floor_of,
     powers_squared,
-    put_output_right,
-    put_right,
     same_bits,
     summing,
     watched,
@@ -249,7 +249,7 @@ class _Call:
 
             check = partial(_judge_hull, value.detach(), mask is not None)
             site = self.watch.ledger.site(self.name, "attention.forward")
-            put_output_right(self.watch, site, o, again, check)
+            corrected_output(self.watch, site, o, again, check)
         self.digest = self.watch.timed(hash64, [o]), o.data_ptr()
         return self.kept.keep(o)
 
@@ -391,7 +391,7 @@ class _Call:
         sites = self.watch.ledger.site
         if dv is not None:
             given = self.touched("attention.dv", dv)
-            (right,) = put_right(
+            (right,) = corrected(
                 self.watch,
                 sites(self.name, "attention.dv"),
                 [given],
@@ -408,7 +408,7 @@ class _Call:
             pair = [self.touched("attention.dk", dk)]
             if dq is not None:
                 pair.append(self.touched("attention.dq", dq))
-            both = put_right(
+            both = corrected(
                 self.watch,
                 sites(self.name, "attention.dk"),
                 pair,

@@ -92,7 +92,7 @@ class Seen:
         kept: What was given to `watched` to keep.
         gradients: Of the inputs; None where there is none.
         again: Computes the output and `gradients` a second time, given the inputs.
-        replaceable: Whether the first gradient can be put right.
+        replaceable: Whether the first gradient can be corrected.
     """
 
     dy: Tensor
@@ -145,7 +145,7 @@ class Record:
         y.grad_fn.register_prehook(note)
 
     def arrived(self, kept: tuple[Any, ...], gradients: Gradients) -> Gradients:
-        """Check gradients of the wanted inputs; returns them, perhaps put right."""
+        """Check gradients of the wanted inputs; returns them, perhaps corrected."""
         dy, self.dy = self.dy, None
         if dy is None or all(gradient is None for gradient in gradients):
             return gradients
@@ -264,7 +264,7 @@ class _PartsOutput(torch.autograd.Function):
 class _InputHook(torch.autograd.Function):
     """The first tensors, unchanged; all others are kept for the backward pass.
 
-    One node for all inputs, so that their gradients go on in the operation's own order.
+    One node for all inputs, so that their gradients continue in the operation's own order.
     """
 
     @staticmethod
@@ -334,7 +334,7 @@ def watched(
         compute: The operation, a function of `inputs` alone; called again where a check fails.
         inputs: Tensors; gradients of those that require them are checked.
         keep: Tensors that `check` needs, such as inputs.
-        check: Takes a `Seen` and returns gradients of all inputs, as they were or put right.
+        check: Takes a `Seen` and returns gradients of all inputs, as they were or corrected.
         separate: Whether `compute` may use an input several times: then gradients are only seen.
         covering: By the places of inputs the checks that watch their gradients, which no check does
             of the others; None where the operation's checks watch all of them.
@@ -379,7 +379,7 @@ def _next_node() -> int:
     return int(torch.autograd._get_sequence_nr())
 
 
-def put_right(
+def corrected(
     watch: Watch,
     site: Site,
     tensors: Sequence[Tensor],
@@ -451,7 +451,7 @@ def judge_only(
     *,
     changed: Callable[[], bool],
 ) -> list[Tensor]:
-    """As `put_right` for tensors that have gone on already: a failure is ``detected`` at best."""
+    """As `corrected` for tensors that have continued already: a failure is ``detected`` at best."""
     judged = check(tensors)
     if watch.wants(site, judged):
         fresh = _flat([tensor for tensor in again() if tensor is not None])
@@ -466,7 +466,7 @@ def judge_only(
     return list(tensors)
 
 
-def put_output_right(
+def corrected_output(
     watch: Watch,
     site: Site,
     y: Tensor,
@@ -475,8 +475,8 @@ def put_output_right(
     *,
     beyond: Callable[[Tensor], bool] | None = None,
 ) -> None:
-    """As `put_right` for an operation's output, in place, before anything has used it."""
-    # The memory itself: what autograd has saved of it is to be put right, too, and a version that
+    """As `corrected` for an operation's output, in place, before anything has used it."""
+    # The memory itself: what autograd has saved of it is to be corrected, too, and a version that
     # moved would make the backward pass refuse it.
     memory = y.data
 
@@ -485,7 +485,7 @@ def put_output_right(
             return check(given[0])
 
     (right,) = watch.timed(
-        put_right,
+        corrected,
         watch,
         site,
         [memory],

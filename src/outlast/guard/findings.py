@@ -24,13 +24,13 @@ check: the numbers were computed again to the same bits, and now pass: the check
 rounding: the same bits again, and no further from an fp64 computation than rounding can ever be
     (or, where there is none, within four times the threshold): a false alarm.
 not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
-repeated: it could not be put right by itself, but the step was run again and came out right.
+repeated: it could not be corrected by itself, but the step was run again and came out right.
 persistent: the same device gives numbers that do not pass, again and again.
 detected: wrong, and this check has nothing from which to compute them again.
 """
 
 HARMFUL: frozenset[Outcome] = frozenset({"persistent", "detected"})
-"""Outcomes that leave wrong numbers in the step."""
+"""Outcomes that leave wrong values in the step."""
 
 LASTING = frozenset(
     {

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast.errors import GuardError, WrongNumbersError
+from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard.collectives import FSDP_REPLACEABLE, ReplicatedReduction, ShardedReduction
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
@@ -46,8 +46,8 @@ class Verdict:
     Attributes:
         step: Optimizer steps done before.
         bad_ranks: Ranks whose own numbers, or what they received from a collective, are wrong and
-            could not be put right.
-        bad_results: Those among them that received wrong numbers. A collective that went wrong for
+            could not be corrected.
+        bad_results: Those among them that received wrong values. A collective that went wrong for
             all of its ranks names them all: its sum does not tell whose part was wrong.
         dropped: Ranks whose gradients are not among the averaged ones.
     """
@@ -59,7 +59,7 @@ class Verdict:
 
     @property
     def clean(self) -> bool:
-        """No rank has wrong numbers."""
+        """No rank has wrong values."""
         return not self.bad_ranks
 
 
@@ -135,7 +135,7 @@ def agree(
 
     Args:
         step: Optimizer steps done.
-        uncorrected: Findings of this rank that left wrong numbers in its own part of the step.
+        uncorrected: Findings of this rank that left wrong values in its own part of the step.
         bad_results: Findings in what it received from collectives.
         dropped: Ranks whose own numbers do not matter since their gradients are left out.
     """
@@ -221,7 +221,7 @@ class GradientReduction:
         Waits for the device, for the first time in the step.
 
         Args:
-            uncorrected: Findings of this rank so far that left wrong numbers in the step.
+            uncorrected: Findings of this rank so far that left wrong values in the step.
         """
         before = self.watch.uncorrected
         for part in self._parts:
@@ -381,8 +381,8 @@ class Guard:
         """Make the checks that wait for a next step; all ranks together, after the last one.
 
         Raises:
-            WrongNumbersError: On all ranks, when the last step's numbers are no longer what it has
-                left, and no replica had them.
+            DataCorruptionError: On all ranks, when the last step's numbers are no longer what it
+                has left, and no replica had them.
         """
         if self.scrubber is not None:
             self.scrubber.finish()
@@ -397,7 +397,8 @@ class Guard:
         At level full that is all of it, at others the slice that is watched at this time.
 
         Raises:
-            WrongNumbersError: On all ranks, when it is not: it must not become the newest version.
+            DataCorruptionError: On all ranks, when it is not: it must not become the newest
+            version.
         """
         if self.scrubber is None:
             return
@@ -406,7 +407,7 @@ class Guard:
             self.finish()
 
     def restart(self, step: int) -> None:
-        """Weights and optimizer state were loaded from outside: go on at `step` with them.
+        """Weights and optimizer state were loaded from outside: continue at `step` with them.
 
         To be called on all ranks together, also after a resume: all ranks draw the same signs.
         """
@@ -459,7 +460,7 @@ class Guard:
             The number of attempts before.
 
         Raises:
-            WrongNumbersError: On all ranks, when some rank's numbers stay wrong.
+            DataCorruptionError: On all ranks, when some rank's numbers stay wrong.
         """
         verdicts: list[Verdict] = []
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -493,13 +494,13 @@ class Guard:
         if self._reduction is not None:
             self._reduction.begin()
 
-    def _wrong(self, verdict: Verdict) -> WrongNumbersError:
+    def _wrong(self, verdict: Verdict) -> DataCorruptionError:
         ranks = ", ".join(map(str, verdict.bad_ranks))
         last = self.ledger.findings[-1] if self.watch.uncorrected else None
-        return WrongNumbersError(
+        return DataCorruptionError(
             f"step {verdict.step + 1}: the numbers of rank {ranks} are wrong and stay so"
             + (f" ({last})" if last else "")
-            + "; take the device out of service and go on from the newest checkpoint"
+            + "; take the device out of service and continue from the newest checkpoint"
         )
 
     def _new_scrubber(self) -> Scrubber:

@@ -44,11 +44,11 @@ from torch.nn import functional
 
 from outlast.guard.autograd_hooks import (
     Seen,
+    corrected,
+    corrected_output,
     floor_of,
     judge_only,
     powers_squared,
-    put_output_right,
-    put_right,
     stagnation,
     summing,
     watched,
@@ -133,7 +133,7 @@ class EmbeddingChecks(ForwardPatch):
             differs = (rows != bits(table.index_select(0, flat))).any(dim=1)
             return equality_test(differs, torch.zeros_like(differs))
 
-        put_output_right(self.watch, self.forward_site, y, again, check)
+        corrected_output(self.watch, self.forward_site, y, again, check)
         return y
 
     def _gather(self, weight: Tensor, ids: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class EmbeddingChecks(ForwardPatch):
         given = [self.watch.touched("embedding.dw", self.name, gradient)]
         check = partial(self._judge_backward, flat, dy)
         beyond = partial(self._beyond_rounding, flat, dy)
-        return tuple(put_right(self.watch, self.dw_site, given, again, check, beyond=beyond))
+        return tuple(corrected(self.watch, self.dw_site, given, again, check, beyond=beyond))
 
     def _beyond_rounding(self, ids: Tensor, dy: Tensor, given: Sequence[Tensor]) -> bool:
         """Return whether dW is further from its sums in float64 than rounding can ever be.
@@ -303,7 +303,7 @@ class NormChecks(ForwardPatch):
         y = watched(self._compute, inputs, inputs, partial(self._backward, used), separate=separate)
         self.watch.touch("norm.output", self.name, y.data)
         flat_x = _rows(x)
-        put_output_right(
+        corrected_output(
             self.watch,
             self.forward_site,
             y,
@@ -459,7 +459,7 @@ class NormChecks(ForwardPatch):
         products = dy * normal
         if dx is not None:
             check = _DxCheck(self, flat_x, row, (dy, normal, products))
-            (dx,) = (put_right if seen.replaceable else judge_only)(
+            (dx,) = (corrected if seen.replaceable else judge_only)(
                 self.watch,
                 self.dx_site,
                 self._touched("norm.dx", [dx]),
@@ -470,7 +470,7 @@ class NormChecks(ForwardPatch):
         pair = [item for item in (dw, db) if item is not None]
         if pair:
             pair = self._touched("norm.dw", pair)
-            right = (put_right if seen.replaceable else judge_only)(
+            right = (corrected if seen.replaceable else judge_only)(
                 self.watch,
                 self.dw_site,
                 pair,

@@ -130,7 +130,7 @@ def or_eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
             chosen = torch.compile(function)
         try:
             return chosen(*args, **kwargs)
-        except Exception as error:  # whatever the compiler meets, training goes on
+        except Exception as error:  # whatever the compiler meets, training continues
             if chosen is function:
                 raise
             reason = str(error).strip().partition("\n")[0]

@@ -43,10 +43,10 @@ from torch.nn import functional
 
 from outlast.guard.autograd_hooks import (
     Seen,
+    corrected,
+    corrected_output,
     floor_of,
     powers_squared,
-    put_output_right,
-    put_right,
     same_bits,
     summing,
     watched,
@@ -153,7 +153,7 @@ class _Call:
 
         site = self.watch.ledger.site("loss", "loss.forward")
         check = partial(self._judge_forward, rows)
-        put_output_right(self.watch, site, loss, again, check, beyond=beyond)
+        corrected_output(self.watch, site, loss, again, check, beyond=beyond)
         return loss
 
     def _rows(self, logits: Tensor, target: Tensor, dtype: torch.dtype | None = None) -> _Rows:
@@ -289,7 +289,7 @@ class _Call:
         spread = single**2 / 3.0 * (serial + smoothed + size.square())
         judged = partial(_judge_rows, weights.square() * spread, weights * worst)
         given = [self._touched(gradient)]
-        right = put_right(self.watch, site, given, again, judged, beyond=beyond, changed=changed)
+        right = corrected(self.watch, site, given, again, judged, beyond=beyond, changed=changed)
         return (*right, None)
 
     def _gradient_beyond_rounding(

@@ -31,7 +31,7 @@ class Policy:
             is not a module (optimizer, collectives).
         correct: Compute flagged numbers again and put the right ones in place. Without it
             findings are counted only, as ``detected``, and stop nothing.
-        persistent: What is done when numbers stay wrong: ``raise`` WrongNumbersError on every rank,
+        persistent: Done when numbers stay wrong: ``raise`` DataCorruptionError on every rank,
             or ``drop`` the gradient of the ranks concerned and rescale the others'.
         seed: Of the check vectors.
         light_budget: Share of a step's time that level ``light`` may take.
@@ -81,9 +81,9 @@ class Operation:
     Attributes:
         level: The lowest policy level that makes it.
         check: The identity that must hold.
-        sees: Which wrong numbers it finds.
+        sees: Which wrong values it finds.
         blind: Which it cannot find.
-        corrects: Whether what it finds is computed again and put right.
+        corrects: Whether what it finds is computed again and corrected.
     """
 
     level: Level
@@ -97,9 +97,9 @@ OPERATIONS: dict[str, Operation] = {
     "linear.forward": Operation(
         "linear",
         "Y v = X (v W) + b v for random signs v, per row",
-        "any wrong number in Y above the detection point",
+        "any wrong value in Y above the detection point",
         "errors of one row whose signed sum vanishes (half of the steps' draws show them); "
-        "an X that was wrong before; the same wrong numbers twice, if the worst case of rounding "
+        "an X that was wrong before; the same wrong values twice, if the worst case of rounding "
         "could give them; the addition of a bias where X has 3 or more dimensions and gaps",
         corrects=True,
     ),
@@ -151,7 +151,7 @@ OPERATIONS: dict[str, Operation] = {
     "norm.forward": Operation(
         "full",
         "Y v = r (X - mean) (v g) + b v for random signs v, mean and r found again, per row",
-        "any wrong number in Y above the detection point, a wrong mean or variance",
+        "any wrong value in Y above the detection point, a wrong mean or variance",
         "errors of one row whose signed sum vanishes; an X that was wrong before",
         corrects=True,
     ),
@@ -160,7 +160,7 @@ OPERATIONS: dict[str, Operation] = {
         "dX u = r (dY (g u) - m1 sum u - m2 x_hat u) for random signs u, per row",
         "any wrong number in dX above the detection point, a wrong saved mean or r",
         "as above; a dY that was wrong before; corrects no RMSNorm of fp32 data, since its parts "
-        "of dX have gone on already (detected)",
+        "of dX have continued already (detected)",
         corrects=True,
     ),
     "norm.dw": Operation(
@@ -389,7 +389,7 @@ def collapsed(named: dict[str, str]) -> dict[str, str]:
 
 def table() -> str:
     """`OPERATIONS` as the Markdown table of the documentation."""
-    heads = ("check", "level", "identity", "sees", "cannot see", "puts right")
+    heads = ("check", "level", "identity", "sees", "cannot see", "corrects")
     rows = [
         (
             f"`{name}`",

@@ -151,7 +151,7 @@ class Survey:
         optimizers: That step; without any, all that happens counts as one step.
 
     Attributes:
-        depth: Backward passes that go on: reentrant checkpointing begins one inside of another.
+        depth: Backward passes that continue: reentrant checkpointing begins one inside of another.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ class Survey:
             raise
         except Exception as error:
             self._unknown = f"coverage is not known: {type(error).__name__}: {error}"
-            warnings.warn(f"{self._unknown}; the checks go on", stacklevel=3)
+            warnings.warn(f"{self._unknown}; the checks continue", stacklevel=3)
             return None
 
     def _judge_all(self) -> None:

@@ -2,7 +2,7 @@
 
 Checks weight what they sum with random signs, drawn anew for every step.
 
-Wrong numbers are put right by computing them again. Nothing is reconstructed from checksums: rows
+Wrong values are corrected by computing them again. Nothing is reconstructed from checksums: rows
 are computed a second time by the same operation, so a corrected run has the bits of a run without
 the fault. Only a tile around the flagged rows is computed, if its other rows, the witnesses, come
 out with the bits that they have already: then the operation is known to round the same way in the
@@ -170,7 +170,7 @@ class Watch:
 
     Attributes:
         step: Optimizer steps done.
-        uncorrected: Findings of this step that left wrong numbers in it, and were in no verdict
+        uncorrected: Findings of this step that left wrong values in it, and were in no verdict
             that was clean.
         unjudged: Whether there were checks, or collectives to check, since the last clean verdict.
         seconds: Time that checks took so far; on devices that run behind the host, only of the

@@ -168,7 +168,7 @@ class AskStop:
         self._runtime.stopped = self._why
         self._accelerator.end_training()
         if self._runtime.ranks.is_first:
-            print(f"outlast: stopped ({self._why}); the same command goes on", flush=True)
+            print(f"outlast: stopped ({self._why}); the same command continues", flush=True)
         raise SystemExit(EXIT_TO_BE_CONTINUED)
 
 
@@ -205,7 +205,7 @@ def add_checkpoints(
 def add_recover(
     accelerator: Accelerator, saving: Saving, job: str | os.PathLike[str] | LoopJob | None = None
 ) -> Saving:
-    """Keep the state of each step in memory outside of the processes, and go on from it.
+    """Keep the state of each step in memory outside of the processes, and continue from it.
 
     Under torchrun or ``accelerate launch`` with restarts a killed process costs one step at most.
     From then on `Saving.newest` and `load_state` know of the memory, too. It is used so::
@@ -242,7 +242,7 @@ def add_guard(
 ) -> RunGuard | None:
     """Check the numbers of each step of the first prepared model.
 
-    What can be put right in place is; other wrong numbers raise `WrongNumbersError` before the
+    What can be corrected in place is; other wrong values raise `DataCorruptionError` before the
     optimizer uses them.
 
     Args:
@@ -280,7 +280,7 @@ def add_records(
     `Accelerator.log` gives it the figures, and `Accelerator.end_training` closes it.
 
     Args:
-        accelerator: After `prepare`, and after `load_state` where the run goes on.
+        accelerator: After `prepare`, and after `load_state` where the run continues.
         job: A TOML file or settings; [run], [energy] and [log] count here. None: defaults.
         steps: Optimizer steps of the whole run; 0: not known.
         tokens_per_step: Over all processes; 0: not known.

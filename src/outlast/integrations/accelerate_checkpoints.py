@@ -192,10 +192,10 @@ class ProcessEntry:
         self._gradients = self._random.pop("gradients", {})
 
     def resume(self, *, as_before: bool) -> list[str]:
-        """Go on where the loaded state is from.
+        """Continue where the loaded state is from.
 
         Args:
-            as_before: Whether as many processes go on as saved it.
+            as_before: Whether as many processes continue as saved it.
 
         Returns:
             Sentences on what will differ from an uninterrupted loop.
@@ -398,7 +398,7 @@ def check_savable(accelerator: Accelerator) -> None:
     if accelerator.dataloader_config.use_stateful_dataloader:
         raise IntegrationError(
             "DataLoaderConfiguration.use_stateful_dataloader = True is not kept in a store; set it "
-            "to False and go on with accelerator.skip_first_batches"
+            "to False and continue with accelerator.skip_first_batches"
         )
     if accelerator.project_configuration.save_on_each_node:
         raise IntegrationError(
@@ -627,7 +627,7 @@ class Saving:
         return taken
 
     def _take_over(self, facts: dict[str, Any]) -> None:
-        """Go on where the objects that were loaded are from."""
+        """Continue where the objects that were loaded are from."""
         self.steps = facts["steps"]
         self._accelerator.step = facts["step"]
         self._accelerator.project_configuration.iteration = facts["iteration"]

@@ -50,7 +50,7 @@ from torch.utils import cpp_extension
 
 from outlast.checkpoint import CheckpointStore, list_versions, load, storage_of
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.errors import CheckpointError, IntegrationError, RunError, WrongNumbersError
+from outlast.errors import CheckpointError, DataCorruptionError, IntegrationError, RunError
 from outlast.hardware.filesystem import MOUNTS, NETWORK_TYPES, mount_of
 from outlast.integrations import require, run
 from outlast.integrations.entries import Entry
@@ -241,7 +241,7 @@ def repartitioned(
     base = first.get("base_optimizer_state")
     if int(first.get("zero_stage", 3)) > 2 or not isinstance(base, dict):
         raise CheckpointError(
-            f"a checkpoint of {len(states)} ranks can go on with {ranks} only where ZeRO 1 or 2 "
+            f"a checkpoint of {len(states)} ranks can continue with {ranks} only where ZeRO 1 or 2 "
             "saved it, with elastic_checkpoint off"
         )
     aligned = _ALIGNMENT * ranks
@@ -799,7 +799,7 @@ class Run(run.Run):
         """Before the optimizer's step of a parameter group: are the passes' numbers right?
 
         Raises:
-            WrongNumbersError: On all ranks, when those of some rank are not.
+            DataCorruptionError: On all ranks, when those of some rank are not.
         """
         super()._before_update()
         if self.guard is None or self._judged == self._deepspeed.global_steps:
@@ -807,10 +807,10 @@ class Run(run.Run):
         self._judged = self._deepspeed.global_steps
         verdict = self.guard.verdict()
         if not verdict.clean:
-            raise WrongNumbersError(
+            raise DataCorruptionError(
                 f"step {self.step + 1}: the numbers of rank "
                 f"{', '.join(map(str, verdict.bad_ranks))} are wrong and stay so; take the device "
-                "out of service and go on from the newest checkpoint"
+                "out of service and continue from the newest checkpoint"
             )
         self.guard.watch.advance()
         self.guard.watch.begin()
@@ -891,7 +891,7 @@ def stale_locks(folder: Path, names: Collection[str]) -> list[Path]:
 
 
 def refuse_stale_locks() -> None:
-    """Refuse to go on where the next build of an extension would wait for ever.
+    """Refuse to continue where the next build of an extension would wait for ever.
 
     Raises:
         IntegrationError: Naming the lock and what to do.

@@ -86,7 +86,7 @@ class Run(run.Run):
 class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Lets `fabric.save` and `fabric.load`, or a `Trainer`, keep their checkpoints in a store.
 
-    A save goes on in the background. Its path is a small file that leads into the store; files
+    A save continues in the background. Its path is a small file that leads into the store; files
     that `torch.save` wrote are still read.
 
     The first process alone saves. For FSDP2 see `StoreModelParallelStrategy`.

@@ -2,8 +2,8 @@
 
 A framework names each of its checkpoints by a path; it overwrites some and removes others. Here
 such a path is a small file that leads to a version of a store, and, where it was used before, to
-the version before. So a save can go on in the background: until it is complete, the path leads to
-what it led to. A path that the framework removes goes when the save after that is complete, and
+the version before. So a save can continue in the background: until it is complete, the path leads
+to what it led to. A path that the framework removes goes when the save after that is complete, and
 with it the versions that no path leads to.
 """
 

@@ -249,7 +249,7 @@ class Saving:
     def has_checkpoint(self) -> bool:
         """Return whether there is something to resume from, here or written by the Trainer itself.
 
-        All ranks ask together. So that the same command begins a run and goes on with it::
+        All ranks ask together. So that the same command begins a run and continues with it::
 
             trainer.train(resume_from_checkpoint=saving.has_checkpoint())
 
@@ -346,7 +346,7 @@ class Saving:
             if step != self._step:
                 self._runtime.tell(
                     f"checkpoint-{self._step} was never published, as a save that is cut short is "
-                    f"not; the training goes on from step {self._content['state']['global_step']}"
+                    f"not; the training continues from step {self._content['state']['global_step']}"
                 )
             self._step = step
         path = folder / f"checkpoint-{self._content['state']['global_step']}"
@@ -385,7 +385,7 @@ class Saving:
         restored = self._source.restore(state, step=self._step)
         assert restored is not None
         for item in restored.skipped:
-            runtime.tell(f"{item}; the training goes on from step {restored.step}")
+            runtime.tell(f"{item}; the training continues from step {restored.step}")
         if restored.step != self._content["state"]["global_step"]:
             raise _WentBackError(restored.step)
         seconds = time.perf_counter() - begun
@@ -515,11 +515,13 @@ class Saving:
         has_best, has_any = gather_objects((step in found, bool(found)))[0]
         if has_best:
             return True
-        follows = "it goes on from its newest checkpoint, not from memory"
+        follows = "it continues from its newest checkpoint, not from memory"
         if not has_any:
             for name in ("best_model_checkpoint", "best_global_step", "best_metric"):
                 content["state"][name] = None
-            follows = "with no other checkpoint, it goes on from memory and looks for the best anew"
+            follows = (
+                "with no other checkpoint, it continues from memory and looks for the best anew"
+            )
         self._runtime.tell(
             f"the best checkpoint, of step {step}, was not complete when the training ended: "
             f"{follows}"

@@ -143,7 +143,7 @@ def check_checkpoints(trainer: Trainer, settings: CheckpointSection) -> None:
 
 
 def check_stop(trainer: Trainer) -> None:
-    """Refuse to stop in two ways at once, or where nothing could go on afterwards.
+    """Refuse to stop in two ways at once, or where nothing could continue afterwards.
 
     Raises:
         IntegrationError: With the setting, its value and the remedy.
@@ -156,7 +156,7 @@ def check_stop(trainer: Trainer) -> None:
     if trainer.args.save_only_model:
         raise IntegrationError(
             "TrainingArguments.save_only_model = True saves nothing that a stopped training could "
-            "go on from; set it to False, or leave add_stop out"
+            "continue from; set it to False, or leave add_stop out"
         )
 
 
@@ -515,7 +515,7 @@ def add_checkpoints(trainer: Trainer, **settings: Any) -> Saving:
 
 
 def add_recover(trainer: Trainer, **settings: Any) -> Saving:
-    """Keep the state of each step in memory outside of the processes, and go on from it.
+    """Keep the state of each step in memory outside of the processes, and continue from it.
 
     Under torchrun with ``--max-restarts`` a killed process costs one step at most. It goes behind
     ``add_checkpoints``, and `Saving.has_checkpoint` knows of the memory, too.

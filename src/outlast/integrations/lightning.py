@@ -164,7 +164,7 @@ class Place:
 
     Args:
         loader: The loader.
-        resumed: What `noted` gave on each rank of the run that goes on; None for a new one.
+        resumed: What `noted` gave on each rank of the run that continues; None for a new one.
         rank: This rank.
         ranks: How many go through the loader now.
     """
@@ -523,7 +523,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         """Keep each step of the training from now on."""
         self._kept_step = trainer.global_step
         if runtime.memory is None:
-            # Of a training that this one does not go on from; nor must a restart of this one.
+            # Of a training that this one does not continue from; nor must a restart of this one.
             self._open_memory(runtime, directory).forget_earlier()
         if not trainer.lightning_module.automatic_optimization:
             # The step of an optimizer without Lightning's wrapper calls no callback.
@@ -550,7 +550,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         runtime, directory = self._runtime, directory_of(self._job)
         assert runtime is not None
         # A script that torchrun has started again names what it named at first. One that was
-        # started by hand goes on where it asks for the last checkpoint.
+        # started by hand continues where it asks for the last checkpoint.
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         asks_for_last = str(path) in _last_files(trainer)
         counts = directory.exists() and (restarted or asks_for_last)
@@ -558,8 +558,8 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             return None
         otherwise = ""
         if not asks_for_last:
-            does = f"goes on from {path}" if path else "begins anew"
-            otherwise = f'the training {does}, as the script says (ckpt_path="last" goes on)'
+            does = f"continues from {path}" if path else "begins anew"
+            otherwise = f'the training {does}, as the script says (ckpt_path="last" continues)'
         memory = self._open_memory(runtime, directory, otherwise)
         is_taken = memory.find() is not None and memory.take()
         for event in memory.events:
@@ -655,12 +655,12 @@ def with_outlast(
 ) -> dict[str, Any]:
     """Arguments of a `Trainer`: ``Trainer(max_steps=1000, **with_outlast("job.toml"))``.
 
-    Checkpoints go through a store, in the background; a resumed training goes on with the next
+    Checkpoints go through a store, in the background; a resumed training continues with the next
     sample and the same random numbers; what happens is recorded in the run's directory, and what
     the job asks for is guarded and measured. At a signal or the end of a Slurm job's time the
     training saves after the step and ends the program with exit code 3. Give `Trainer.fit`
-    ``ckpt_path="last"``, and the same command goes on from there. Under torchrun with
-    ``--max-restarts`` each step is kept in memory, and a restart goes on from that.
+    ``ckpt_path="last"``, and the same command continues from there. Under torchrun with
+    ``--max-restarts`` each step is kept in memory, and a restart continues from that.
 
     Args:
         job: A TOML file with the sections of `LoopJob`, or the settings themselves; None: defaults.
@@ -707,7 +707,7 @@ def with_outlast(
     elif not any(checkpoint.save_last for checkpoint in saving):
         raise IntegrationError(
             "no ModelCheckpoint has save_last=True: a training that is stopped saves under that "
-            'name, and ckpt_path="last" goes on from it; add save_last=True to one of them'
+            'name, and ckpt_path="last" continues from it; add save_last=True to one of them'
         )
     elif every != default:
         raise IntegrationError(
@@ -720,7 +720,7 @@ def with_outlast(
 
 
 class GoOnFrom(ModelCheckpoint):  # type: ignore[misc]
-    """Saves what the next start goes on from, beside what the script's own callbacks save.
+    """Saves what the next start continues from, beside what the script's own callbacks save.
 
     Args:
         folder: Of its file.
@@ -739,7 +739,7 @@ class GoOnFrom(ModelCheckpoint):  # type: ignore[misc]
 
 
 class _StopsForAnyScript(OutlastCallback):
-    """Stops with the file that the next start goes on from, whatever the script calls its last."""
+    """Stops with the file that the next start resumes from, whatever the script calls its last."""
 
     def _save_last(self, trainer: Trainer) -> None:
         last = [

@@ -224,8 +224,8 @@ class Run:
 
     A *step* is an iteration of the loop. Nothing is saved in the middle of a gradient accumulation:
     what is due waits for the iteration that ends with an optimizer's step. A loop that is left by
-    ``break`` is saved, too, and goes on there when it is started again, behind the batches of its
-    last optimizer's step; one that is left by an error goes on from its last save.
+    ``break`` is saved, too, and continues there when it is started again, behind the batches of its
+    last optimizer's step; one that is left by an error continues from its last save.
 
     All processes of the default process group, if there is one, make it together, and do their
     optimizers' steps in the same iterations.
@@ -491,7 +491,7 @@ class Run:
             return
         found = read_run(self.directory).completion() or f"{self.directory} is complete"
         print(
-            f"outlast: {found}; nothing is left to do. To go on with it, give a larger "
+            f"outlast: {found}; nothing is left to do. To continue with it, give a larger "
             f"{'epochs' if self._steps is None else 'steps (or epochs)'}; to begin anew, fresh=True"
             ", which moves it aside, or another run.name",
             flush=True,
@@ -499,7 +499,7 @@ class Run:
 
     def _say_ended(self) -> None:
         if not self._is_complete():
-            self._say(f"was left after step {self.step:,}; the same command goes on from there")
+            self._say(f"was left after step {self.step:,}; the same command continues from there")
         elif self.step > self._began_at:
             report = f"`outlast report {self.directory}` draws it"
             self._say(f"is complete after {self.step:,} steps; {report}")
@@ -632,7 +632,7 @@ class Run:
         runtime.end_steps(self.step)
         unused = self._without_update - self._in_step
         if unused > 0 and self._progress.epoch < self._epochs and not self._go_back(unused):
-            # Nothing newer than the last save can be gone on from.
+            # Nothing newer than the last save can be continued from.
             runtime.finish()
         else:
             runtime.finish(self.step)
@@ -650,7 +650,7 @@ class Run:
             self._engine.write(
                 Warned(
                     f"the loop was left within a gradient accumulation that an epoch's end is in: "
-                    f"step {self.step} is not saved, and the next start goes on from the last save"
+                    f"step {self.step} is not saved, and the next start resumes from the last save"
                 )
             )
             return False

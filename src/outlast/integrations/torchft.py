@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from outlast.checkpoint import CheckpointStore
-from outlast.errors import IntegrationError, RecoverError, WrongNumbersError
+from outlast.errors import DataCorruptionError, IntegrationError, RecoverError
 from outlast.guard.handle import remedy
 from outlast.integrations import require
 from outlast.recover.quorum import must_restore
@@ -41,12 +41,12 @@ _OWN_ENTRY = "torchft"
 
 @contextlib.contextmanager
 def guarded_commit(manager: Manager, guard: Guard) -> Iterator[None]:
-    """Let no replica group commit a step in which one of them has found wrong numbers.
+    """Let no replica group commit a step in which one of them has found wrong values.
 
     The gradients of a step are summed over the groups before anybody looks at them, so a group that
     finds its own numbers wrong tells all others, by one more number summed. None commits that step;
     it is done again. A group whose numbers are wrong again leaves: its Manager is shut down, the
-    others go on without it.
+    others continue without it.
 
     Args:
         manager: The group's Manager.
@@ -55,7 +55,7 @@ def guarded_commit(manager: Manager, guard: Guard) -> Iterator[None]:
     Raises:
         IntegrationError: When torchft is missing or of another version, or the guard's model is
             torchft's wrapper.
-        WrongNumbersError: From `manager.should_commit`, when this group's numbers stay wrong.
+        DataCorruptionError: From `manager.should_commit`, when this group's numbers stay wrong.
     """
     require("torchft", *_WORKS)
     if guard.checks_collectives:
@@ -70,7 +70,7 @@ def guarded_commit(manager: Manager, guard: Guard) -> Iterator[None]:
         "should_commit": vote.should_commit,
         "load_state_dict": vote.load_state_dict,
     }
-    with _replaced(manager, methods), _leaving(manager, WrongNumbersError):
+    with _replaced(manager, methods), _leaving(manager, DataCorruptionError):
         yield
 
 
@@ -166,7 +166,7 @@ class _Vote:
         if wrong:
             self._verdicts.append(verdict)
         if found:
-            manager.report_error(WrongNumbersError(f"{found} of the groups found wrong numbers"))
+            manager.report_error(DataCorruptionError(f"{found} of the groups found wrong values"))
         step = manager.current_step()
         committed = bool(self._should_commit(*arguments, **options))
         if committed and self._verdicts:
@@ -176,15 +176,15 @@ class _Vote:
             guard.again()
         self._follow_healing(step)
         if self._verdicts and remedy(self._verdicts, "raise", 1).action == "raise":
-            raise WrongNumbersError(
+            raise DataCorruptionError(
                 f"step {step + 1}: this group's numbers are wrong and stay so "
-                f"({guard.ledger.findings[-1]}); it has left the others, which go on: take the "
+                f"({guard.ledger.findings[-1]}); it has left the others, which continue: take the "
                 "device out of service"
             )
         return committed
 
     def _found_by_all(self, wrong: bool) -> int:
-        """Number of groups that have found wrong numbers in this step."""
+        """Number of groups that have found wrong values in this step."""
         found = torch.tensor([float(wrong)], device=self._guard.device)
         self._manager.allreduce(found, reduce_op=ReduceOp.SUM).wait()
         # After an error the sum is none, and the step is refused anyway.
@@ -315,7 +315,7 @@ def _replaced(manager: Manager, methods: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leaving(manager: Manager, kind: type[Exception]) -> Iterator[None]:
-    """Give up the group's place when it may not go on: the others need not wait for it."""
+    """Give up the group's place when it may not continue: the others need not wait for it."""
     try:
         yield
     except kind:

@@ -45,9 +45,9 @@ from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import (
     EXIT_TO_BE_CONTINUED,
     CheckpointError,
+    DataCorruptionError,
     IntegrationError,
     RecoverError,
-    WrongNumbersError,
 )
 from outlast.integrations.entries import Entry
 from outlast.records import CheckpointRestored, StateRecovered, Warned
@@ -226,7 +226,7 @@ def _store_at(path: str) -> tuple[str, int | None] | None:
 
 
 def check_data_keys(store: CheckpointStore, entries: Mapping[str, Any], step: int | None) -> None:
-    """See that the data loaders of as many ranks were saved as are to go on.
+    """See that the data loaders of as many ranks were saved as are to continue.
 
     Raises:
         IntegrationError: On all ranks alike.
@@ -240,7 +240,7 @@ def check_data_keys(store: CheckpointStore, entries: Mapping[str, Any], step: in
     if saved != wanted:
         raise IntegrationError(
             f"the data loader was saved with {_listed(saved, prefix)} and has now "
-            f"{_listed(wanted, prefix)}: torchtitan's loaders go on with as many data-parallel "
+            f"{_listed(wanted, prefix)}: torchtitan's loaders continue with as many data-parallel "
             f'ranks as before; set checkpoint.exclude_from_loading=["{DATALOADER}"] to begin with '
             "the data anew"
         )
@@ -253,7 +253,7 @@ def _listed(names: set[str], prefix: str) -> str:
 class _Begun:
     """Store of a run that began at one of its steps, for a memory.
 
-    Later versions may be of what the run does not go on from, and are no better than memory.
+    Later versions may be of what the run does not continue from, and are no better than memory.
     """
 
     def __init__(self, step: int) -> None:
@@ -271,9 +271,10 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     ``disabled``: `save` returns when the version is published; ``async``: when the state is
     copied; ``async_with_pinned_mem``: at once, and the copy is made until the next update.
 
-    A save in the background that fails is logged, and the training goes on; the last save, and one
-    before a stop, raise. At SIGTERM, SIGUSR1 and SIGINT, and before a Slurm job's time is up, all
-    ranks save after the same step and end with exit code 3: the same command goes on from there.
+    A save in the background that fails is logged, and the training continues; the last save, and
+    one before a stop, raise. At SIGTERM, SIGUSR1 and SIGINT, and before a Slurm job's time is up,
+    all ranks save after the same step and end with exit code 3: the same command continues from
+    there.
 
     Raises:
         IntegrationError: When a setting cannot be followed.
@@ -343,7 +344,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         """Restore the newest version or that of `step`, or what the run is to begin with.
 
         Raises:
-            IntegrationError: When what there is cannot be gone on from.
+            IntegrationError: When what there is cannot be continued from.
             CheckpointError: When there is nothing of `step`, or it is damaged or does not fit.
         """
         with torch.no_grad():
@@ -440,7 +441,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if restored is None:
             return False
         for sentence in restored.skipped:
-            _logger.warning("%s; the run goes on from step %d", sentence, restored.step)
+            _logger.warning("%s; the run continues from step %d", sentence, restored.step)
         seconds = time.monotonic() - began
         self._begin_at(wanted, restored.step, saved=True)
         self.runtime.write(CheckpointRestored(restored.step, seconds, restored.skipped))
@@ -459,7 +460,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _restarted(self, wanted: dict[str, Any], step: int) -> bool:
-        """Return whether a run that began at `step` goes on from memory, which is restored then."""
+        """Return whether a run that began at `step` resumes from memory, which is restored then."""
         otherwise = f"the run begins at step {step} again, as checkpoint.load_step says"
         if not self._keep_in_memory(wanted, cast("CheckpointStore", _Begun(step)), otherwise):
             return False
@@ -623,7 +624,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self.maybe_wait_for_saving()
         # Where the data ran out, nothing was saved of the last step, which stays in memory.
         is_saved = not failed and self._saves.newest == self.runtime.step
-        if is_saved or isinstance(error, WrongNumbersError):
+        if is_saved or isinstance(error, DataCorruptionError):
             self.runtime.forget()
         self.runtime.close(error if failed else None)
 

@@ -50,7 +50,7 @@ class CheckpointSection(ChangeableSection):
     keep_best: Count = 0
     """also keep this many with the lowest validation loss; 0: none"""
     asynchronous: bool = True
-    """write in the background; training goes on after the state is copied"""
+    """write in the background; training continues after the state is copied"""
     writer: Literal["process", "thread"] = "process"
     """who codes and writes: a process of its own, or a thread, which starts at once but disturbs
     training a little"""
@@ -59,7 +59,7 @@ class CheckpointSection(ChangeableSection):
     the new one, or give up the old one"""
     turns: str = ""
     """folder in which your jobs take turns at saving to one file system, so that they do not slow
-    each other down: a due save waits for its turn while training goes on; empty: save when due"""
+    each other down: a due save waits for its turn while training continues; empty: save when due"""
     turn_seconds: NonNegativeFloat = 300.0
     """save without a turn after so long a wait"""
     turn_order: Literal["least-waste", "fcfs", "set-10"] = "least-waste"
@@ -116,7 +116,7 @@ class RecoverSection(ChangeableSection):
 
     mode: Literal["off", "restart", "live"] = "restart"
     """restart: a failed group of processes starts again and takes the last step's state from
-    memory; live: survivors go on with the dead ones' share (needs the extra ft); off: from the
+    memory; live: survivors continue with the dead ones' share (needs the extra ft); off: from the
     newest checkpoint"""
     every_steps: Positive = 1
     """restart: keep the state in memory after every so many steps"""
@@ -401,9 +401,9 @@ class GuardSection(ChangeableSection):
     modules: dict[str, GuardLevel] = Field(default={})
     """levels by module name pattern, e.g. {'*.mlp.*' = 'linear'}; the last match counts"""
     correct: bool = True
-    """compute wrong numbers again and put the right ones in place"""
+    """compute wrong values again and put the right ones in place"""
     persistent: Literal["raise", "drop"] = "raise"
-    """when a process's numbers stay wrong: stop the run, or drop its gradient and go on"""
+    """when a process's numbers stay wrong: stop the run, or drop its gradient and continue"""
 
 
 class CodingSection(ChangeableSection):

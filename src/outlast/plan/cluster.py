@@ -30,7 +30,7 @@ class FailureCause:
         nodes_hit: Nodes that stop together, as one failure (a switch, a rack); see `per_day`.
         detection_seconds: From the failure until somebody acts.
         repair_hours: Until the node can be used again; 0 where a restart is enough.
-        silent: Wrong numbers in place of a stop: nobody sees it but a guard.
+        silent: Wrong values in place of a stop: nobody sees it but a guard.
         shape: Of the Weibull distribution of times between failures of a node; 1 is exponential,
             below 1 means that a node that has just been put to use fails more often.
     """

@@ -140,7 +140,7 @@ MEMORY_FOLDERS = ("/dev/shm", "/run/shm")
 TIERS = ("memory", "peer", "local", "shared")
 """Where a checkpoint can go, from the fastest to the safest; see `outlast.plan.cluster.Storage`."""
 MODES = ("off", "restart", "live")
-"""How a run goes on without a checkpoint; see [recover] of a job."""
+"""How a run continues without a checkpoint; see [recover] of a job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,8 @@ class Recovery:
     """Recovery without a checkpoint, as `outlast.recover` does it.
 
     Attributes:
-        mode: One of `MODES`. restart: nodes keep the state in memory; live: replica groups go on.
+        mode: One of `MODES`. restart: nodes keep the state in memory; live: replica groups
+        continue.
         every_steps: Steps from one kept state to the next.
         parity: Nodes of a group that may be lost together; None: 1 where a node holds what no
             other does, else 0.
@@ -212,7 +213,7 @@ class Settings:
         tensorize_form: A form of `outlast.tensorize`; dense where layers stay as they are.
         tensorize_rank: Rank as a share of the full one; 0 for a dense form.
         clock_mhz: Of the devices; 0 for the one they choose themselves.
-        recovery: How it goes on without a checkpoint.
+        recovery: How it continues without a checkpoint.
     """
 
     checkpoint_seconds: float = 0.0
@@ -255,7 +256,7 @@ class Mechanisms:
         coding_copies: Holders of each chunk.
         tensorize: Form and rank.
         clock_mhz: Clocks.
-        recovery: Ways to go on without a checkpoint.
+        recovery: Ways to continue without a checkpoint.
     """
 
     checkpoint_seconds: tuple[float, ...] = (0.0,)

@@ -601,8 +601,8 @@ def torchtitan_files(plan: Plan) -> dict[str, str]:
     """Text of every file by its name."""
     run, config = plan.run, plan.settings.model_config
     note = (
-        "For torchtitan 0.3. It has no handler of signals: a run that is stopped goes on from its "
-        f"newest checkpoint, at most {plan.settings.checkpoint_every_steps} steps back."
+        "For torchtitan 0.3. It has no handler of signals: a run that is stopped continues from "
+        f"its newest checkpoint, at most {plan.settings.checkpoint_every_steps} steps back."
     )
     schedule = "GPipe" if run.schedule == "gpipe" else "1F1B"
     if run.schedule == "zero_bubble":

@@ -199,7 +199,7 @@ SURVIVES = {"memory": 0.0, "local": 0.0, "peer": 1.0, "shared": np.inf}
 MOST_KEPT = 100_000.0
 """States kept in memory between two checkpoints, however seldom anything fails."""
 NOTICED = 0.5
-"""Own prior: of the wrong numbers that no guard finds, the share that people notice, as a loss that
+"""Own prior: of the wrong values that no guard finds, the share that people notice, as a loss that
 rises; the others stay in the model."""
 LEAST_RATE = 1e-12
 LEAST_OVERHEAD_SECONDS = 1e-3
@@ -322,7 +322,7 @@ def _saves(
     # Failures per second that each tier survives and none before it does, nor memory.
     rates = [0.0] * len(used)
     for cause in cluster.failures:
-        # After wrong numbers memory is not trusted.
+        # After wrong values memory is not trusted.
         if lost_nodes(cause) <= outlives and not cause.silent:
             continue
         place = next(n for n, tier in enumerate(used) if SURVIVES[tier] >= lost_nodes(cause))

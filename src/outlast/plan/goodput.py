@@ -13,9 +13,9 @@ rate l. One attempt takes (1 - exp(-l T)) / l and succeeds with exp(-l T). What 
 class c with probability l_c / l, whatever came before, so each tier is solved on top of the one
 below: after a failure of its class the attempt is repeated until it succeeds or a failure of a
 higher class ends it, a geometric series; `every_c / every_(c-1)` such attempts in a row are the
-attempt of the next tier. With one tier and ways back of Q seconds this is Daly's complete model
+attempt of the next tier. With one tier and recoveries of Q seconds this is Daly's complete model
 (Daly 2006, FGCS 22, eq. 20), `exp(l Q) (exp(l T) - 1) / l`; two levels are those of Di et al. 2016
-(INRIA RR-8851) without their first-order expansion. The ways back, in which failures strike too,
+(INRIA RR-8851) without their first-order expansion. The recoveries, in which failures strike too,
 are each over before the next second of work, so they multiply the time that is found so.
 
 More failures, slower detection, restarts, restores and saves, and fewer spares never raise the
@@ -35,29 +35,29 @@ of `goodput`; its variance is that of the sum, `sum n (variance + (1 + clusterin
 the expected number of losses of a kind (compound Poisson: Feller 1968, volume 1, XII.2; clustering:
 failures that strike again before an interval is over). For many failures the distribution is close
 to normal (renewal central limit); for few it is not: with probability `exp(-n)` nothing happens at
-all, and else the delay is at least the shortest way back. So the delay is taken for an atom at 0
+all, and else the delay is at least the shortest recovery. So the delay is taken for an atom at 0
 and a gamma distribution, shifted by the shortest loss, that has the remaining mean and variance.
 
 Recovery time of the failures that stop a run, with failures of the recovery itself.
 
-A way back begins with a failure and is over when work is done that has not been done before the
+A recovery begins with a failure and is over when work is done that has not been done before the
 version it goes back to was durable. It is cut short by the next failure, and then begins anew. What
 was to be made good before still is: nobody gives back the node that a crash finds half replaced,
-and a version that the memory has lost does not come back by a crash. So a way back that begins anew
+and a version that the memory has lost does not come back by a crash. So a recovery that begins anew
 takes as long as the longest of those that were cut short, and leads to the safest tier of theirs.
 
 This makes the law hold that more failures never bring more progress. Take two runs with the same
 failures, but for one that only the second has, by exposed time. Say that the first is never behind:
-it has done at least as much, and has at most as much of a way back before it. Both hold at the
-start, and while nothing strikes, as both go on at one pace. What strikes both takes them back to
-their newest versions, of which the first has the later one; and the ways back that the first has
+it has done at least as much, and has at most as much of a recovery before it. Both hold at the
+start, and while nothing strikes, as both continue at one pace. What strikes both takes them back to
+their newest versions, of which the first has the later one; and the recoveries that the first has
 not done at that time are some of those that the second has not done, so the longest of the second's
-is no shorter. What strikes the second alone adds to its ways back, and takes from its work. Then
+is no shorter. What strikes the second alone adds to its recoveries, and takes from its work. Then
 the second has taken at least as much time for any work, and paused for at least as many failures. A
-shorter way back in place of a longer one would break this: of a run that is always half through the
+shorter recovery in place of a longer one would break this: of a run that is always half through the
 replacement of a node, crashes with quick restarts would make an end.
 
-The number of tries at a way back follows from the order of lengths. Of tries with the length q_j,
+The number of tries at a recovery follows from the order of lengths. Of tries with the length q_j,
 `1 - exp(-l q_j)` fail, and each failure is of class c with probability s_c = l_c / l: the next try
 has the longer length of j and c. From the shortest length to the longest,
 `tries_j = s_j (1 + sum over i < j of tries_i f_i) / (1 - f_j (sum over i <= j of s_i))`.
@@ -108,7 +108,7 @@ class _Attempt:
 def working_seconds(
     interval_seconds: Array, every: Sequence[Array], rates: Sequence[Array]
 ) -> Array:
-    """Expected seconds of `every[-1]` base intervals and of their repeats, without the ways back.
+    """Expected seconds of `every[-1]` base intervals and of their repeats, without the recoveries.
 
     Args:
         interval_seconds: T, saves included.
@@ -248,8 +248,8 @@ class RecoveryTime:
     Attributes:
         restart: Seconds of starting again per exposed second.
         restore: Seconds of loading a version per exposed second.
-        longer: Exposed time over time without ways back.
-        redone: Time without ways back over the same less what is redone for want of durability.
+        longer: Exposed time over time without recoveries.
+        redone: Time without recoveries over the same less what is redone for want of durability.
         rates: Of each tier, failures per second of the rest that end in going back to it.
     """
 
@@ -468,7 +468,7 @@ def goodput(settings: Reliability) -> Goodput:
     alarms = column(guard.false_alarms_per_day) / DAY_SECONDS * guard.alarm_seconds
     caught = errors * guard.coverage * (not guard.rolls_back)
     corrections = caught * (column(guard.latency_seconds) + guard.correction_seconds)
-    # All but the ways back.
+    # All but the recoveries.
     computing = np.maximum(1.0 - exposed["restart"] - exposed["restore"], 0.0)
     checked = (alarms + corrections) * computing
     wall = 1.0 + detection + waiting + going.pauses + checked
@@ -501,13 +501,13 @@ def goodput(settings: Reliability) -> Goodput:
         terms[name] = terms.get(name, np.zeros(1)) + left * share
         left = left * (1.0 - share)
     per_second, zero = scale / np.maximum(left, SMALLEST_RATE), np.zeros(1)
-    ways_back = exposed["lost work"] + exposed["restart"] + exposed["restore"] + detection
+    recoveries = exposed["lost work"] + exposed["restart"] + exposed["restore"] + detection
     # Waits are taken for exponential.
     waits = waiting * per_second / np.maximum(wait_seconds, 1e-9)
     outlasted = going.rate * going.present * per_second
     late = _noticed_rate(settings, silent) * per_second
     losses = (
-        *losses_of(stops, per_second, apart, ways_back * per_second),
+        *losses_of(stops, per_second, apart, recoveries * per_second),
         Loss("waiting for nodes", waits, wait_seconds, wait_seconds**2, zero, zero),
         Loss("replica groups", outlasted, going.loss, going.loss**2, zero, zero),
         Loss("silent errors", late, back, zero, zero, zero),

@@ -594,7 +594,7 @@ def quality(context: Context, block: Block, step: Step) -> Differences:
 
 
 def _gradient_error(context: Context, block: Block, step: Step) -> Array:
-    """(candidates,) extra variance of the gradients of codes that go on without lost chunks.
+    """(candidates,) extra variance of the gradients of codes that continue without lost chunks.
 
     A rank misses a step when one of the devices that hold its replica's parts fails in it. Codes
     that compute lost chunks again are exact, and so is a run without a code.

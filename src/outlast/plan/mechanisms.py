@@ -231,7 +231,7 @@ class Step:
         busy_seconds: Of it, those in which a device computes.
         clocks: Factors of the clocks on busy seconds and busy watts; None for top clocks.
         guard_overhead: Share that the guard adds.
-        guard_coverage: Share of wrong numbers that it finds.
+        guard_coverage: Share of wrong values that it finds.
         coding_ratio: Mean step with a code, its overhead included, to one that waits for
             stragglers.
         coding_overhead: Share that the code adds when nobody straggles.

@@ -78,7 +78,7 @@ class Context:
             framework.
         unique_tokens: Different ones in the data; infinite where nothing repeats.
         deadline_seconds: Wall time within which the run should be finished; None without one.
-        restart: The way back after a stop; spares are the cluster's.
+        restart: The recovery after a stop; spares are the cluster's.
         delays: How late workers are; None where nobody knows, so that coding gains nothing.
         clocks: Power and time constants of the device; None where nobody fitted them.
         memory: Fitted constants of the memory model; None for the priors.

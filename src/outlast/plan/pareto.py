@@ -739,7 +739,7 @@ def _point(
         "layout": layout_words(run),
         "mechanisms": settings_words(settings),
         "configuration": asdict(run),
-        # How a run goes on without a checkpoint is shown as its user gives it.
+        # How a run continues without a checkpoint is shown as its user gives it.
         "settings": {**asdict(settings), "recovery": str(settings.recovery)},
         "extrapolated": list(front.objectives.extrapolated(point) or ()),
     }

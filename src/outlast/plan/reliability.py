@@ -4,23 +4,24 @@ Every number may be an array, one value per candidate: all arrays of one `Reliab
 one shape (candidates,). Availability is that of nodes and of replica groups: failure rates, waits
 for repair, absent groups.
 
-Nodes in repair are busy servers. A run that needs all its nodes goes on while at most `spares`
+Nodes in repair are busy servers. A run that needs all its nodes continues while at most `spares`
 nodes are in repair and stands still, with no more failures, while there are more. For nodes that
 fail alone this is Erlang's loss system with spares + 1 servers, whose blocking probability holds
 for any distribution of repair times (Erlang 1917; insensitivity: Sevastyanov 1957). Where several
-nodes fail at once, the numbers in repair while the run goes on are those of the loss knapsack
+nodes fail at once, the numbers in repair while the run continues are those of the loss knapsack
 (recursion: Kaufman 1981, Roberts 1981), and each wait is approximated by exponential repairs.
-Replica groups go on without the missing nodes: then nodes in repair are Poisson.
+Replica groups continue without the missing nodes: then nodes in repair are Poisson.
 
 A failure takes as many groups as its nodes hold: the eight workers of a gradient code on one node,
 or the groups of a rack. So absences are independent not of group and group but of unit and unit, a
 unit being the groups that one failure takes. Each width of failure has units of its own. A unit is
-gone while it is on its way back, and before that while it waits for a repair as no spare is left.
+gone while it is recovering, and before that while it waits for a repair as no spare is left.
 All widths take from one stock of spares: what one has in repair the others do without.
 
 Two things are left out. Of widths the widest counts as served first, whoever failed first; and
-repairs that go on while all stand still at a failure count by exposed time. Runs that wait most of
-the time for enough groups are up to 1.5 points better or worse for it (benchmarks/plan_coded.py).
+repairs that continue while all stand still at a failure count by exposed time. Runs that wait most
+of the time for enough groups are up to 1.5 points better or worse for it
+(benchmarks/plan_coded.py).
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """The way back after a stop.
+    """The recovery after a stop.
 
     Attributes:
         restart_seconds: To start all processes again, up to the restore.
@@ -143,14 +144,14 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """Groups that hold the whole state each, and go on when some of them are gone.
+    """Groups that hold the whole state each, and continue when some of them are gone.
 
     The same numbers describe a gradient code: its groups are the workers, of which it may lose all
     but `minimum` without a restart.
 
     Attributes:
         groups: How many there are when all is well; 1 for none.
-        minimum: Fewest that may go on.
+        minimum: Fewest that may continue.
         step_seconds: A failure costs the step under way, half of one on average.
         regroup_seconds: For which all stand still when a group goes.
         rejoin_seconds: For which all stand still when a group comes back.
@@ -242,9 +243,9 @@ class Reliability:
         tiers: From the cheapest to the safest. The last one is always used and survives all. A
             failure is answered with the newest version that is left; of equal ones with that of the
             tier listed first.
-        restart: The way back.
-        replicas: Groups that go on without each other.
-        guard: Against wrong numbers.
+        restart: The recovery.
+        replicas: Groups that continue without each other.
+        guard: Against wrong values.
         pace: Stragglers and gradient codes.
         days_from_new: Days from the first use of all nodes over which failures with a Weibull
             shape are averaged; infinite for a cluster so old that their mean rate holds.
@@ -522,7 +523,7 @@ def _wait(batch: Batch, busy: float, over: Array, number: Array, per_second: Arr
 
 
 def missing_nodes(spares: Array, load: Array, peakedness: Array) -> Array:
-    """Mean nodes in repair beyond the spares, where the run goes on without them.
+    """Mean nodes in repair beyond the spares, where the run continues without them.
 
     E max(0, X - S) for Poisson X: `load P(X >= S) - S P(X >= S + 1)`, in units of the peakedness
     where several nodes fail at once (Hayward; Fredericks 1980, Bell System Technical Journal
@@ -553,7 +554,7 @@ class GroupLosses:
         nodes_hit: Nodes of one failure.
         hit: Groups of one failure.
         rate: Failures per exposed second.
-        absent: Mean groups that are on their way back.
+        absent: Mean groups that are recovering.
         repairs: Mean failures whose nodes are in repair, were all groups up.
     """
 
@@ -573,7 +574,7 @@ class ConcurrentFailures:
         number: How many units there are.
         hit: Groups of each.
         rate: Failures of all of them.
-        down: Time in which one is on its way back, over time in which it is up.
+        down: Time in which one is recovering, over time in which it is up.
         short: Time in which one waits for a repair, over time in which it is up.
         repairs: Mean units in repair, were all up.
     """
@@ -624,7 +625,7 @@ class ConcurrentFailures:
                 return
 
     def back(self, absent: Array) -> Array:
-        """Probability that no more than `absent` are on their way back, beside one that is up.
+        """Probability that no more than `absent` are recovering, beside one that is up.
 
         Binomial, for whole and other numbers of units (Abramowitz and Stegun 26.5.24).
         """
@@ -739,7 +740,7 @@ def outlasted(units: Sequence[ConcurrentFailures], absent: Array, spares: Array)
         if not here.any():
             continue
         # So many units of the widest kind wait, so many spares are left, and 0, 1, ... more units
-        # are on their way back.
+        # are recovering.
         more = np.maximum(most - waiting, 0.0)
         inside, before = np.zeros(1), np.zeros(1)
         for count in range(int(more.max()) + 1):

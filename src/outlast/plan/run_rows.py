@@ -17,7 +17,7 @@ where train.toml says what no log does:
     batch = 256
 
 A log that ends for want of memory says so in words of torch, and gives a row of a run that did not
-fit; where a step follows these words, the run went on and did. If it timed no step, the settings
+fit; where a step follows these words, the run continued and did. If it timed no step, the settings
 must name the `framework`. Tables of published runs have the columns of `throughput.csv`.
 """
 

@@ -487,7 +487,7 @@ class Simulated:
         finish_seconds: (trials,) wall time at the end of the run; infinite where the limit came
             first.
         lost_share: Share of the wall time, by kind of loss; with `ettr` they add up to 1.
-        cause_share: Share of the wall time that each cause took: detection, waiting, way back,
+        cause_share: Share of the wall time that each cause took: detection, waiting, recovery,
             repeated work and running without a group.
         failures: Failures per trial that were not silent.
         unseen: Silent errors per trial that nobody noticed.
@@ -545,7 +545,7 @@ class _Trials:
         )
         self.limit = scenario.limit_days * DAY_SECONDS
         self.wall, self.clock, self.exposure = np.zeros((3, count))
-        self.pending, self.way_back, self.failures, self.unseen = np.zeros((4, count))
+        self.pending, self.recovery, self.failures, self.unseen = np.zeros((4, count))
         self.pointer = np.zeros(count, dtype=np.int64)
         self.blamed = np.zeros(count, dtype=np.int64)
         self.versions = np.zeros((count, len(self.schedule.tiers)))
@@ -570,7 +570,7 @@ class _Trials:
         return self._result()
 
     def _step(self, rows: Indices) -> None:
-        """Every trial of `rows` goes on to its next event."""
+        """Every trial of `rows` continues to its next event."""
         returns = self.returns[rows]
         down = returns > self.wall[rows, None]
         up = self.groups - down.sum(axis=1)
@@ -707,10 +707,10 @@ class _Trials:
         self.tainted[rows[erased]] = self.notice[rows[erased]] = np.inf
 
     def _go_back(self, rows: Indices, seconds: Array | float) -> None:
-        """Begins a way back, or one that was cut short anew: what was to be made good still is."""
-        under_way = np.where(self.pending[rows] > 0.0, self.way_back[rows], 0.0)
-        self.way_back[rows] = np.maximum(under_way, seconds)
-        self.pending[rows] = self.way_back[rows]
+        """Begins a recovery, or one that was cut short anew: what was to be made good still is."""
+        under_way = np.where(self.pending[rows] > 0.0, self.recovery[rows], 0.0)
+        self.recovery[rows] = np.maximum(under_way, seconds)
+        self.pending[rows] = self.recovery[rows]
 
     def _restore(self, rows: Indices, version: Array, cause: Indices) -> None:
         clock = np.minimum(self.schedule.clock(version), self.clock[rows])
@@ -721,7 +721,7 @@ class _Trials:
         self.blamed[rows] = cause
 
     def _shrink(self, rows: Indices, cause: Indices, first: Indices) -> None:
-        """Replica groups of the nodes hit go; the others go on, if there are any."""
+        """Replica groups of the nodes hit go; the others continue, if there are any."""
         nodes = _one(self.run.nodes)
         group = np.arange(self.groups)
         low = np.minimum(np.floor(first * self.groups / nodes), self.groups - 1.0)

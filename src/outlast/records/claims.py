@@ -38,7 +38,7 @@ class FileLock:
 
     Args:
         path: The file; its folder exists.
-        inherited: Whether forked children hold it too. A child that goes on reading what a shared
+        inherited: Whether forked children hold it too. A child that continues reading what a shared
             lock protects must keep it; a child of a process that works under an exclusive lock
             must not.
     """

@@ -120,7 +120,7 @@ class EnergyTotals:
         windows: In order; those without a figure too.
         unavailable: What was asked for and has no meter -> why not, of the last attempt.
         killed: Attempts whose energy was measured and whose end is not recorded.
-        killed_seconds: Recorded time after their last reading; they may have gone on for longer.
+        killed_seconds: Recorded time after their last reading; they may have continued for longer.
         tariff: Text of the job's tariff file when an attempt began last; empty if none was named.
     """
 

@@ -222,7 +222,7 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class CheckpointRestored(Event):
-    """The run goes on from a checkpoint."""
+    """The run continues from a checkpoint."""
 
     kind: ClassVar[str] = "checkpoint_restored"
     step: int
@@ -247,7 +247,7 @@ class CheckpointInterval(Event):
 
 @dataclass(frozen=True)
 class CorruptionDetected(Event):
-    """A check of the guard found wrong numbers.
+    """A check of the guard found wrong values.
 
     Attributes:
         module: Where, as a name in the model.
@@ -440,7 +440,7 @@ class StateRecovered(Event):
 
 @dataclass(frozen=True)
 class MemberLost(Event):
-    """A process, a node or a replica group is gone, hangs, or computes wrong numbers.
+    """A process, a node or a replica group is gone, hangs, or computes wrong values.
 
     Attributes:
         step: The steps done when it was noticed.

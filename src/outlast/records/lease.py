@@ -90,7 +90,7 @@ def process_lease() -> Lease | None:
 
 
 def check_lease() -> None:
-    """Refuse to go on where the lease of this process is lost; to be called at each commit.
+    """Refuse to continue where the lease of this process is lost; to be called at each commit.
 
     Raises:
         LeaseLostError: Says who has it now.

@@ -138,7 +138,7 @@ class OwnerLock:
                 os.utime(self._path)
 
     def check(self) -> None:
-        """Refuse to go on where the lock was taken over; to be called at each commit.
+        """Refuse to continue where the lock was taken over; to be called at each commit.
 
         A lock that has gone with its whole directory is taken anew.
 

@@ -276,7 +276,7 @@ class Run:
     def steps(self) -> list[tuple[Record, StepsDone]]:
         """The step events that count.
 
-        Left out are those that reach beyond the step from which a later attempt went on: their
+        Left out are those that reach beyond the step from which a later attempt continued: their
         work was lost, and is done again.
         """
         return [

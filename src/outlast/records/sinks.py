@@ -213,7 +213,7 @@ class MlflowSink:
         experiment: Its name; made if there is none.
         uri: Where MLflow keeps it: a server's URL, ``sqlite:///FILE`` or a folder; None: what
             MLFLOW_TRACKING_URI says, or MLflow's own default.
-        name: Of the run; attempts with one name go on with one MLflow run.
+        name: Of the run; attempts with one name continue with one MLflow run.
         config: The settings, by section.
         counts: Faults of earlier attempts; see `Curves`.
 

@@ -57,7 +57,7 @@ class Stopwatch:
         self._seconds[to] = self._seconds.get(to, 0.0) + seconds
 
     def so_far(self) -> dict[str, float]:
-        """Seconds by purpose since the last lap, which goes on."""
+        """Seconds by purpose since the last lap, which continues."""
         self._switch()
         return dict(self._seconds)
 

@@ -193,8 +193,8 @@ class CodingTotals:
             times = "once" if count == 1 else f"{count:,} times"
             said.append(
                 f"{times} two processes have got different gradients of a chunk, last "
-                f"{last.device} in step {last.step + 1:,}: one of them computes wrong numbers, "
-                'which guard.policy = "linear" would find and put right.'
+                f"{last.device} in step {last.step + 1:,}: one of them computes wrong values, "
+                'which guard.policy = "linear" would find and correct.'
             )
         if len(self.steps) >= _FEWEST_STEPS:
             for replica, item in self.by_replica.items():

@@ -42,7 +42,7 @@ def _require(name: str, value: float, low: float = 0.0, *, above: bool = False) 
 
 
 @dataclass(frozen=True)
-class WayBack:
+class RecoveryTime:
     """From a loss to the next step, without the steps that are done again.
 
     Attributes:
@@ -157,20 +157,20 @@ def lost_seconds(step_seconds: float, every_steps: int = 1) -> float:
 
 
 def share_of_progress(
-    work_seconds: float, losses: float, way_back: WayBack, lost_work_seconds: float
+    work_seconds: float, losses: float, recovery: RecoveryTime, lost_work_seconds: float
 ) -> float:
     """Share of the wall time that is progress when so many losses strike a given work.
 
     Args:
         work_seconds: The work without any loss.
         losses: How many strike it.
-        way_back: After each.
+        recovery: After each.
         lost_work_seconds: Done again after each.
     """
     _require("work_seconds", work_seconds, above=True)
     _require("losses", losses)
     _require("lost_work_seconds", lost_work_seconds)
-    return work_seconds / (work_seconds + losses * (way_back.seconds + lost_work_seconds))
+    return work_seconds / (work_seconds + losses * (recovery.seconds + lost_work_seconds))
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,8 @@ class DrilledRun:
     """A run in processes of its own, which trials are made on.
 
     Args:
-        command: Starts the run, and goes on with it when called again; it should record every step
-            (``log.every_steps=1``).
+        command: Starts the run, and continues with it when called again; it should record every
+            step (``log.every_steps=1``).
         directory: Of the run, which is not there before the first start.
         memory: As in ``recover.memory``.
         log: File for what the run prints.

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from outlast.errors import RecoverError, WrongNumbersError
+from outlast.errors import DataCorruptionError, RecoverError
 from outlast.records import StateRecovered
 from outlast.recover.cost import SILENCE_SHARE
 from outlast.recover.quorum import (
@@ -738,7 +738,7 @@ class LiveGroups:
         if round(numbers[_GOOD]) != self._found.count:
             self._refusals += 1
             if self._refusals >= _REFUSALS:
-                raise WrongNumbersError(
+                raise DataCorruptionError(
                     f"step {step.number} was refused {_REFUSALS} times in a row by a group that "
                     "does not trust its gradients; look at that group's device"
                 )

@@ -6,7 +6,7 @@ data or parity, are linear combinations of the others.
 
 The field is that of bytes modulo x^8 + x^4 + x^3 + x^2 + 1 (0x11D), with generator 2; addition is
 XOR. Sums run in compiled code, or in NumPy where there is no compiler, and release the
-interpreter's lock, so that training goes on meanwhile.
+interpreter's lock, so that training continues meanwhile.
 
 The placement is RAID-6's. Every member's bytes are cut into stripes. A row takes at most one stripe
 of each member: of ``losses`` members, which rotate from row to row, a stripe of parity, and of all

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FILE = "resize.json"
 RESIZE = "resize"
-"""Why an attempt has stopped when its run goes on with another number of processes."""
+"""Why an attempt has stopped when its run continues with another number of processes."""
 
 
 @dataclass(frozen=True)

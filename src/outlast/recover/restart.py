@@ -8,7 +8,7 @@ In any loop::
         loss(step).backward()
         keeper.settle()              # the state of the step before is kept
         optimizer.step()
-        keeper.keep(step + 1)        # begins to keep this one; training goes on
+        keeper.keep(step + 1)        # begins to keep this one; training continues
     keeper.close(forget_run=True)
 
 Every node keeps what its processes hold, once. The state is copied into two slots that take turns,
@@ -369,7 +369,7 @@ class Copy:
         name: Of the tensor.
         source: This process's memory of it.
         targets: Its place in each slot.
-        at_once: Whether it must be copied before training goes on, because it changes within a
+        at_once: Whether it must be copied before training continues, because it changes within a
             step: all but parameters and optimizer states.
     """
 
@@ -429,7 +429,7 @@ class Keeper:
         redundancy: Parity across nodes, which makes good lost nodes.
 
     Attributes:
-        problem: Why nothing is kept any more; empty while all is well. Training goes on without.
+        problem: Why nothing is kept any more; empty while all is well. Training continues without.
         kept: The step of the newest state that was begun to be kept; -1 for none.
     """
 

@@ -266,7 +266,7 @@ def _mechanisms(overview: Overview) -> Iterator[KeyFigure]:
         compute_seconds = overview.split.seconds["compute"]
         if guard.seconds is not None and compute_seconds > 0:
             note += f"; {100 * guard.seconds / compute_seconds:.2f} % of the compute time"
-        yield KeyFigure("Wrong numbers", text.count(len(guard.findings)), "found", note)
+        yield KeyFigure("Silent data corruption", text.count(len(guard.findings)), "found", note)
     if (coding := coding_totals(overview.run)) is not None:
         exact = f"{len(coding.inexact):,} inexact" if coding.inexact else "all exact"
         note = f"{coding.scheme}; {exact}; saved at least {text.duration(coding.saved_seconds)}"

@@ -504,7 +504,7 @@ def _findings(overview: Overview) -> str:
     names = ("step", "time (UTC)", "module", "check", "rank", "rows", "sigma", "outcome")
     numeric = ("step", "rows", "sigma")
     heads = [digits(name) if name in numeric else words(name) for name in names]
-    caption = "Wrong numbers that were found"
+    caption = "Silent data corruption that was found"
     if len(found) > _MOST_FINDINGS:
         caption += f" (the first {_MOST_FINDINGS} of {len(found):,})"
     return table(heads, rows, caption)

@@ -454,7 +454,7 @@ class SaveTurns:
         self._saving = True
 
     def withdraw(self) -> None:
-        """No save is due any more: whoever waits behind this request goes on."""
+        """No save is due any more: whoever waits behind this request continues."""
         if not self._saving:
             self.release()
 

@@ -148,7 +148,7 @@ def message_of(event: Event) -> str | None:
         case StateRecovered() | MemberLost() | MembershipChanged():
             return recovery_words(event)
         case AttemptEnded(outcome="to_be_continued"):
-            return f"saved at step {event.step}; the same command goes on from there"
+            return f"saved at step {event.step}; the same command continues from there"
         case _:
             return None
 
@@ -170,7 +170,7 @@ def _about_checkpoints(
             size = f"{event.bytes / 1e6:.1f} MB in {event.seconds:.2f} s"
             return f"step {event.step}: checkpoint copied on to {event.place}, {size}"
         case CheckpointFailed():
-            return f"warning: {event.reason}; training goes on"
+            return f"warning: {event.reason}; training continues"
         case CheckpointRestored():
             return f"restored the checkpoint of step {event.step} in {event.seconds:.2f} s"
         case CheckpointInterval():
@@ -180,7 +180,7 @@ def _about_checkpoints(
 def _about_numbers(event: CorruptionDetected | GradientsCoded) -> str | None:
     if isinstance(event, CorruptionDetected):
         return (
-            f"step {event.step + 1}: wrong numbers in {event.operation} of {event.module} on "
+            f"step {event.step + 1}: wrong values in {event.operation} of {event.module} on "
             f"rank {event.found_on} ({event.device}): {event.outcome.replace('_', ' ')}"
         )
     inexact = sum(error > 0 for error in event.errors)

@@ -346,7 +346,7 @@ def _figures(reading: Reading) -> dict[str, Any]:
 class TrainingEnergy:
     """Energy of one training after the other, for the logs of a framework's trainer.
 
-    Whatever a meter raises while it is looked for or read becomes a reason: training goes on.
+    Whatever a meter raises while it is looked for or read becomes a reason: training continues.
 
     Args:
         sources: What is read; all meters of this machine by default.

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, WrongNumbersError
+from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, DataCorruptionError
 from outlast.records import (
     CheckpointInterval,
     CheckpointRestored,
@@ -79,7 +79,7 @@ _EARLY_EVENTS = 1000
 _TELL_SECONDS = 1.0
 """One process records what its guard has checked at most this often."""
 
-GOES_ON = "the same command goes on from there"
+GOES_ON = "the same command continues from there"
 
 
 @dataclass
@@ -495,10 +495,10 @@ class Runtime:
         self.clock = StepClock()
 
     def attempts(self) -> Iterator[int]:
-        """Yield once, and again where the guard finds numbers that it cannot put right by itself.
+        """Yield once, and again where the guard finds numbers that it cannot correct by itself.
 
         Raises:
-            WrongNumbersError: When they stay wrong.
+            DataCorruptionError: When they stay wrong.
         """
         if self.guard is None or self.guard.inside:
             yield 0
@@ -660,7 +660,7 @@ class Runtime:
             if self.save_told is not None:
                 self.save_told(result)
             elif not told and self.ranks.is_first:
-                warnings.warn(f"{result.error}; training goes on", stacklevel=2)
+                warnings.warn(f"{result.error}; training continues", stacklevel=2)
         elif not result.skipped:
             if self.save_told is not None:
                 self.save_told(result)
@@ -687,7 +687,7 @@ class Runtime:
         """Refuse to save weights or moments that have changed in memory since the last step.
 
         Raises:
-            WrongNumbersError: When they have.
+            DataCorruptionError: When they have.
         """
         if self.guard is None:
             return
@@ -706,7 +706,7 @@ class Runtime:
 
         Raises:
             IntegrationError: On all ranks, when others did another number of steps.
-            WrongNumbersError: On all ranks, when the last step's numbers are wrong.
+            DataCorruptionError: On all ranks, when the last step's numbers are wrong.
         """
         self.step = step
         if self.consensus is not None:
@@ -793,11 +793,11 @@ class Runtime:
         """
         # A run that is to stop ends by an exit; another error has come between.
         failed = error is not None and not (self.stopped and isinstance(error, SystemExit))
-        wrong = isinstance(error, WrongNumbersError)
+        wrong = isinstance(error, DataCorruptionError)
         reason = f"{type(error).__name__}: {error}" if failed else self.stopped
         with self._signals:
             try:
-                # Wrong numbers are an error on all ranks.
+                # Wrong values are an error on all ranks.
                 if failed and not self._every_step and (wrong or self.ranks.world_size == 1):
                     self.tell_findings()
                 if self.memory is not None:

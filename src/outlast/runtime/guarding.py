@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from outlast.distributed.group import gather_on_first
-from outlast.errors import WrongNumbersError
+from outlast.errors import DataCorruptionError
 from outlast.guard import Guard, Policy, guard
 from outlast.guard.findings import HARMFUL
 from outlast.guard.policy import collapsed
@@ -86,7 +86,7 @@ class RunGuard:
             theirs.
 
         Raises:
-            WrongNumbersError: On all ranks, when numbers stay wrong.
+            DataCorruptionError: On all ranks, when numbers stay wrong.
         """
         if not self._passes:
             self._attempts = self.attempts()
@@ -110,7 +110,7 @@ class RunGuard:
         self.guard.restart(step)
 
     def follow(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Guard another model from now on, in the place of this one; the counts go on.
+        """Guard another model from now on, in the place of this one; the counts continue.
 
         `restart` must follow.
         """
@@ -132,7 +132,7 @@ class RunGuard:
     def _noting_what_stays_wrong(self) -> Iterator[None]:
         try:
             yield
-        except WrongNumbersError:
+        except DataCorruptionError:
             self._gave_up = True
             raise
 
@@ -144,7 +144,7 @@ class RunGuard:
     def news(self) -> list[CorruptionDetected | MemberLost]:
         """All ranks' findings since the last call, by rank; all ranks call it together.
 
-        Where the attempts have ended with wrong numbers, their ranks count as lost.
+        Where the attempts have ended with wrong values, their ranks count as lost.
 
         Returns:
             Events on rank 0, nothing on the others.

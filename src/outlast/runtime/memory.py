@@ -98,14 +98,14 @@ def from_disk(
         if passed_over:
             # Steps were done: whoever began anew would lose them without a word.
             raise RecoverError(
-                f"{'; '.join(passed_over)}; and there is no checkpoint to go on from: start with "
-                "the settings and the code of before, or anew in another directory"
+                f"{'; '.join(passed_over)}; and there is no checkpoint to continue from: start "
+                "with the settings and the code of before, or anew in another directory"
             )
         # Not silently: a run that had saved nothing looks just like one that has lost its files.
         return 0, [Warned(store.unfinished)] if store.unfinished else []
     skipped = [*passed_over, *restored.skipped]
     events: list[Event] = [
-        Warned(f"{name}; the run goes on from the version of step {restored.step}")
+        Warned(f"{name}; the run continues from the version of step {restored.step}")
         for name in skipped
     ]
     seconds = time.perf_counter() - begun
@@ -295,7 +295,7 @@ class MemoryCheckpoint:
         if self._keeper.problem and not self._told:
             self._told = True
             return Warned(
-                f"{self._keeper.problem}; a restart goes on from the newest checkpoint "
+                f"{self._keeper.problem}; a restart continues from the newest checkpoint "
                 '(recover.memory names another place, recover.mode = "off" is silent)'
             )
         return None
@@ -391,11 +391,11 @@ class MemoryCheckpoint:
         if self.saved < 0:
             # Steps were done: whoever began anew would lose them without a word.
             raise RecoverError(
-                f"{error}; and there is no checkpoint to go on from: start with the settings and "
-                "the code of before, or anew in another directory"
+                f"{error}; and there is no checkpoint to continue from: start with the settings "
+                "and the code of before, or anew in another directory"
             )
         follows = self._otherwise or (
-            f"the run goes on from its newest checkpoint, of step {self.saved}"
+            f"the run continues from its newest checkpoint, of step {self.saved}"
         )
         self.events.append(Warned(f"{error}; {follows}"))
 

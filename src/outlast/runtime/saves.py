@@ -111,8 +111,8 @@ def unsaved_remedy(newest: int) -> str:
     """
     if newest > 0:
         return (
-            f"the run can go on from its checkpoint of step {newest}: mend the cause and run the "
-            "same command again"
+            f"the run can continue from its checkpoint of step {newest}: mend the cause and run "
+            "the same command again"
         )
     return (
         "no save of this start has succeeded, so its steps are lost: mend the cause and run the "

@@ -126,7 +126,8 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # In processes that the program has forked: workers go on until the program ends them.
+            # In processes that the program has forked: workers continue until the program ends
+            # them.
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)

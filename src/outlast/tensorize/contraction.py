@@ -229,8 +229,8 @@ class PairProduct:
     """A product of two tensors that are numbered: first the cores, then what is made of them.
 
     Attributes:
-        result: Number of what it makes; in the way back of the tensor whose gradient it makes.
-        first: Number of one factor; in the way back one that is marked by `of` is a gradient.
+        result: Number of what it makes; in the backward pass of the tensor whose gradient it makes.
+        first: Number of one factor; in the backward pass one that is marked by `of` is a gradient.
         second: That of the other.
         product: How.
         of: In the way back: which of the two factors is a gradient, 0 or 1.
@@ -254,7 +254,7 @@ class Merging:
         ahead: Products that make the matrix.
         last: From what the last of them gives to (b, m, k), or (m, k) where b is one.
         back: Products that make gradients.
-        closing: From the gradient of every core as the way back gives it to the core's shape.
+        closing: From the gradient of every core as the backward pass gives it to the core's shape.
         matrix: The dimensions of the matrix.
         padding: Columns and rows that the matrix has more than is used.
     """

@@ -584,7 +584,7 @@ def tune(
         tokens: Rows of x.
         dtype: Of x and the cores.
         device: Where.
-        learns: Whether there is a way back.
+        learns: Whether there is a backward pass.
         seconds: Time to spend on timing once every plan has run.
         anew: Time again what was timed before.
 
@@ -749,7 +749,7 @@ def tune_model(
         model: With tensorized layers, where they will run.
         tokens: In one pass.
         dtype: Of activations; None: that of each layer's factors.
-        learns: Whether there is a way back.
+        learns: Whether there is a backward pass.
         seconds: Time to spend on one shape.
         progress: Is told about every shape in a line.
 

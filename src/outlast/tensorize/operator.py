@@ -282,7 +282,7 @@ def _fused(
         x: (tokens, in_features).
         cores: A and B of a low-rank layer, or R and L of blocks; they get the type of x.
         bias: (out_features,).
-        learns: Keep what is narrow and of use on the way back: the h of a low-rank layer.
+        learns: Keep what is narrow and of use in the backward pass: the h of a low-rank layer.
 
     Returns:
         y (tokens, out_features), and what to keep.

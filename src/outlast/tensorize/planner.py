@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from outlast.tensorize.network import Network
 
 
-# By network, bucket of tokens, dtype, kind of device, and whether there is a way back.
+# By network, bucket of tokens, dtype, kind of device, and whether there is a backward pass.
 PLANS: dict[tuple[Network, int, torch.dtype, str, bool], LayerPlan] = {}
 
 # By kind of device and dtype.
@@ -264,7 +264,7 @@ class LowRankPair:
         back += prices.product(1, tokens, self.inputs, self.rank, "nn")
         back += prices.product(1, self.rank, self.inputs, tokens, "tn")
         back += prices.product(1, self.outputs, self.rank, tokens, "tn")
-        # The activation, once more on the way back, and its slope.
+        # The activation, once more in the backward pass, and its slope.
         return forth + back + 3 * prices.element(tokens * self.rank)
 
 
@@ -388,7 +388,7 @@ def kernel_seconds(network: Network, tokens: int, prices: OperationPrices, learn
         network: That of the layer.
         tokens: Rows of x.
         prices: What operations cost.
-        learns: Whether there is a way back; forward alone if not.
+        learns: Whether there is a backward pass; forward alone if not.
     """
     pair = pair_of(network)
     if pair is None:
@@ -443,7 +443,7 @@ def plan_for(
         tokens: Rows of x; rounded up to a power of two.
         dtype: Of x.
         device: Of x.
-        learns: Whether there is a way back.
+        learns: Whether there is a backward pass.
     """
     bucket = bucket_of(tokens)
     key = (network, bucket, dtype, device.type, learns)
@@ -492,7 +492,7 @@ def keep(
         dtype: Of x.
         device: Of x.
         plan: Which.
-        learns: Whether there is a way back.
+        learns: Whether there is a backward pass.
     """
     bucket = bucket_of(tokens)
     key = timed_key(network, bucket, learns)
@@ -519,7 +519,7 @@ def extra_seconds(
     activated: bool = False,
     entries: int = 0,
 ) -> float:
-    """Predicted seconds that a layer takes beyond the plan of its factors, with a way back.
+    """Predicted seconds that a layer takes beyond the plan of its factors, with a backward pass.
 
     Zero for forms that are computed along their plan: all but `FORMS_WITHOUT_PLANS`.
 
@@ -614,7 +614,7 @@ def _why(route: Route, best: Route, search: Search) -> str:
     more = {name: this[name] - least[name] for name in this}
     worst = max(more, key=lambda name: more[name])
     if more[worst] <= 0:
-        return "slower on the way back"
+        return "slower in the backward pass"
     if worst == "products" and route_flops(network, route) <= route_flops(network, best):
         return f"{_time(more[worst])} more for products of worse shapes"
     return f"{_time(more[worst])} more for {worst}"

@@ -523,8 +523,8 @@ def tensorize(
         calibrate: Measure this machine first if that was not done yet (about ten seconds), and time
             the best plans and the dense layer for every shape (a few seconds each), so that what
             stays dense is what was timed to be slower. For decoding, `measure.tune_model` times
-            plans without a way back. Of several ranks one must do it first, for two that time the
-            same may decide differently.
+            plans without a backward pass. Of several ranks one must do it first, for two that time
+            the same may decide differently.
         collective: Whether all ranks of the default process group, if there is one, call it, and
             are compared; False: this process alone.
 

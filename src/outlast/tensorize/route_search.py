@@ -370,7 +370,7 @@ def middle_seconds(
         network: Of two factors.
         tokens: Rows of x.
         prices: What operations cost.
-        activated: Whether there is a nonlinearity, computed again on the way back.
+        activated: Whether there is a nonlinearity, computed again in the backward pass.
         crossing: Whether the features of another layer are added, by autograd.
     """
     passes = 3 * _EXPONENTIAL * activated + 3 * crossing
@@ -527,7 +527,7 @@ class Search:
         return seconds + launch["function"]
 
     def _plain(self, route: Route) -> float:
-        """Seconds that autograd takes for the way back, and to note the way forward."""
+        """Seconds that autograd takes for the backward pass, and to record the forward pass."""
         launch, walker = self.walker.prices.launch, self.walker
         one = walker.one_pass(route, self.tokens, chunked=False)
         planned_stages = execution_plan(self.network, route).stages
@@ -643,7 +643,7 @@ def best_plan(network: Network, tokens: int, prices: OperationPrices, learns: bo
         network: Whose.
         tokens: Rows of x.
         prices: What operations cost.
-        learns: Whether there is a way back.
+        learns: Whether there is a backward pass.
     """
     search = Search(Walker(network, prices), tokens)
     ranked = search.joint() if learns else search.forward_only()

@@ -143,7 +143,7 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state; of a longer window the newest losses are kept."""
+        """Continue from a state; of a longer window the newest losses are kept."""
         self._usual = deque(state["usual"], maxlen=self.window)
         self._high = list(state["high"])
         self._seen = int(state["seen"])

@@ -127,7 +127,7 @@ class RankAdaptation:
             The seconds that it took.
 
         Raises:
-            WrongNumbersError: When weights or moments have changed in memory since the step.
+            DataCorruptionError: When weights or moments have changed in memory since the step.
         """
         job, trainer = self._setup.job, self.trainer
         if step % job.tensorize.adapt_every_steps or step >= job.train.steps:

@@ -4,7 +4,7 @@ Three copies of the run go forward together on the same batches. The *clean* one
 findings are false alarms. The *bare* one begins every step with the clean one's state, meets the
 faults and corrects nothing: what differs from the clean one afterwards is the faults' harm. The
 *guarded* one meets the same faults under the job's own policy and is never set back, so that its
-last weights show whether everything was put right.
+last weights show whether everything was corrected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast.data import MicroBatch
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.errors import EXIT_DONE, WrongNumbersError
+from outlast.errors import EXIT_DONE, DataCorruptionError
 from outlast.guard.inject import Fault, Injector, Rate, campaign, inject, parse_faults
 from outlast.records import finite, replace_file
 from outlast.train.build import build, load_data
@@ -129,7 +129,7 @@ class _Copies:
             stop = _crash_of(self.guarded, step, parts) if due else ""
             if not due:
                 self.guarded.step(step, parts)
-        except WrongNumbersError as error:
+        except DataCorruptionError as error:
             stop = str(error)
         if stop:
             # As after a restart from a checkpoint of this step without the defective device.

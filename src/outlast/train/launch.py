@@ -1,8 +1,8 @@
 """Starting the processes of a run on this machine with torch elastic.
 
 A group of processes in which one dies is ended and started again, at most `launch.restarts` times;
-the new group goes on from memory, or from the newest complete checkpoint. Workers are forked where
-no GPU is in use, which takes a tenth of a second because torch is loaded already.
+the new group continues from memory, or from the newest complete checkpoint. Workers are forked
+where no GPU is in use, which takes a tenth of a second because torch is loaded already.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from outlast.distributed.ranks import ranks_from
 from outlast.errors import (
     EXIT_BAD_INPUT,
     EXIT_TO_BE_CONTINUED,
+    DataCorruptionError,
     OutlastError,
     RunError,
-    WrongNumbersError,
 )
 from outlast.records import AttemptEnded, read_run
 from outlast.recover.resize import RESIZE, met, wish
@@ -53,7 +53,7 @@ def launch_group(start: Start) -> int:
     """Run `start` on `launch.nproc` processes of this machine and wait for them.
 
     SIGTERM, SIGUSR1 and SIGINT are passed on to the workers, which stop at the next step boundary.
-    When the run is to be resized, they stop as well, and so many as wished for go on at once.
+    When the run is to be resized, they stop as well, and so many as wished for continue at once.
 
     Returns:
         The exit code on which the ranks agree.
@@ -131,7 +131,7 @@ def _worker(start: Start) -> tuple[int, str | None]:
     _await_siblings(int(os.environ["LOCAL_WORLD_SIZE"]))
     try:
         return work(start, ranks_from(os.environ)), None
-    except WrongNumbersError:
+    except DataCorruptionError:
         # A restart loads the state anew from a verified checkpoint, which may be the cure.
         raise
     except OutlastError as error:
@@ -190,6 +190,6 @@ def _last_failure(error: ChildFailedError, restarts: int) -> str:
         cause = f"failed: {lines[0] if lines else f'exit code {failure.exitcode}'}"
     return (
         f"rank {rank} {cause}; the group had been restarted {restarts} times already "
-        "(launch.restarts), and the run can go on from its newest state: mend the cause and run "
+        "(launch.restarts), and the run can continue from its newest state: mend the cause and run "
         "the same command again"
     )

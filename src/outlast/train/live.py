@@ -7,7 +7,7 @@ is what the groups voted on with the step; and the records, which only the first
 Starting the replica groups of a live run on this machine, and starting dead ones again.
 
 Every group is one process. The launcher holds the run directory, keeps the lighthouse alive and
-starts a group that has died again, at most `launch.restarts` times in all; the others go on.
+starts a group that has died again, at most `launch.restarts` times in all; the others continue.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outlast.errors import (
     EXIT_CRASHED,
     EXIT_DONE,
     EXIT_TO_BE_CONTINUED,
+    DataCorruptionError,
     OutlastError,
     RecoverError,
-    WrongNumbersError,
 )
 from outlast.job import fingerprint
 from outlast.records import (
@@ -275,7 +275,7 @@ class LiveEngine:
 
         Raises:
             StateMovedError: When this group was behind, and has the state of another step now.
-            RecoverError: When the groups cannot go on.
+            RecoverError: When the groups cannot continue.
         """
         groups = self._groups or self._join(step)
         while True:
@@ -405,7 +405,7 @@ def train_group(start: Start, post: Post) -> int:
         The exit code.
 
     Raises:
-        OutlastError: When this group cannot go on.
+        OutlastError: When this group cannot continue.
     """
     began = time.time()
     job = job_of_group(start.job)
@@ -531,7 +531,7 @@ def launch_live(start: Start) -> int:
         The exit code on which the groups agree.
 
     Raises:
-        OutlastError: When no group can go on.
+        OutlastError: When no group can continue.
     """
     groups = group_count(start.job)
     preflight(job_of_group(start.job), 1)
@@ -679,7 +679,7 @@ class Crew:
         return any(worker.said is not None and worker.said[1] is None for worker in self._ended)
 
     def left_unfinished(self, attempt: int) -> bool:
-        """True if a run whose steps are done has to go on, because who was to save it has died.
+        """True if a run whose steps are done has to continue, because who was to save it has died.
 
         Raises:
             OutlastError: When it has to, and groups were started again often enough.
@@ -712,7 +712,7 @@ class Crew:
             raise OutlastError(str(problems[0]))
         raise OutlastError(
             f"all {self.groups} groups are gone; the last {_cause(self._ended[-1])}, after "
-            f"{self._restarts} restarts (launch.restarts); the run can go on from its newest "
+            f"{self._restarts} restarts (launch.restarts); the run can continue from its newest "
             "complete checkpoint: mend the cause and run the same command again"
         )
 
@@ -763,8 +763,8 @@ def _work(task: Any, start: Start, post: Post, pipe: connection.Connection) -> N
     said: tuple[int, str | None]
     try:
         said = (task(start, post), None)
-    except WrongNumbersError:
-        # A device that computes wrong numbers counts as dead; another start may be elsewhere.
+    except DataCorruptionError:
+        # A device that computes wrong values counts as dead; another start may be elsewhere.
         raise
     except OutlastError as error:
         said = (0, str(error))

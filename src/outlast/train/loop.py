@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outlast.errors import WrongNumbersError
+from outlast.errors import DataCorruptionError
 from outlast.records import AttemptEnded, TrainingStarted
 from outlast.runtime.engine import Runtime, StepConsensus, StepResult
 from outlast.train.gradients import clip, global_norm
@@ -251,14 +251,14 @@ class Trainer:
         return StepResult(step + 1, loss, norm, learning_rate)
 
     def _forward_backward(self, step: int, micro_batches: list[MicroBatch]) -> torch.Tensor:
-        """Both passes, again where the guard finds numbers that it cannot put right by itself."""
+        """Both passes, again where the guard finds numbers that it cannot correct by itself."""
         tokens = self.job.train.batch_size * self.job.data.sequence_length
         try:
             for attempt in self.runtime.attempts():
                 if attempt:
                     self._zero_gradients()
                 loss = self.engine.forward_backward(micro_batches, step, tokens)
-        except WrongNumbersError:
+        except DataCorruptionError:
             if self.guard is not None and not self.guard.inside:
                 self.runtime.gather_findings()
             raise

@@ -21,9 +21,9 @@ from outlast.distributed.ranks import ALONE, Ranks, device_of, join, leave
 from outlast.errors import (
     EXIT_DONE,
     EXIT_TO_BE_CONTINUED,
+    DataCorruptionError,
     OutlastError,
     RunError,
-    WrongNumbersError,
 )
 from outlast.hardware import Device, Figure, device_reported_as, this_machine
 from outlast.job import differences, fingerprint, job_from_text, to_toml
@@ -217,18 +217,18 @@ def claim(start: Start) -> OwnerLock:
 
 
 def work_alone(start: Start) -> int:
-    """`work` on a single process, again after wrong numbers, as `launch_group` does for several.
+    """`work` on a single process, again after wrong values, as `launch_group` does for several.
 
     Every start builds the model anew and restores the newest version, or begins at step 0.
 
     Raises:
-        WrongNumbersError: When numbers are wrong more often than `launch.restarts` allows.
+        DataCorruptionError: When numbers are wrong more often than `launch.restarts` allows.
     """
     restarts = start.job.launch.restarts
     for restart in range(restarts):
         try:
             return work(start, ALONE)
-        except WrongNumbersError as error:
+        except DataCorruptionError as error:
             print(
                 f"outlast: {error}; starting again from it ({restart + 1} of {restarts})",
                 file=sys.stderr,

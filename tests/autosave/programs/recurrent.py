@@ -1,4 +1,4 @@
-"""Truncated backpropagation: a hidden state goes on from window to window."""
+"""Truncated backpropagation: a hidden state continues from window to window."""
 
 import sys
 

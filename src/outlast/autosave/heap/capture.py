@@ -395,7 +395,7 @@ def _reduced_iterator(value: Any) -> Any:
 
 
 def _set_place(iterator: Any, state: tuple[Any, int]) -> None:
-    """Let an iterator of a list go on at its place, which may lie behind what is there so far.
+    """Let an iterator of a list continue at its place, which may lie behind what is there so far.
 
     A list that set-up has made is filled when all that was saved has been read.
     """

@@ -542,7 +542,7 @@ class Writer:
             case _ if isinstance(node, SIMPLE) and kind == "yield":
                 return self._yield(node, number, hidden)
             case _ if isinstance(node, SIMPLE):
-                # What has a call is left where the call is passed over on the way back.
+                # What has a call is left where the call is passed over while resuming.
                 passed = made(
                     ast.Try,
                     f"try: pass\nexcept {self._runtime}.passed:\n"

@@ -266,7 +266,7 @@ def _statement(  # noqa: PLR0912 (one case for each kind of statement)
             # What was entered is used at the end, where it is left.
             held = bound_names(targets)
             leaving = _Jumps(*(jump | held for jump in jumps))
-            # It may hide an error, and the program goes on behind it.
+            # It may hide an error, and the program continues behind it.
             leaving = leaving._replace(on_error=leaving.on_error | after)
             inside = _block(node.body, after | held, leaving, found)
             inside = (inside - bound_names(targets)) | read_names(*targets)

@@ -432,7 +432,7 @@ def explain(files: list[SourceFile], training: Training, rewritten: list[Rewritt
     """Explain the findings in a program, and its rewritten text.
 
     Both sides of a diff are printed from syntax trees, so that only real changes show; the
-    statements that give local names their values on the way back are left out.
+    statements that give local names their values while resuming are left out.
     """
     loops = [
         FoundLoop(

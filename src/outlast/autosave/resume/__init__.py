@@ -1,4 +1,4 @@
-"""A rewritten program while it runs: its step boundaries, and the way back to one."""
+"""A rewritten program while it runs: its step boundaries, and resuming at one."""
 
 from __future__ import annotations
 

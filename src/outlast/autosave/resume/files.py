@@ -235,7 +235,7 @@ class Logs:
     """The files that a program opens for writing.
 
     Args:
-        resuming: Whether there is a run to go on with, whose logs set-up must not empty.
+        resuming: Whether there is a run to continue with, whose logs set-up must not empty.
         root: The program's folder. Files below it are written down relative to it, so that it may
             be moved.
         first: What the logs were before the run.
@@ -335,7 +335,7 @@ class Logs:
         opened = self._open.get(id(file))
         if opened is None or opened.path == path or not Path(path).is_file():
             return
-        # It was opened for this: what it had is what it goes on with.
+        # It was opened for this: what it had is what it continues with.
         flags = os.O_RDWR if file.readable() else os.O_WRONLY
         appends = os.O_APPEND if "a" in getattr(file, "mode", "") else 0
         number = os.open(path, flags | appends)
@@ -379,7 +379,7 @@ class Logs:
         return made
 
     def _lay_aside(self, path: str, mode: str) -> None:
-        """Keep a log of the run to go on with from being emptied; the oldest one, if killed."""
+        """Keep a log of the run to continue with from being emptied; the oldest one, if killed."""
         aside = _aside(path)
         if not self._resuming:
             # Of an earlier run, which was killed in its set-up.
@@ -432,10 +432,10 @@ _logs = Logs(False)
 def reopened_logs(
     resuming: bool, root: Path | None = None, first: FirstSizes | None = None
 ) -> Iterator[Logs]:
-    """Within, the files that a program opens are known, and logs to go on with are not emptied.
+    """Within, the files that a program opens are known, and logs to continue with are not emptied.
 
     Args:
-        resuming: Whether there is a run to go on with.
+        resuming: Whether there is a run to continue with.
         root: The program's folder; see `Logs`.
         first: What the logs were before the run; None knows of none.
     """
@@ -488,7 +488,7 @@ def _cut(path: str, size: int) -> int:
     if now < size:
         warnings.warn(
             f"the log {path} has {now} bytes, and had {size} when the program was saved: what is "
-            "missing was lost or removed; it goes on at its end",
+            "missing was lost or removed; it continues at its end",
             stacklevel=2,
         )
     elif now > size:

@@ -2,13 +2,13 @@
 
 A suspended generator is a frame at a site, its `yield`. In another process its function is called
 again and driven, with its local names restored, to that `yield`, as the program itself is driven to
-its step; then it goes on from there.
+its step; then it continues from there.
 
 *Refusals* say what cannot be saved, with its place in the program's text and the remedy.
 
 *Shared variables.* The closure of a function is written by value when the function was made after
-set-up and its definition is not one that the way back executes again, as of a `lambda` in a list.
-The running function has the variable, too; each of them would go on with one of its own.
+set-up and its definition is not one that resuming executes again, as of a `lambda` in a list.
+The running function has the variable, too; each of them would continue with one of its own.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class EnteredExitStack(EnteredContext):
 class Held:
     """A context that a `with` statement of the program enters.
 
-    One of the program's own is saved, and on the way back it is not entered again: what is done at
+    One of the program's own is saved, and while resuming it is not entered again: what is done at
     its beginning has been done. Nor is it ended on the way to a place behind it. Every other one,
     as `torch.autocast` or a profiler, concerns the process; it is made and entered anew.
 
@@ -476,7 +476,7 @@ class Generators:
         return found
 
     def proceed(self) -> None:
-        """Within the `with`: go on to where the generator was."""
+        """Within the `with`: continue to where the generator was."""
         self.paused = self.live = False
 
     def arrives(self) -> None:

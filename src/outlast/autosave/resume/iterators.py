@@ -102,7 +102,7 @@ class ShownIterator:
         return self._items.inner, self._items.given
 
     def set_place(self, place: tuple[Iterator[Any] | None, int]) -> None:
-        """Go on with what `place` gave."""
+        """Continue with what `place` gave."""
         self._inner, self._given = place
         self._items, self._shown = None, iter(())
 

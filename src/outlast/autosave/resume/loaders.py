@@ -3,14 +3,14 @@
 A `LoaderIterator` takes the place of what ``iter(loader)`` gives. It draws the indices of batches
 as the loader's own iterator does, and writes down what is needed to draw them again. Taken up in
 another process, it draws again the indices of the batches that were handed out, without reading
-their samples, and goes on with the next one. New workers take over the random numbers of those
+their samples, and continues with the next one. New workers take over the random numbers of those
 before them, also over the epochs of persistent workers, and the plain numbers and texts among the
 attributes of their dataset; what it keeps in lists and dictionaries is taken for a cache. Only of
 an iterable dataset, which has no indices, all samples of the epoch are read again.
 
 A worker process has sources of random numbers of its own, seeded when it starts. With each batch it
-sends the states that have changed, so that workers of another process can go on from there without
-reading again what was read.
+sends the states that have changed, so that workers of another process can continue from there
+without reading again what was read.
 
 *Draws.* They use random numbers, and so does the program between them. To draw a series again, the
 sources begin where they began, and are set anew before each draw by which the program had moved
@@ -526,7 +526,7 @@ class _Resumed:
         return next(self._inner)
 
     def _use(self) -> None:
-        """Let the iterator go on where it was, if that has not been done."""
+        """Let the iterator continue where it was, if that has not been done."""
 
 
 class StatefulIterator(_Resumed):
@@ -587,7 +587,7 @@ _SAVED = ("epoch", "count", "ended", "born", "started", "handed", "received")
 
 
 class LoaderIterator(_Resumed):
-    """The iterator of a `DataLoader`, which can be pickled and goes on from where it was.
+    """The iterator of a `DataLoader`, which can be pickled and continues from where it was.
 
     Args:
         loader: The loader.

@@ -220,7 +220,7 @@ class ForeignModules:
             names = before if before is not None and same else tuple(values)
             self._at_setup.append((owner, values, names, tuple(values.values())))
             if owner[0] in self.packages:
-                # They go on without becoming other objects.
+                # They continue without becoming other objects.
                 iterators = {
                     name: value
                     for name, value in values.items()

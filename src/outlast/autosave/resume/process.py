@@ -380,13 +380,13 @@ def set_random_states(states: dict[str, Any]) -> None:
         if not module.is_available():
             raise AutosaveError(
                 f"the program was saved with {device} devices in use, and there is none here; "
-                "go on where there is one, or begin anew with another save directory"
+                "continue where there is one, or begin anew with another save directory"
             )
         drawn = [_tensor_of(state) for state in states[device]]
         if device == "mps":
             torch.mps.set_rng_state(drawn[0])
             continue
-        # A program that uses one device may go on where there are fewer of them.
+        # A program that uses one device may continue where there are fewer of them.
         for number, state in enumerate(drawn[: module.device_count()]):
             module.set_rng_state(state, number)
 

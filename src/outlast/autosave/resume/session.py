@@ -296,7 +296,7 @@ class Keeper(Protocol):
         """Tell people of something that is not saved."""
 
     def failed(self, error: OutlastError) -> None:
-        """Remember why the program must not go on; its script may catch the error itself."""
+        """Remember why the program must not continue; its script may catch the error itself."""
 
 
 _TRIED = 2
@@ -306,7 +306,7 @@ _TRIED = 2
 
 
 class Passed(BaseException):
-    """Leaves a call that set-up had begun, and that is not on the way back."""
+    """Leaves a call that set-up had begun, and that is not while resuming."""
 
 
 class Session:
@@ -320,7 +320,7 @@ class Session:
 
     Attributes:
         augmented: What `place += value` computes.
-        live: Whether the program does its work; False on the way back to where it was saved.
+        live: Whether the program does its work; False while resuming to where it was saved.
         restoring: Whether the frame that asks is to take its local names over.
         late: Depths of the frames that take theirs over when they are back from a call.
         passed: What leaves a call that is not on the way.
@@ -329,7 +329,7 @@ class Session:
         slice: What makes a slice, whatever the program calls by that name.
         step: Iterations of step loops begun so far; at a boundary, steps done.
         generators: What rewritten generator functions call.
-        abandoned: Contexts that set-up has entered and that are not ended on the way back.
+        abandoned: Contexts that set-up has entered and that are not ended while resuming.
     """
 
     passed = Passed
@@ -519,7 +519,7 @@ class Session:
         """At the end of the program.
 
         Raises:
-            AutosaveError: When the way back was not found.
+            AutosaveError: When the place where it was saved was not found.
         """
         if not self.live:
             raise self._lost()
@@ -783,7 +783,7 @@ def execute(
         The exit code that the script would have had; 0 when it has come to its end.
 
     Raises:
-        OutlastError: Raised on the way, or when the way back to where it was saved is not found.
+        OutlastError: Raised on the way, or when the way to where it was saved is not found.
     """
     root = files[0].source.path.parent
     reopened = reopened_logs(resuming, root, first_sizes)

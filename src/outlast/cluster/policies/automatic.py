@@ -92,7 +92,7 @@ class AnchorFiller:
             if filler is None:
                 return Decision(reason="the long job runs")
             if filler.ending:
-                return Decision(reason="the long job goes on when the filler has saved")
+                return Decision(reason="the long job continues when the filler has saved")
             if not filler.running:
                 return Decision(reason="the long job runs", cancel=(filler.number,))
             if self._filler_is_sooner(situation, main, filler):

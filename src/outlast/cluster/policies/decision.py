@@ -282,7 +282,7 @@ class Decision:
 
     Attributes:
         reason: One sentence for the user.
-        hand_over: Running links that save and end now, so that another goes on.
+        hand_over: Running links that save and end now, so that another continues.
         cancel: Waiting or running jobs that are not needed any more.
         shorten: Jobs and their new, lower limits in seconds.
         submit: New jobs.

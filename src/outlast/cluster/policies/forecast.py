@@ -38,7 +38,7 @@ runs."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class World:
-    """One way in which a queue may go on.
+    """One way in which a queue may continue.
 
     Attributes:
         running_end_seconds: (running,) when each running job ends.
@@ -106,12 +106,12 @@ class Behaviour:
             mine = np.flatnonzero(classes == item)
             first = np.searchsorted(used, begun[mine], side="right")
             drawn = first + (source.random(len(mine)) * (len(used) - first)).astype(np.int64)
-            # A job that has run longer than all others is taken to go on up to its limit.
+            # A job that has run longer than all others is taken to continue up to its limit.
             found[mine] = np.append(used, 1.0)[drawn]
         return found
 
     def world(self, queue: Queue, horizon_seconds: float, source: np.random.Generator) -> World:
-        """One way in which the queue may go on, with arrivals up to a horizon."""
+        """One way in which the queue may continue, with arrivals up to a horizon."""
         now, ends = queue.now_seconds, queue.running_end_seconds
         starts = queue.running_start_seconds
         limits = np.maximum(ends - starts, 1.0)
@@ -350,7 +350,7 @@ class Outlook:
 
     Attributes:
         behaviour: Of the queue's users; None: what is assumed without a log.
-        samples: Ways in which the queue may go on.
+        samples: Ways in which the queue may continue.
         seed: Of the random numbers: the same prediction for the same seed.
         backfill: Kind of the scheduler.
         correction: From past predictions.

@@ -263,7 +263,7 @@ _LONGEST_SECONDS = 400 * 86_400.0
 def play(
     simulation: Simulation, policy: Policy, job: MalleableJob, limits: Limits | None = None
 ) -> SimulatedRun:
-    """Add one run to a copy of the simulation and go on until it is done.
+    """Add one run to a copy of the simulation and continue until it is done.
 
     Args:
         simulation: Everybody else, up to the run's submission; stays as it is.
@@ -298,7 +298,7 @@ def moments(
 
 
 def submission_times(workload: Workload, count: int, seed: int) -> list[float]:
-    """Moments in the middle half of a workload: the queue has filled, and goes on."""
+    """Moments in the middle half of a workload: the queue has filled, and continues."""
     source = np.random.default_rng(seed)
     first, last = float(workload.submit_seconds[0]), float(workload.submit_seconds[-1])
     return sorted((first + (last - first) * source.uniform(0.2, 0.7, count)).tolist())

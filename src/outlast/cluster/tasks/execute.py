@@ -72,7 +72,7 @@ class Shares:
                 self._share()
 
     def stop(self) -> None:
-        """Let no transfer go on."""
+        """Let no transfer continue."""
         with self._lock:
             for _, bucket in self._flowing.values():
                 bucket.stop()

@@ -439,7 +439,7 @@ class RunFigures:
 def run_graph(figures: RunFigures) -> Graph:
     """The tasks of a run: stage-in, segments and saves in turn, copies, evaluations, stage-out.
 
-    Training stands still while it saves, and goes on while tiers copy and other nodes evaluate. A
+    Training stands still while it saves, and continues while tiers copy and other nodes evaluate. A
     copy to a tier waits for the one before to that tier.
 
     Raises:

@@ -341,12 +341,12 @@ class Consensus:
         return float(self._key_values.read(key, self._timeout_seconds, "a late worker's estimate"))
 
     def lose(self, worker: int) -> None:
-        """Say that `worker` is dead or silent, and that the others go on without it for good."""
+        """Say that `worker` is dead or silent, and that the others continue without it for good."""
         if self._key_values.add(f"losing/{worker}") == 1:
             self._marks.join("lost", worker)
 
     def lost(self) -> frozenset[int]:
-        """Workers that the others go on without."""
+        """Workers that the others continue without."""
         return self._marks.read("lost")
 
     def forget(self, round_: int, epoch: int, members: Collection[int]) -> None:
@@ -721,7 +721,7 @@ class CodedReduce(ABC):
                 `on_lost` is ``raise``, or when there are none. It is also what is left when a
                 survivor dies before the sum, after others have dropped their work because of it.
                 The step can be computed again, from gradients of zero.
-            LeftBehindError: When the others have gone on without this process.
+            LeftBehindError: When the others have continued without this process.
             CodingError: When members disagree about the step, the store does not answer, those who
                 are left cannot make a process group, or this worker's message was announced before
                 an error and is not whole any more.
@@ -799,7 +799,7 @@ class CodedReduce(ABC):
 
     @abstractmethod
     def _is_left_behind(self) -> bool:
-        """Return whether the others have gone on without this worker, after a look at the store."""
+        """Return whether the others have left this worker behind, after a look at the store."""
 
     @abstractmethod
     def _add_up(self, decision: Decision) -> bool:
@@ -832,7 +832,7 @@ class CodedReduce(ABC):
     def _left_behind(self) -> LeftBehindError:
         return LeftBehindError(
             f"worker {self.worker} (rank {self._members.rank}) was silent for more than "
-            f"timeout_seconds = {self._members.timeout_seconds:g}, and the others have gone on "
+            f"timeout_seconds = {self._members.timeout_seconds:g}, and the others have continued "
             "without it: restart it from a checkpoint, or set a longer timeout"
         )
 

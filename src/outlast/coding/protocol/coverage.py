@@ -444,7 +444,7 @@ class Coverage:
 
         Raises:
             LostChunksError: When nobody is left who could compute a chunk, unless lost = "commit".
-            LeftBehindError: When the others have gone on without this process.
+            LeftBehindError: When the others have continued without this process.
             CodingError: When the others do not answer, or a process of a team is lost.
         """
         self._round += 1
@@ -467,7 +467,7 @@ class Coverage:
         self._watcher.stop()
 
     def _committed_meanwhile(self) -> bool:
-        """Go on at a restarted store; whether the others have committed this step already."""
+        """Continue at a restarted store; whether the others have committed this step already."""
         self._watcher.stop()
         self._watcher = KeyWatcher(self._key_values)
         while True:
@@ -579,7 +579,7 @@ class Coverage:
         return None
 
     def _look_up(self, claims: Claims) -> None:
-        """Now and then: whether the others have ended the round, or gone on, unheard."""
+        """Now and then: whether the others have ended the round, or continued, unheard."""
         now = time.monotonic()
         if now - self._looked_up < max(_LOOK_UP_SECONDS, self.chunks * _LOOK_UP_CHUNK_SECONDS):
             return

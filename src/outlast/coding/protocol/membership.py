@@ -103,7 +103,7 @@ class Members:
             ) from error
 
     def keep(self, ranks: Collection[int], name: str, store: Store | None = None) -> None:
-        """Go on with `ranks` only; all of them call this with the same set, nobody else does.
+        """Continue with `ranks` only; all of them call this with the same set, nobody else does.
 
         Args:
             ranks: Global ranks.
@@ -195,7 +195,7 @@ class Rendezvous:
         self.life = self._key_values.publish("life", uuid.uuid4().hex[:8])
 
     def after_loss(self, prefix: str, won: Iterable[int]) -> set[int]:
-        """Agree on who goes on, and make a process group of them.
+        """Agree on who continues, and make a process group of them.
 
         Args:
             prefix: The round in which a member was lost.
@@ -237,7 +237,9 @@ class Rendezvous:
                 self._key_values.publish(decided, json.dumps(here))
                 break
             time.sleep(_LOOK_SECONDS)
-        text = self._key_values.read(decided, self._timeout_seconds, "the decision on who goes on")
+        text = self._key_values.read(
+            decided, self._timeout_seconds, "the decision on who continues"
+        )
         going_on = json.loads(text)
         for rank in set(ranks) - set(going_on):
             self._key_values.publish(f"left{rank}", prefix)
@@ -245,7 +247,7 @@ class Rendezvous:
         if 2 * len(going_on) < len(ranks):
             raise CodingError(
                 f"only ranks {going_on} of {list(ranks)} answered within {grace:g} s; the others "
-                "may be going on by themselves: restart from a checkpoint, or allow more "
+                "may be continuing by themselves: restart from a checkpoint, or allow more "
                 "grace_seconds"
             )
         kept = self._key_values.read_all([report[rank] for rank in going_on])
@@ -276,7 +278,7 @@ class Rendezvous:
         if self._key_values.has(f"left{rank}"):
             raise LeftBehindError(
                 f"rank {rank} was silent for more than grace_seconds = {self._grace_seconds:g} "
-                "after a process was lost, and the others have gone on without it; restart it "
+                "after a process was lost, and the others have continued without it; restart it "
                 "from a checkpoint"
             )
 

@@ -4,7 +4,7 @@ They are used as the coded all-reduce is, agree on a step's survivors as it does
 gradient, bit for bit, on all workers. What differs is the way of the messages. Only survivors whose
 decoding weight is not 0 send theirs; who is late takes no part in the sum and gets the result. So a
 process that is slow, or stopped, holds nobody up: the others are up to two steps ahead of it, then
-wait until the timeout, and go on without it for good.
+wait until the timeout, and continue without it for good.
 
 A sum is committed, through the key-value store, when those who make it have it; where one of them
 is lost before, the others decide again without it and repeat the sum from the messages, which are

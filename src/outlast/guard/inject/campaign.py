@@ -8,7 +8,7 @@ harmful    when the weights after its step differ from the clean run's in a run 
 masked     when it is not harmful: no bit of the weights is different, protected or not;
 detected   when a check that covers its site made a finding, of the same module or of all modules
            together, in its step (or at most `patience` steps later);
-corrected  when it is detected, put right, and no such finding left wrong numbers;
+corrected  when it is detected, corrected, and no such finding left wrong values;
 missed     when it is harmful and not detected.
 
 Shares of harmful events are of all harmful ones, so that no figure rests on masked ones, which any

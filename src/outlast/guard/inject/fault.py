@@ -242,7 +242,7 @@ PROCESS_KINDS: tuple[ProcessKind, ...] = ("kill", "stop", "disk-full")
 
 @dataclass(frozen=True)
 class Fault:
-    """Wrong numbers at one site.
+    """Wrong values at one site.
 
     Attributes:
         site: One of `outlast.guard.findings.SITES`.
@@ -354,7 +354,7 @@ def parse_faults(texts: Iterable[str]) -> tuple[Fault | ProcessFault, ...]:
 def parse_fault(text: str) -> Fault | ProcessFault:
     """Read ``SITE:key=value:...`` or ``kill:step=N`` and the like.
 
-    Of wrong numbers: one of ``bit=K|any``, ``bits=K+L``, ``carry=+K|-K|any``, ``stuck=VALUE``,
+    Of wrong values: one of ``bit=K|any``, ``bits=K+L``, ``carry=+K|-K|any``, ``stuck=VALUE``,
     ``nan``, ``inf`` (without: ``bit=any``); ``segment=N`` or ``stride=N``; ``cast=before``; one of
     ``transient``, ``intermittent=P``, ``permanent`` (without: transient); ``module``, ``step``,
     ``every``, ``occurrence``, ``position``, ``rank``. Of processes: ``step``, ``rank``; ``seconds``
@@ -415,7 +415,7 @@ def _number_fault(site: str, pairs: dict[str, str]) -> Fault:
     if pairs:
         known = (*_CHANGES, "segment", "stride", "cast", "transient", "intermittent", "permanent")
         names = (*known, "module", "step", "every", "occurrence", "position", "rank")
-        raise GuardError(_unknown("key of wrong numbers", next(iter(pairs)), names))
+        raise GuardError(_unknown("key of wrong values", next(iter(pairs)), names))
     fault = Fault(site, pattern, **values)  # type: ignore[arg-type]
     if fault.duration == "transient" and not values.keys() & {"step", "every"}:
         raise GuardError("a transient fault needs a time, as in step=12 or every=5")
@@ -514,7 +514,7 @@ class ProcessFaults:
     """Executes the process faults of one rank.
 
     Args:
-        faults: Those of other ranks, and wrong numbers, are left out.
+        faults: Those of other ranks, and wrong values, are left out.
         rank: This process.
         marks: Folder that outlives the process; what has happened is noted there first, so that a
             process that comes back to the step does not meet it again. None: it would.
@@ -599,7 +599,7 @@ def fill_disk(room_bytes: int = 0) -> int:
         The limit before, for `free_disk`.
     """
     before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Python ignores SIGXFSZ from its start, so that the write fails and the process goes on.
+    # Python ignores SIGXFSZ from its start, so that the write fails and the process continues.
     resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, hard))
     return before
 
@@ -659,7 +659,7 @@ class Injector:
     """A `outlast.guard.findings.FaultHook` that injects faults.
 
     Args:
-        faults: Wrong numbers; those of other ranks are left out.
+        faults: Wrong values; those of other ranks are left out.
         seed: Of all choices.
         rank: This process.
         modules: (site, module) pairs that exist. A fault strikes one that it matches, chosen by

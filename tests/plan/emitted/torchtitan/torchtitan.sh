@@ -6,8 +6,8 @@
 # Assumed, and not set here: the loss keeps 4 bytes per logit.
 # On several nodes, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say which node this is and
 # where the first one is.
-# For torchtitan 0.3. It has no handler of signals: a run that is stopped goes on from its newest
-# checkpoint, at most 500 steps back.
+# For torchtitan 0.3. It has no handler of signals: a run that is stopped continues from its
+# newest checkpoint, at most 500 steps back.
 set -euo pipefail
 cd "$(dirname "$0")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
