@@ -49,13 +49,14 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100, gamma=0.5)
 
     with outlast.Run(
+        "runs/bytes",
         model=model,
         optimizer=optimizer,
         loader=loader,
         epochs=3,
         steps=arguments.steps,
         state={"schedule": schedule},
-        settings=["run.name=bytes", *arguments.settings],
+        settings=arguments.settings,
         tokens_per_step=32 * (LENGTH - 1),
     ) as run:
         print(f"{run.step} steps are done", flush=True)
