@@ -152,11 +152,11 @@ def work(
     return record
 
 
-def supervised(work, *args, **settings):
+def supervised(work, *args, stopped_seconds=STOPPED_SECONDS, **settings):
     """Run `work` in a child of this rank, which may kill or stop itself.
 
     The store lives in rank 0's supervisor, as it does in torchrun's agent, until all children have
-    ended. A child that is stopped continues after `STOPPED_SECONDS`.
+    ended. A child that is stopped continues after `stopped_seconds`.
 
     Returns:
         What `work` gave, or None for a child that was killed.
@@ -183,7 +183,7 @@ def supervised(work, *args, **settings):
         _, status = os.waitpid(child, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
             break
-        time.sleep(STOPPED_SECONDS)
+        time.sleep(stopped_seconds)
         os.kill(child, signal.SIGCONT)
     with os.fdopen(reading, "rb") as pipe:
         written = pipe.read()

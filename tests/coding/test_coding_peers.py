@@ -37,7 +37,9 @@ BOTH = pytest.mark.parametrize("protocol", [CodedServer, CodedGossip], ids=["ser
 @pytest.fixture
 def workers(ranks):
     """Like ``ranks``, where a worker may die and its result is None then."""
-    return lambda size: lambda task, *args: ranks(size)(functools.partial(supervised, task), *args)
+    return lambda size, **settings: (
+        lambda task, *args: ranks(size)(functools.partial(supervised, task, **settings), *args)
+    )
 
 
 def assert_equal_and_right(records, step, coefficients=None):
@@ -185,9 +187,10 @@ def test_a_stopped_worker_holds_nobody_up_and_gets_the_sums_that_it_missed(worke
 @BOTH
 def test_a_worker_that_stands_still_for_longer_is_left_behind_and_told_so(workers, protocol):
     at = in_step(2, 1, stop)
-    records = workers(4)(
+    # On a busy machine the others' first step takes a second.
+    records = workers(4, stopped_seconds=12.0)(
         functools.partial(
-            work, repetition(4, 1), 6, at=at, protocol=protocol, patient=True, timeout_seconds=1.2
+            work, repetition(4, 1), 6, at=at, protocol=protocol, patient=True, timeout_seconds=4.0
         )
     )
     assert isinstance(records[2].error, LeftBehindError)
