@@ -303,3 +303,9 @@ def test_a_report_needs_a_run_with_meters(energy: Any, tmp_path: Path) -> None:
     code, _, err = energy("report", tmp_path)
     assert code == 2
     assert str(tmp_path) in err
+
+
+def test_without_a_profile_the_shipped_example_is_shown(energy: Any) -> None:
+    code, out, _ = energy("frontier", "--points", 2, "--switches", "none")
+    assert code == 0
+    assert out.startswith("example:a100 is a published profile (GPT-3 175B, 8 stages)")

@@ -92,22 +92,10 @@ def test_token_dtype_only_serves_tokens() -> None:
     assert check('data.source = "tokens"', dtype, files) == []
 
 
-def test_warmup_ends_before_the_run() -> None:
-    assert check("train.steps = 10", "schedule.warmup_steps = 10") == [
-        "schedule.warmup_steps = 10 is not below train.steps = 10"
-    ]
-    assert check("train.steps = 10", "schedule.warmup_steps = 9") == []
-
-
-def test_warmup_and_decay_fit_into_the_run() -> None:
+def test_a_warmup_that_does_not_fit_is_no_reason_to_refuse() -> None:
+    assert check("train.steps = 10", "schedule.warmup_steps = 10") == []
     decay = ["train.steps = 10", "schedule.decay_fraction = 0.5", 'schedule.name = "wsd"']
-    (problem,) = check(*decay, "schedule.warmup_steps = 6")
-    assert problem == (
-        "schedule.warmup_steps = 6 and the decay of 5 steps (schedule.decay_fraction) together "
-        "exceed train.steps = 10"
-    )
-    assert check(*decay, "schedule.warmup_steps = 5") == []
-    assert check(*decay[:2], "schedule.warmup_steps = 6") == []  # cosine has no such decay
+    assert check(*decay, "schedule.warmup_steps = 6") == []
 
 
 def test_tensor_and_pipeline_exclude_each_other() -> None:
@@ -237,7 +225,7 @@ def test_the_guard_drops_no_gradient_out_of_a_code(scheme: str) -> None:
 
 
 def test_several_impossible_combinations_are_listed_together() -> None:
-    settings = ("train.steps = 5", "schedule.warmup_steps = 5", "train.micro_batch_size = 99")
+    settings = ("parallel.tensor = 2", "parallel.pipeline = 2", "train.micro_batch_size = 99")
     assert len(check(*settings)) == 2
 
 

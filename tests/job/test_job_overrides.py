@@ -104,3 +104,20 @@ def test_any_override_gives_a_job_or_a_sentence(text: str) -> None:
     for override in (text, f"sample.prompt={text}", f"model.settings.{text}"):
         with contextlib.suppress(JobError):  # any other error would be a traceback for the user
             load_job(None, [override])
+
+
+def test_a_model_that_an_override_names_replaces_the_files(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[model.settings]\nmodel_type = "llama"\nhidden_size = 64\n')
+    job = load_job(file, ["model.config=config.json"])
+    assert (job.model.config, job.model.settings) == ("config.json", {})
+    file.write_text('[model]\nmodule = "own:model"\n[model.arguments]\nwidth = 3\n')
+    job = load_job(file, ["model.directory=llama"])
+    assert (job.model.module, job.model.directory, job.model.arguments) == (None, "llama", {})
+    job = load_job(file, ["model.module=own:model", "model.arguments.width=4"])
+    assert (job.model.module, job.model.arguments) == ("own:model", {"width": 4})
+    # A part of a model does not replace a whole one.
+    with pytest.raises(JobError, match="exactly one"):
+        load_job(file, ["model.settings.hidden_size=32"])
+    with pytest.raises(JobError, match="exactly one"):
+        load_job(file, ["model.config=a.json", "model.directory=b"])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,12 @@ from outlast.data import (
 from outlast.errors import EXIT_DONE, CheckpointError, OutlastError
 from outlast.records import Sampled, read_run
 from outlast.train.engine import loss_sum
-from outlast.train.export import continue_text, export_model, load_trained
+from outlast.train.export import (
+    byte_level_tokenizer,
+    continue_text,
+    export_model,
+    load_trained,
+)
 from outlast.train.run import run_directory
 
 pytestmark = pytest.mark.distributed
@@ -90,6 +96,26 @@ def test_the_tokenizer_is_saved_beside_the_model(trained):
     assert tokenizer.encode(text, add_special_tokens=False) == expected
     assert len(expected) < len(text)
     assert tokenizer.decode(expected) == text
+
+
+def test_the_byte_tokenizer_is_saved_as_one_of_hugging_face(tmp_path):
+    from transformers import AutoTokenizer
+
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for text in ("def f(x):\n\treturn  x", "grüß dich \u4f60\u597d \U0001f600", "\x00\x7f Ā", " "):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == [*text.encode()]
+        assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == 256
+
+
+def test_others_may_read_what_is_exported(trained):
+    _, job = trained
+    files = [file for file in run_directory(job).model.iterdir() if file.is_file()]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
 
 
 def test_a_tokenizer_directory_is_copied_with_its_settings(trained, tmp_path):

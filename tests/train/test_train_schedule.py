@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.job import ScheduleSection
-from outlast.train.loop import learning_rate_factor
+from outlast.train.loop import learning_rate_factor, warmup_note, warmup_steps_of
 
 
 def curve(steps, **settings):
@@ -18,15 +18,11 @@ def curve(steps, **settings):
 @st.composite
 def runs(draw):
     steps = draw(st.integers(2, 400))
-    warmup = draw(st.integers(0, steps - 1))
-    # What the job's own checks let through: the decay of wsd begins after the warm-up.
-    decay = draw(st.floats(0.0, 1.0 - warmup / steps))
-    if warmup + round(decay * steps) > steps:
-        decay = 0.0
+    warmup = draw(st.integers(0, 2 * steps))
     schedule = ScheduleSection(
         name=draw(st.sampled_from(["cosine", "wsd", "constant"])),
         warmup_steps=warmup,
-        decay_fraction=decay,
+        decay_fraction=draw(st.floats(0.0, 1.0)),
         final_fraction=draw(st.floats(0.0, 1.0)),
     )
     return steps, schedule
@@ -75,8 +71,21 @@ def test_factors_are_positive_and_at_most_one(run):
 def test_rates_rise_in_the_warm_up_and_never_after_it(run):
     steps, schedule = run
     rates = [learning_rate_factor(step, steps, schedule) for step in range(steps)]
-    warmup = schedule.warmup_steps
+    warmup = warmup_steps_of(schedule, steps)
     assert all(low < high for low, high in itertools.pairwise(rates[:warmup]))
     after = rates[warmup:]
     assert all(high >= low for high, low in itertools.pairwise(after))
     assert min(after) >= min(schedule.final_fraction, 1.0) - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "left"),
+    [("cosine", 9, 9), ("cosine", 20, 9), ("wsd", 6, 6), ("wsd", 7, 6), ("constant", 10, 9)],
+)
+def test_a_warm_up_that_is_too_long_is_cut_short_and_said(name, warmup, left):
+    schedule = ScheduleSection(name=name, warmup_steps=warmup, decay_fraction=0.4)
+    assert warmup_steps_of(schedule, 10) == left
+    assert max(curve(10, name=name, warmup_steps=warmup, decay_fraction=0.4)) == 1.0
+    note = warmup_note(schedule, 10)
+    assert bool(note) == (left < warmup)
+    assert not note or f"schedule.warmup_steps = {warmup} does not fit into a run of 10" in note

@@ -45,20 +45,26 @@ app = typer.Typer(
     cls=Commands,
     help="Make a PyTorch training run finish: through failures, on shared clusters, measured.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=TrainCommand)(train)
-app.command(context_settings=RUN_SETTINGS)(run)
-for command in (submit, init, export, convert, report, doctor, drill, resize):
-    app.command()(command)
-app.add_typer(autosave)
-app.add_typer(ckpt)
-app.add_typer(cluster)
-app.add_typer(coding)
-app.add_typer(energy)
-app.add_typer(plan)
+_RUN, _LOOK, _PLAN, _CLUSTER, _TEST = "Run", "Look", "Plan", "Cluster", "Test"
+app.command(cls=TrainCommand, rich_help_panel=_RUN)(train)
+app.command(context_settings=RUN_SETTINGS, rich_help_panel=_RUN)(run)
+app.command(rich_help_panel=_RUN)(init)
+app.command(rich_help_panel=_RUN)(resize)
+app.command(rich_help_panel=_RUN)(export)
+app.command(rich_help_panel=_RUN)(convert)
+app.command(rich_help_panel=_LOOK)(report)
+app.add_typer(ckpt, rich_help_panel=_LOOK)
+app.add_typer(energy, rich_help_panel=_LOOK)
+app.add_typer(plan, rich_help_panel=_PLAN)
+app.add_typer(coding, rich_help_panel=_PLAN)
+app.command(rich_help_panel=_CLUSTER)(submit)
+app.add_typer(cluster, rich_help_panel=_CLUSTER)
+app.command(rich_help_panel=_TEST)(doctor)
+app.command(rich_help_panel=_TEST)(drill)
+app.add_typer(autosave, rich_help_panel=_TEST)
 
 
 def _print_version(wanted: bool) -> None:

@@ -199,12 +199,15 @@ Deadline = Annotated[
 
 
 def frontier(
-    profile: ProfileName,
+    profile: ProfileName = "example:a100",
     *,
     microbatches: Microbatches = 12,
     schedule: ScheduleName = "1f1b",
     stages_per_device: Annotated[int, typer.Option(min=1, help="Of an interleaved schedule.")] = 2,
-    points: Annotated[int, typer.Option(min=1, help="Plans on the frontier.")] = 20,
+    points: Annotated[
+        int | None,
+        typer.Option(min=1, help="Plans on the frontier; default: 20, of an example 5."),
+    ] = None,
     longest: Annotated[str, typer.Option(help="The last deadline, as seconds or +10%.")] = "+10%",
     switches: Annotated[
         str, typer.Option(help=f"How often clocks may change: {', '.join(BUDGETS)}; or all.")
@@ -234,6 +237,8 @@ def frontier(
     from outlast.energy.profile import margin_for, smoothed
 
     measured = _profile(profile, blocking_watts)
+    if profile.startswith(EXAMPLES):
+        print(f"{profile} is a published profile (GPT-3 175B, 8 stages); give a file of your own\n")
     plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
     noisy = margin == "auto"
     kept = margin_for(measured) if noisy else _share(margin)
@@ -244,7 +249,7 @@ def frontier(
         try:
             found[budget] = planner.frontier(
                 plain,
-                points,
+                points or (5 if profile.startswith(EXAMPLES) else 20),
                 _deadline(longest),
                 switches=_budget(budget),
                 switch_seconds=switch_seconds,

@@ -1,6 +1,6 @@
 """``outlast plan calibrate``, and what this machine's calibration predicts before a training.
 
-The model's constants come from measured runs. `prediction_for` is the planner's word on a job here.
+The model's constants come from measured runs. `prediction_of` is the planner's word on a job here.
 """
 
 from __future__ import annotations
@@ -738,15 +738,6 @@ def record_of(
         memory_bytes_low=middle / factor,
         memory_bytes_high=middle * factor,
     )
-
-
-def prediction_for(job: Job, processes: int) -> Predicted | None:
-    """As `prediction_of`; prints why there is none."""
-    found = prediction_of(job, processes)
-    if isinstance(found, str):
-        print(f"no prediction: {found}", flush=True)
-        return None
-    return found
 
 
 HERE = "here"

@@ -83,12 +83,13 @@ def job_arguments(
 
 def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
     """Run `job` as the environment says: one process of several, a launcher, or alone."""
-    from outlast.cli.plan_calibrate import prediction_for
+    from outlast.cli.plan_calibrate import prediction_of
     from outlast.cluster.staging import stager_for
     from outlast.cluster.stopping import stop_when_of
     from outlast.cluster.storage import turns_for
     from outlast.cluster.transfers import transfers_for
     from outlast.distributed.ranks import launched_by, ranks_from
+    from outlast.records import Predicted
     from outlast.train.run import Start, check_directory, run_directory, work, work_alone
 
     ranks = ranks_from(os.environ) if launched_by(os.environ) != "alone" else None
@@ -115,7 +116,8 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     if ranks is not None:
         if ranks.is_first:
             print("" if fresh else completion(directory), end="", flush=True)
-            start = replace(start, prediction=prediction_for(job, ranks.world_size))
+            found = prediction_of(job, ranks.world_size)
+            start = replace(start, prediction=found if isinstance(found, Predicted) else None)
         code = work(start, ranks)
         if ranks.is_first:
             show_run(job, directory)
@@ -134,7 +136,8 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
             print(complete, end="")
             show_run(job, directory)
             return EXIT_DONE
-    start = replace(start, prediction=prediction_for(job, processes))
+    found = prediction_of(job, processes)
+    start = replace(start, prediction=found if isinstance(found, Predicted) else None)
     if live:
         from outlast.train.live import launch_live
 
@@ -255,7 +258,7 @@ def _outcome(run: Run) -> str:
 
 
 def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
-    from outlast.records import AttemptStarted, Evaluated, recovery_totals
+    from outlast.records import AttemptStarted, Evaluated, Predicted, recovery_totals
     from outlast.report.energy import energy_sentence, energy_to_loss
 
     if evaluations := run.of(Evaluated):
@@ -292,6 +295,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         yield "gradient coding", coded
     if (recovered := recovery_totals(run)) is not None:
         yield "recovery", recovered.sentence()
+    if steps and not run.of(Predicted):
+        yield "prediction", "none: `outlast plan calibrate --run` measures this machine for it"
     yield "energy", energy_sentence(run)
     if (to_loss := energy_to_loss(run)) is not None:
         yield "energy to loss", to_loss
@@ -332,9 +337,15 @@ def _guarded(run: Run, compute_seconds: float) -> str | None:
         if totals.seconds is None or not compute_seconds
         else f"{totals.seconds:.2f} s ({totals.seconds / compute_seconds:.2%} of compute)"
     )
+    found = ended or "nothing wrong"
+    if not covered:
+        return (
+            f"{totals.policy}: {totals.checks:,} checks of weights and optimizer state at rest, "
+            f'{found}; arithmetic is not checked, which guard.policy = "linear" does; {cost}'
+        )
     return (
         f"{totals.policy}: {totals.checks:,} checks of {covered} of {totals.modules} modules, "
-        f"{ended or 'nothing wrong'}{_unwatched(totals)}; {cost}"
+        f"{found}{_unwatched(totals)}; {cost}"
     )
 
 

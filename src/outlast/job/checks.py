@@ -21,7 +21,6 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
     checks = (
         (_model, {"model"}),
         (_data, {"data"}),
-        (_schedule, {"schedule", "train"}),
         (_parallel, {"parallel", "train"}),
         (_checkpoint, {"checkpoint", "staging"}),
         (_guard, {"guard"}),
@@ -102,18 +101,6 @@ def _recover(job: Job) -> Iterator[str]:
         yield (
             "recover.fixed_order = true and train.compile = true do not go together: kernels are "
             "compiled for the shapes that a process has seen before; set one of them to false"
-        )
-
-
-def _schedule(job: Job) -> Iterator[str]:
-    warmup, steps = _said(job, "schedule.warmup_steps"), _said(job, "train.steps")
-    if job.schedule.warmup_steps >= job.train.steps:
-        yield f"{warmup} is not below {steps}"
-    decay = round(job.schedule.decay_fraction * job.train.steps)
-    if job.schedule.name == "wsd" and job.schedule.warmup_steps + decay > job.train.steps:
-        yield (
-            f"{warmup} and the decay of {decay} steps (schedule.decay_fraction) together exceed "
-            f"{steps}"
         )
 
 

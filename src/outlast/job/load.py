@@ -225,6 +225,15 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         raise JobError([f"not valid TOML: {error}"], source) from None
 
 
+def _replace_model(tables: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Leave out the file's model where an override names another one."""
+    named = {override.partition("=")[0].replace(" ", "") for override in overrides}
+    model = tables.get("model")
+    if isinstance(model, dict) and named & {"model.config", "model.directory", "model.module"}:
+        for key in ("config", "directory", "module", "settings", "arguments"):
+            model.pop(key, None)
+
+
 def _apply_override(tables: dict[str, Any], override: str, kind: type[Section]) -> list[str]:
     key, equals, value = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
@@ -271,6 +280,7 @@ def _build(
     overrides: list[str] | None = None,
     unsure: Set[str] = frozenset(),
 ) -> J:
+    _replace_model(tables, overrides or [])
     problems = [
         text for override in overrides or [] for text in _apply_override(tables, override, kind)
     ]

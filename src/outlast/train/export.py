@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from outlast.train.tensorizing import build_whole_model, save_model, starts_from
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedTokenizerFast
 
     from outlast.data import Tokenizer
     from outlast.job import Job
@@ -89,6 +91,7 @@ def export_model(job: Job, directory: RunDirectory, target: Path) -> int:
         with contextlib.redirect_stderr(io.StringIO()):
             save_model(model, partial, job.tensorize)
         _save_tokenizer(job, partial)
+        _make_readable(partial)
         shutil.rmtree(earlier, ignore_errors=True)
         if target.exists():
             target.rename(earlier)
@@ -111,8 +114,39 @@ def _check_target(target: Path, own: Path) -> None:
         raise OutlastError(f"{target} exists; give another folder to export to, or remove it")
 
 
+def _make_readable(folder: Path) -> None:
+    """Give files the mode of any new file: safetensors lets nobody else read its own."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(0o666 & ~umask)
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte tokenizer as Hugging Face has it: each byte's token is its number.
+
+    Its vocabulary writes bytes as GPT-2's does: printable Latin-1 characters stand for themselves,
+    the others for characters from U+0100 on.
+    """
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(256 + number) for number in range(256))
+    characters = [chr(byte) if byte in printable else next(others) for byte in range(256)]
+    found = FastTokenizer(models.BPE({text: byte for byte, text in enumerate(characters)}, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=found, clean_up_tokenization_spaces=False)
+
+
 def _save_tokenizer(job: Job, target: Path) -> None:
     """Put the tokenizer beside the model, where it has a Hugging Face form."""
+    if job.data.tokenizer == "byte" and job.data.source != "tokens":
+        byte_level_tokenizer().save_pretrained(target)
+        return
     file = Path(job.data.tokenizer).expanduser()
     if file.is_dir():
         # In the order in which the data package looks for them.

@@ -63,6 +63,7 @@ from outlast.train.run import (
     attempt_started,
     claim,
     end_run,
+    notes_of,
     process_faults,
     run_directory,
     sinks_of,
@@ -441,8 +442,8 @@ def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began:
     if start.process_faults:
         as_rank = replace(setup, ranks=replace(setup.ranks, rank=post.number))
         trainer.before_step = process_faults(as_rank, start)
-    if data.note is not None:
-        records.write(Warned(data.note))
+    for note in notes_of(setup, data):
+        records.write(note)
     opening = attempt_started(setup, data, size)
     records.write(
         replace(

@@ -31,6 +31,23 @@ if TYPE_CHECKING:
     from outlast.train.engine import CodingNotes, Engine, Evaluation
 
 
+def warmup_steps_of(schedule: ScheduleSection, steps: int) -> int:
+    """Steps of warm-up in a run of `steps`, of which it leaves the decay's and one at the peak."""
+    decay_steps = round(schedule.decay_fraction * steps) if schedule.name == "wsd" else 0
+    return min(schedule.warmup_steps, max(steps - max(decay_steps, 1), 0))
+
+
+def warmup_note(schedule: ScheduleSection, steps: int) -> str:
+    """A sentence where the warm-up is cut short, else empty."""
+    left = warmup_steps_of(schedule, steps)
+    if left == schedule.warmup_steps:
+        return ""
+    return (
+        f"schedule.warmup_steps = {schedule.warmup_steps} does not fit into a run of {steps} steps "
+        f"and its decay; the learning rate warms up in {left}"
+    )
+
+
 def learning_rate_factor(step: int, steps: int, schedule: ScheduleSection) -> float:
     """The share of the peak learning rate for one step.
 
@@ -43,13 +60,14 @@ def learning_rate_factor(step: int, steps: int, schedule: ScheduleSection) -> fl
     Returns:
         A factor in (0, 1] (0 only where `final_fraction` is 0, after the last step).
     """
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
+    warmup_steps = warmup_steps_of(schedule, steps)
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
     final = schedule.final_fraction
     if schedule.name == "constant":
         return 1.0
     if schedule.name == "cosine":
-        progress = (step - schedule.warmup_steps) / max(steps - schedule.warmup_steps, 1)
+        progress = (step - warmup_steps) / max(steps - warmup_steps, 1)
         return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
     decay_steps = round(schedule.decay_fraction * steps)
     until_end = steps - step

@@ -49,6 +49,7 @@ from outlast.runtime.stop import StopFlag
 from outlast.runtime.watching import steps_before, under_watch
 from outlast.train.build import SetUp, build, configure_torch, load_data
 from outlast.train.export import continue_text, export_model, load_trained
+from outlast.train.loop import warmup_note
 from outlast.train.preflight import preflight
 from outlast.train.tensorizing import export_note
 
@@ -316,8 +317,8 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
         if start.process_faults:
             trainer.before_step = process_faults(setup, start)
         if records is not None:
-            if data.note is not None:
-                records.write(Warned(data.note))
+            for note in notes_of(setup, data):
+                records.write(note)
             records.write(attempt_started(setup, data, size))
             if start.prediction is not None:
                 records.write(start.prediction)
@@ -352,6 +353,13 @@ def _load_data(setup: SetUp, stager: Stager | None, records: RecordWriter | None
     if files is not None:
         files.record(records)
     return data if made is None else replace(data, note=made.note)
+
+
+def notes_of(setup: SetUp, data: Prepared) -> list[Warned]:
+    """Remarks on the data and the schedule before the first step."""
+    job = setup.job
+    notes = [data.note, warmup_note(job.schedule, job.train.steps)]
+    return [Warned(note) for note in notes if note]
 
 
 def process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
