@@ -180,7 +180,6 @@ def test_numbers_that_stay_wrong_end_the_run_before_they_are_used(tmp_path: Path
     assert_same(tmp_path, other)
 
 
-@pytest.mark.smoke
 @pytest.mark.distributed
 def test_another_process_or_another_seed_is_refused_and_fresh_moves_aside(tmp_path: Path) -> None:
     finish(tmp_path, steps=4)
