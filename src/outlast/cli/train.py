@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from outlast.job import Job, Section
     from outlast.records import GuardTotals, Run, RunDirectory, Tensorized
+    from outlast.train.run import Start
 
 
 JobFile = Annotated[
@@ -83,13 +84,11 @@ def job_arguments(
 
 def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
     """Run `job` as the environment says: one process of several, a launcher, or alone."""
-    from outlast.cli.plan_calibrate import prediction_of
     from outlast.cluster.staging import stager_for
     from outlast.cluster.stopping import stop_when_of
     from outlast.cluster.storage import turns_for
     from outlast.cluster.transfers import transfers_for
     from outlast.distributed.ranks import launched_by, ranks_from
-    from outlast.records import Predicted
     from outlast.train.run import Start, check_directory, run_directory, work, work_alone
 
     ranks = ranks_from(os.environ) if launched_by(os.environ) != "alone" else None
@@ -107,7 +106,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         turns=turns_for(job.checkpoint),
         transfers=transfers,
     )
-    directory = run_directory(job)
+    directory, unpredicted = run_directory(job), ""
     if live and ranks is not None:
         raise RecoverError(
             'recover.mode = "live" starts its groups itself, on one machine; start the run without '
@@ -116,11 +115,10 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
     if ranks is not None:
         if ranks.is_first:
             print("" if fresh else completion(directory), end="", flush=True)
-            found = prediction_of(job, ranks.world_size)
-            start = replace(start, prediction=found if isinstance(found, Predicted) else None)
+            start, unpredicted = _predicted(start, ranks.world_size)
         code = work(start, ranks)
         if ranks.is_first:
-            show_run(job, directory)
+            show_run(job, directory, unpredicted)
         return code
     from outlast.train.preflight import preflight
 
@@ -136,8 +134,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
             print(complete, end="")
             show_run(job, directory)
             return EXIT_DONE
-    found = prediction_of(job, processes)
-    start = replace(start, prediction=found if isinstance(found, Predicted) else None)
+    start, unpredicted = _predicted(start, processes)
     if live:
         from outlast.train.live import launch_live
 
@@ -148,8 +145,16 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         code = launch_group(start)
     else:
         code = work_alone(start)
-    show_run(job, directory)
+    show_run(job, directory, unpredicted)
     return code
+
+
+def _predicted(start: Start, processes: int) -> tuple[Start, str]:
+    """`start` with the job's prediction, or in a phrase why it has none."""
+    from outlast.cli.plan_calibrate import prediction_of
+
+    found = prediction_of(start.job, processes)
+    return (start, found) if isinstance(found, str) else (replace(start, prediction=found), "")
 
 
 def completion(directory: RunDirectory) -> str:
@@ -168,11 +173,11 @@ def completion(directory: RunDirectory) -> str:
     )
 
 
-def show_run(job: Job, directory: RunDirectory) -> None:
-    """Write the report and print the summary of a run."""
+def show_run(job: Job, directory: RunDirectory, unpredicted: str = "") -> None:
+    """Write the report and print the summary of a run; see `print_summary`."""
     from outlast.report import write_report
 
-    print_summary(job, directory, write_report([directory.path]))
+    print_summary(job, directory, write_report([directory.path]), unpredicted)
 
 
 def print_settings() -> None:
@@ -217,8 +222,15 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def print_summary(job: Job, directory: RunDirectory, report: Path) -> None:
-    """Print the run's key figures, all of them measured, and where everything is."""
+def print_summary(job: Job, directory: RunDirectory, report: Path, unpredicted: str = "") -> None:
+    """Print the run's key figures, all of them measured, and where everything is.
+
+    Args:
+        job: Of the run.
+        directory: Of the run.
+        report: Its page.
+        unpredicted: Why there is no prediction; empty: there is one, or nobody asked.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.panel import Panel
@@ -235,6 +247,8 @@ def print_summary(job: Job, directory: RunDirectory, report: Path) -> None:
     table.add_column(overflow="fold")  # a path cut short is of no use
     for name, value in _rows(job, run):
         table.add_row(name, escape(value))
+    if unpredicted:
+        table.add_row("prediction", escape(f"none: {unpredicted}"))
     table.add_row("run directory", escape(str(directory.path)))
     if directory.model.exists():
         table.add_row("model", escape(str(directory.model)))
@@ -258,7 +272,7 @@ def _outcome(run: Run) -> str:
 
 
 def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
-    from outlast.records import AttemptStarted, Evaluated, Predicted, recovery_totals
+    from outlast.records import AttemptStarted, Evaluated, recovery_totals
     from outlast.report.energy import energy_sentence, energy_to_loss
 
     if evaluations := run.of(Evaluated):
@@ -295,8 +309,6 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         yield "gradient coding", coded
     if (recovered := recovery_totals(run)) is not None:
         yield "recovery", recovered.sentence()
-    if steps and not run.of(Predicted):
-        yield "prediction", "none: `outlast plan calibrate --run` measures this machine for it"
     yield "energy", energy_sentence(run)
     if (to_loss := energy_to_loss(run)) is not None:
         yield "energy to loss", to_loss

@@ -16,7 +16,6 @@ import math
 import numbers
 import sys
 import time
-from collections import UserDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +150,7 @@ def entry_of(name: str, item: Any, taken: Container[str]) -> Any:
     return OtherModule(item) if isinstance(item, nn.Module) else item
 
 
-class ExtraState(UserDict[str, Any]):
+class ExtraState(Mapping[str, Any]):
     """What a script saves beside its models and optimizers: name -> object with a state.
 
     Args:
@@ -160,14 +159,22 @@ class ExtraState(UserDict[str, Any]):
     """
 
     def __init__(self, items: Mapping[str, Any], add: Callable[[str, Any], None]) -> None:
-        super().__init__(items)
+        self._items = dict(items)
         self._add = add
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def __setitem__(self, name: str, item: Any) -> None:
         """Save `item` from now on; in a run that was resumed it gets back what was saved."""
-        if hasattr(self, "_add"):
-            self._add(name, item)
-        super().__setitem__(name, item)
+        self._add(name, item)
+        self._items[name] = item
 
 
 def number_in(value: Any) -> torch.Tensor | float | None:
@@ -318,7 +325,7 @@ class Run:
         own = {_PROGRESS: self._progress, f"{_POSITION}{self._ranks.rank}": self._position}
         self._state = entries_of(self._models, self._optimizers, own, state or {})
         self.state = ExtraState(state or {}, self._add)
-        self._shows = progress
+        self._shows = progress and self._ranks.is_first
         self._in_memory = False
         self._began_at = 0
         self._runtime: Runtime | None = None
@@ -418,7 +425,7 @@ class Run:
             self._ranks_before, self._progress.ranks = self._progress.ranks, self._ranks.world_size
             if step and self._is_complete():
                 self._say_complete()
-            else:
+            elif self._shows:
                 self._say_begun(step)
             runtime.begin(step, events)
         except BaseException as error:
@@ -446,10 +453,14 @@ class Run:
                 f"state[{name!r}] was added after the first batch; add it before the loop, so that "
                 "a run that is resumed gets it back before it is used"
             )
-        entry = self._state[name] = entry_of(name, item, self._state)
-        if not self._resumes:
-            return
-        runtime, part = self._engine, {name: entry}
+        part = {name: entry_of(name, item, self._state)}
+        if self._resumes:
+            self._restore_part(name, part)
+        self._state |= part
+
+    def _restore_part(self, name: str, part: dict[str, Any]) -> None:
+        """Give an entry what was saved of it, from where the others were restored."""
+        runtime = self._engine
         if self._in_memory:
             assert runtime.memory is not None
             if runtime.memory.find() != self.step or not runtime.memory.read(part):
@@ -462,8 +473,7 @@ class Run:
             runtime.saves.store.restore(part, step=self.step)
 
     def _say(self, sentence: str) -> None:
-        if self._shows and self._ranks.is_first:
-            print(f"outlast: {self.directory} {sentence}", flush=True)
+        print(f"outlast: {self.directory} {sentence}", flush=True)
 
     def _say_begun(self, step: int) -> None:
         total = self._facts.steps
@@ -477,8 +487,6 @@ class Run:
         """What was restored, and how old it is."""
         if self._in_memory:
             return "memory"
-        if not self._ranks.is_first:
-            return ""
         saves = read_run(self.directory).of(CheckpointSaved)
         ages = [time.time() - record.time for record, event in saves if event.step == step]
         if not ages:
@@ -517,7 +525,7 @@ class Run:
             self._close(late)
             raise
         self._close(error)
-        if error is None:
+        if error is None and self._shows:
             self._say_ended()
 
     def _close(self, error: BaseException | None) -> None:
@@ -535,7 +543,7 @@ class Run:
             )
         self._iterating = True
         runtime, progress = self._runtime, self._progress
-        while progress.epoch < self._epochs and not self._has_all_steps():
+        while not self._is_complete():
             set_epoch(self._loader, progress.epoch)
             iterator = self._iterator = self._begun()
             while not self._has_all_steps():

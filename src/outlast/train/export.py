@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,12 +114,10 @@ def _check_target(target: Path, own: Path) -> None:
 
 
 def _make_readable(folder: Path) -> None:
-    """Give files the mode of any new file: safetensors lets nobody else read its own."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for file in folder.iterdir():
-        if file.is_file():
-            file.chmod(0o666 & ~umask)
+    """Give weights the mode of the configuration: safetensors lets nobody else read its files."""
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
