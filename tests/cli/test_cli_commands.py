@@ -11,7 +11,7 @@ from outlast import __version__
 from outlast.cli.main import main
 from outlast.job import Job, load_job
 
-COMMANDS = ("train", "submit", "init", "export", "report", "doctor", "convert")
+COMMANDS = ("train", "watch", "submit", "init", "export", "report", "doctor", "convert")
 
 
 @pytest.fixture
@@ -43,8 +43,15 @@ def test_every_command_has_help(outlast, command):
     assert f"Usage: outlast {command}" in out
 
 
-def test_train_help_shows_every_setting(outlast):
+def test_train_help_fits_a_screen_and_names_the_longer_one(outlast):
     code, out, _ = outlast("train", "--help")
+    assert code == 0
+    assert len(out.splitlines()) < 60
+    assert "--help-all" in out
+
+
+def test_train_help_all_shows_every_setting(outlast):
+    code, out, _ = outlast("train", "--help-all")
     assert code == 0
     for name, field in Job.model_fields.items():
         assert f"[{name}]" in out

@@ -124,11 +124,12 @@ def test_export_of_a_stopped_run(stopped, tmp_path):
 
 def test_another_jobs_directory_is_refused_with_the_difference(stopped, tmp_path):
     before = content(run_directory(stopped).path)
-    sentence = refused(stopped, tmp_path, "optimizer.learning_rate=0.5", "train.batch_size=6")
+    sentence = refused(stopped, tmp_path, "optimizer.beta1=0.5", "run.seed=6")
     assert "belongs to another job; these settings differ" in sentence
-    assert "optimizer.learning_rate" in sentence
+    assert "optimizer.beta1" in sentence
     assert "0.5" in sentence
-    assert "train.batch_size" in sentence
+    assert "run.seed" in sentence
+    assert "a run may change in the middle: train.steps, train.batch_size" in sentence
     assert "--fresh" in sentence
     assert content(run_directory(stopped).path) == before
 
@@ -298,5 +299,5 @@ def test_a_complete_run_only_shows_its_result(tmp_path, monkeypatch, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert f"runs/complete is complete: step {job.train.steps}, since 20" in said
     assert "anew: --fresh" in said
-    assert "longer: not this run, since train.steps shapes its schedule" in said
+    assert f"longer: train.steps={2 * job.train.steps}" in said
     assert len(read_run(tmp_path / "runs" / "complete").attempts) == attempts == 1

@@ -116,8 +116,8 @@ def test_time_that_no_event_accounts_for_is_shown_as_not_recorded(new_run: Any) 
     assert figure["views"][0]["x"][at][0] == pytest.approx(40, abs=0.01)
 
 
-def test_the_page_loads_nothing(new_run: Any) -> None:
-    page = page_of(eventful(new_run()))
+def test_the_page_of_a_named_file_loads_nothing(new_run: Any, tmp_path: Path) -> None:
+    page = page_of(eventful(new_run()), output=tmp_path / "mailed.html")
     found = []
 
     class Links(HTMLParser):
@@ -128,6 +128,71 @@ def test_the_page_loads_nothing(new_run: Any) -> None:
     assert all(tag == "a" and str(value).startswith("#") for tag, _, value in found)
     assert "default-src 'none'" in page
     assert "@import" not in page.partition("</style>")[0]
+
+
+def test_reports_beside_each_other_share_plotly(new_run: Any, tmp_path: Path) -> None:
+    for name in ("lark", "heron"):
+        page = page_of(eventful(new_run(name)))
+        assert len(page) < 300_000
+        [library] = re.findall(r'<script src="([^"]+)"', page)
+        assert (tmp_path / name / library).resolve().stat().st_size > 1_000_000
+    assert len(list((tmp_path / ".report").iterdir())) == 1
+    assert "script-src 'unsafe-inline' 'self' file:" in page
+
+
+def test_where_plotly_finds_no_room_the_page_holds_it(new_run: Any, tmp_path: Path) -> None:
+    (tmp_path / ".report").write_text("a file of somebody else")
+    page = page_of(eventful(new_run()))
+    assert "<script src" not in page
+    assert len(page) > 1_000_000
+
+
+def test_at_most_six_figures_stand_first(new_run: Any) -> None:
+    page = page_of(eventful(new_run()))
+    first, _, others = page.partition("<details><summary>All figures")
+    assert first.count('<div class="card">') == 6
+    labels = re.findall(r'<div class="card"><dt>([^<]+)', first)
+    assert labels[:5] == ["Validation loss", "Steps", "Throughput", "Wall time", "Attempts"]
+    assert "unavailable" not in first.partition('class="cards"')[2]
+    assert others.count('<div class="card">') > 10
+
+
+def test_parts_with_nothing_to_show_are_left_out_and_named(new_run: Any) -> None:
+    page = page_of(eventful(new_run()))
+    for name in ("guard", "coding", "tensorized", "metrics"):
+        assert f'id="{name}"' not in page
+        assert f'href="#{name}"' not in page
+    _, _, listed = visible(page).partition("Not in this report")
+    for title in ("Guard:", "Gradient coding:", "Tensorized layers:"):
+        assert title in listed
+    # A link for each part that is there.
+    for name in re.findall(r'<a href="#([^"]+)"', page):
+        assert f'id="{name}"' in page
+
+
+def test_failures_and_resumes_are_marks_on_the_curve(new_run: Any) -> None:
+    loss = figures_of(page_of(eventful(new_run())))["loss"]
+    ended, resumed = trace(loss, "ended early"), trace(loss, "resumed")
+    names = [each["name"] for each in loss["data"]]
+    steps = loss["views"][0]["x"]
+    assert len(ended["text"]) == len(resumed["text"]) == 1
+    assert resumed["text"][0].startswith("attempt 2 resumed at step ")
+    assert abs(steps[names.index("resumed")][0] - int(resumed["text"][0].split()[5])) <= 10
+    curve = trace(loss, "training, smoothed")["y"]
+    assert resumed["y"][0] in curve
+
+
+def test_metrics_of_the_loop_have_pictures_of_their_own(new_run: Any) -> None:
+    run = new_run()
+    run.start()
+    run.ready()
+    for step in (1, 2, 3):
+        metrics = {"accuracy": step / 10}
+        run.write(records.StepsDone(step, 1, 2.0, 1.0, 0.1, 0, [0.1], {"compute": 0.1}, metrics))
+    run.close()
+    page = page_of(run)
+    assert trace(figures_of(page)["metric-0"], "lark")["y"] == [0.1, 0.2, 0.3]
+    assert 'id="metrics"' in page
 
 
 def test_foreign_text_cannot_become_markup(new_run: Any) -> None:

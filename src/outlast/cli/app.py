@@ -22,7 +22,8 @@ from outlast.cli.run import SETTINGS as RUN_SETTINGS
 from outlast.cli.run import run
 from outlast.cli.runs import convert, export, report, resize
 from outlast.cli.submit import submit
-from outlast.cli.train import TrainCommand, init, train
+from outlast.cli.train import init, train
+from outlast.cli.watch import watch
 from outlast.errors import EXIT_INTERRUPTED
 from outlast.version import __version__
 
@@ -49,12 +50,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _RUN, _LOOK, _PLAN, _CLUSTER, _TEST = "Run", "Look", "Plan", "Cluster", "Test"
-app.command(cls=TrainCommand, rich_help_panel=_RUN)(train)
+app.command(rich_help_panel=_RUN)(train)
 app.command(context_settings=RUN_SETTINGS, rich_help_panel=_RUN)(run)
 app.command(rich_help_panel=_RUN)(init)
 app.command(rich_help_panel=_RUN)(resize)
 app.command(rich_help_panel=_RUN)(export)
 app.command(rich_help_panel=_RUN)(convert)
+app.command(rich_help_panel=_LOOK)(watch)
 app.command(rich_help_panel=_LOOK)(report)
 app.add_typer(ckpt, rich_help_panel=_LOOK)
 app.add_typer(energy, rich_help_panel=_LOOK)

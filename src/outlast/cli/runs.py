@@ -54,7 +54,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Show runs as pictures: one HTML file that needs no network.
+    """Show runs as pictures: an HTML file that needs no network.
+
+    With --output, and for several runs, the file holds all that it needs (5 MB); RUN/report.html
+    loads plotly from the folder .report beside the runs, which their reports share.
 
     Loss, throughput, step times, where the time went, events, attempts, warnings, the model's
     sample and the job. Works while the run continues and after it was killed.

@@ -288,9 +288,6 @@ def check_run(job: Job) -> None:
             )
         return
     if changed := differences(earlier, job):
-        listed = "\n".join(f"  - {line}" for line in changed)
-        raise RunError(
-            f"the run directory {directory.path} belongs to another job; these settings differ:\n"
-            f"{listed}\ngive this run another name (run.name=...), set them back, or start anew "
-            "with --fresh, which moves the old directory aside"
-        )
+        from outlast.train.run import another_job
+
+        raise RunError(another_job(directory.path, changed))

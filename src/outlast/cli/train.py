@@ -38,22 +38,30 @@ Overrides = Annotated[
 Processes = Annotated[int | None, typer.Option(min=1, help="Processes to start on this machine.")]
 
 
-class TrainCommand(typer.core.TyperCommand):
-    """Adds every setting of a job, by section, below the usual help."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the usual help, then the settings."""
-        super().format_help(ctx, formatter)
-
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    """Print the usual help, then every setting of a job by section."""
+    if wanted:
+        typer.echo(ctx.get_help())
         print_settings()
+        raise typer.Exit
 
 
 def train(
     job_file: JobFile = None,
     overrides: Overrides = None,
+    *,
     nproc: Processes = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run of this name aside and start anew.")
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            help="Show all settings of a job, by section, and exit.",
+            callback=_help_all,
+            is_eager=True,
+        ),
     ] = False,
     process_fault: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -62,7 +70,10 @@ def train(
     The same command starts, resumes and finishes a run. It works alone, with --nproc, under
     torchrun and under srun. Exit codes: 0 done, 2 wrong input, 3 stopped and to be continued, 4
     wrong values that stay wrong.
+
+    Examples: outlast train; outlast train train.steps=600; outlast train job.toml --nproc 2
     """
+    del help_all
     from outlast.job import load_job
 
     job_file, settings = job_arguments(job_file, overrides)
@@ -114,7 +125,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         )
     if ranks is not None:
         if ranks.is_first:
-            print("" if fresh else completion(directory), end="", flush=True)
+            print("" if fresh else completion(directory, job), end="", flush=True)
             start, unpredicted = _predicted(start, ranks.world_size)
         code = work(start, ranks)
         if ranks.is_first:
@@ -130,7 +141,7 @@ def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> i
         preflight(job, processes)
     if not fresh:
         check_directory(job, directory)
-        if complete := completion(directory):
+        if complete := completion(directory, job):
             print(complete, end="")
             show_run(job, directory)
             return EXIT_DONE
@@ -157,19 +168,17 @@ def _predicted(start: Start, processes: int) -> tuple[Start, str]:
     return (start, found) if isinstance(found, str) else (replace(start, prediction=found), "")
 
 
-def completion(directory: RunDirectory) -> str:
-    """Message for a run that has done all its steps; else empty."""
+def completion(directory: RunDirectory, job: Job) -> str:
+    """Message for a run that has done all the job's steps; else empty."""
     from outlast.records import read_run
 
-    found = read_run(directory.path).completion() if directory.exists() else ""
+    found = read_run(directory.path).completion(job.train.steps) if directory.exists() else ""
     if not found:
         return ""
     return (
         f"{found}; nothing is left to train.\n"
+        f"  longer: train.steps={2 * job.train.steps}, or any number above {job.train.steps}\n"
         "  anew: --fresh, which moves it aside, or another run.name\n"
-        "  longer: not this run, since train.steps shapes its schedule; `outlast export "
-        f"{directory.path} --output DIR`, and a job with model.directory = DIR continues from its "
-        "weights\n"
     )
 
 
@@ -292,8 +301,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
         yield "steps", f"{last_step.step:,} of {job.train.steps:,}"
         yield "tokens", f"{last_step.tokens:,}"
         step_seconds = sum(sum(event.step_seconds) for _, event in steps)
-        counted = sum(event.steps for _, event in steps)
-        tokens = counted * job.train.batch_size * job.data.sequence_length
+        tokens_per_step = {r.attempt: e.tokens_per_step for r, e in run.of(AttemptStarted)}
+        tokens = sum(event.steps * tokens_per_step[record.attempt] for record, event in steps)
         if step_seconds:
             yield "throughput", f"{tokens / step_seconds:,.0f} tokens/s within steps"
     tensorized, ranks = run.tensorized, run.ranks

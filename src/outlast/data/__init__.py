@@ -18,6 +18,7 @@ from outlast.data.batches import (
     SampleWindow,
     microbatch_count,
     microbatches,
+    samples_until,
     share,
 )
 from outlast.data.prepare import (
@@ -54,6 +55,7 @@ __all__ = [
     "microbatches",
     "prepare",
     "read_index",
+    "samples_until",
     "share",
     "split_by_name",
     "stdlib_files",

@@ -2,7 +2,8 @@
 
 The global batch of step s holds the global samples [s * B, (s + 1) * B). Each rank takes a
 contiguous share of it and gathers it in micro-batches. Nothing is remembered from step to step,
-so a run resumes by asking for another step, on any number of ranks.
+so a run resumes by asking for another step, on any number of ranks. Where the batch size B has
+changed at an earlier step, an offset is added, so that every sample is still read once.
 
 The order of samples as a function of (seed, global sample index), with no state.
 
@@ -34,7 +35,7 @@ import numpy.typing as npt
 from outlast.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from outlast.data.tokens import TokenFile
 
@@ -47,6 +48,25 @@ def share(start: int, stop: int, rank: int, ranks: int) -> tuple[int, int]:
     """
     size = stop - start
     return start + size * rank // ranks, start + size * (rank + 1) // ranks
+
+
+def samples_until(step: int, starts: Iterable[tuple[int, int]]) -> int:
+    """Samples of the first `step` steps of a run whose batch size may have changed.
+
+    Args:
+        step: Steps done.
+        starts: Of every start of the run in turn, the step that it began from and its batch size.
+            A start takes the place of what earlier ones did beyond its first step.
+    """
+    stretches: list[tuple[int, int]] = []
+    for first, size in starts:
+        stretches = [stretch for stretch in stretches if stretch[0] < first] + [(first, size)]
+    stretches = [stretch for stretch in stretches if stretch[0] < step]
+    ends = [first for first, _ in stretches[1:]] + [step]
+    # What came before the first start that is known had its size, for all that is known.
+    begins = [0, *ends[:-1]]
+    sizes = [size for _, size in stretches]
+    return sum(size * (end - begin) for size, begin, end in zip(sizes, begins, ends, strict=False))
 
 
 def microbatches(first: int, last: int, count: int) -> list[tuple[int, int]]:
@@ -74,7 +94,7 @@ class MicroBatch:
     """Samples for one forward pass.
 
     Attributes:
-        sample_ids: (samples,) int64, global sample indices: step * batch_size + i.
+        sample_ids: (samples,) int64, global sample indices: step * batch_size + offset + i.
         inputs: (samples, sequence_length) int64, token ids.
         targets: (samples, sequence_length) int64, the token after each input.
     """
@@ -143,7 +163,7 @@ class SampleWindow:
         return inputs, targets
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchLoader:
     """One rank's part of every global batch.
 
@@ -154,6 +174,7 @@ class BatchLoader:
         rank: This data-parallel rank.
         ranks: Number of data-parallel ranks.
         microbatches: Micro-batches that the rank's share is divided into.
+        offset: Added to every global sample index, in samples; see `continue_from`.
     """
 
     windows: SampleWindow
@@ -162,6 +183,7 @@ class BatchLoader:
     rank: int = 0
     ranks: int = 1
     microbatches: int = 1
+    offset: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -177,6 +199,10 @@ class BatchLoader:
             raise DataError(
                 f"the order is of {self.order.samples} samples, the data of {self.windows.samples}"
             )
+
+    def continue_from(self, step: int, samples: int) -> None:
+        """Let the batch of `step` begin at global sample index `samples`, and others follow."""
+        self.offset = samples - step * self.batch_size
 
     def batch(self, step: int) -> list[MicroBatch]:
         """Gather this rank's share of the global batch of a step.
@@ -195,7 +221,7 @@ class BatchLoader:
             rank: Whose share of the global batch, in [0, ranks).
             number: Which of its micro-batches, in [0, microbatches).
         """
-        start = step * self.batch_size
+        start = step * self.batch_size + self.offset
         first, last = share(start, start + self.batch_size, rank, self.ranks)
         low, high = microbatches(first, last, self.microbatches)[number]
         sample_ids = np.arange(low, high, dtype=np.int64)

@@ -16,7 +16,14 @@ from outlast.job.load import (
     loop_template,
     settings_from_text,
 )
-from outlast.job.section import Section, differences, fingerprint, identity, to_toml
+from outlast.job.section import (
+    Section,
+    adjustable,
+    differences,
+    fingerprint,
+    identity,
+    to_toml,
+)
 from outlast.job.sections import (
     CheckpointSection,
     CodingSection,
@@ -64,6 +71,7 @@ __all__ = [
     "StagingSection",
     "TensorizeSection",
     "TrainSection",
+    "adjustable",
     "default_job_text",
     "differences",
     "fingerprint",

@@ -22,9 +22,12 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 T = TypeVar("T")
-_CHANGEABLE, _IDENTITY = "changeable", "identity"
+_CHANGEABLE, _ADJUSTABLE, _IDENTITY = "changeable", "adjustable", "identity"
 Changeable = Annotated[T, _CHANGEABLE]
 """A setting that may change from one start of a run to the next."""
+Adjustable = Annotated[T, _ADJUSTABLE]
+"""A setting of the run's identity that may change all the same: the run continues with it, and the
+change is recorded."""
 Identity = Annotated[T, _IDENTITY]
 """A setting of a `ChangeableSection` that is part of the run's identity all the same."""
 
@@ -38,7 +41,8 @@ class Section(BaseModel):
     """Base of all sections: immutable, unknown keys refused, no value converted to another type.
 
     TOML has types, so `steps = "5"`, `steps = true` and `compile = "no"` are mistakes. A setting is
-    part of the run's identity, unless it is `Changeable` or in a `ChangeableSection`. The text
+    part of the run's identity, unless it is `Changeable` or in a `ChangeableSection`. A run
+    refuses to continue with another identity, but for settings that are `Adjustable`. The text
     below a setting is its description.
     """
 
@@ -141,18 +145,33 @@ def identity(job: Section) -> dict[str, Any]:
     return found
 
 
-def fingerprint(job: Section) -> str:
-    """A short hash (16 hexadecimal digits) of the job's identity."""
-    return hashlib.sha256(_canonical(identity(job)).encode()).hexdigest()[:16]
+def adjustable(job_type: type[Section]) -> list[str]:
+    """The settings of the identity, each ``section.key``, that may change during a run."""
+    return [
+        f"{section_name}.{key}"
+        for section_name, section in job_type.model_fields.items()
+        for key, field in type(section.default).model_fields.items()
+        if _ADJUSTABLE in field.metadata
+    ]
+
+
+def fingerprint(job: Section, *, adjusted: bool = True) -> str:
+    """A short hash (16 hexadecimal digits) of the job's identity.
+
+    Without `adjusted`, settings that may change during a run do not count.
+    """
+    settings, without = identity(job), () if adjusted else adjustable(type(job))
+    kept = {key: value for key, value in settings.items() if key not in without}
+    return hashlib.sha256(_canonical(kept).encode()).hexdigest()[:16]
 
 
 def differences(old: Section, new: Section) -> list[str]:
-    """One line ``section.key: old -> new`` for every identity setting that differs."""
-    before, after = identity(old), identity(new)
+    """One line ``section.key: old -> new`` for each setting that differs and may not."""
+    before, after, allowed = identity(old), identity(new), adjustable(type(new))
     return [
         f"{key}: {before[key]!r} -> {after[key]!r}"
         for key in before
-        if _canonical(before[key]) != _canonical(after[key])
+        if key not in allowed and _canonical(before[key]) != _canonical(after[key])
     ]
 
 

@@ -1,10 +1,11 @@
 """The job file's sections, one pydantic model each.
 
-The text below a field says what it means: ``outlast train --help`` shows it, and ``outlast init``
+The text below a field says what it means: ``outlast train --help-all`` shows it, ``outlast init``
 writes it as a comment. Fields that belong to the *identity* of a run decide which numbers come out
 (model, data, optimizer, batch, schedule, seed). The `Changeable` ones and those of changeable
 sections (parallelism, micro-batch, cadence of checkpoints, logging) may change from one start of a
-run to the next.
+run to the next. `Adjustable` ones (length, batch size, learning rate) shape the result and may
+change too: the run continues with them from there, and records it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, PlainValidator, Po
 from pydantic_core import PydanticCustomError
 
 from outlast.job.section import (
+    Adjustable,
     Changeable,
     ChangeableSection,
     Count,
@@ -272,15 +274,15 @@ class DataSection(Section):
 class TrainSection(Section):
     """Length, batch size and precision of the training."""
 
-    steps: Positive = 1000
+    steps: Adjustable[Positive] = 1000
     """optimizer steps in the whole run"""
-    batch_size: Positive = 32
+    batch_size: Adjustable[Positive] = 32
     """samples in one optimizer step, over all ranks"""
     micro_batch_size: Changeable[Count] = 0
     """samples in one forward on one rank; 0: the rank's whole share of the batch"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: matrix products in bfloat16, master weights and optimizer in fp32"""
-    gradient_clip: NonNegativeFloat = 1.0
+    gradient_clip: Adjustable[NonNegativeFloat] = 1.0
     """largest global gradient norm; 0: no clipping"""
     activation_checkpointing: Changeable[bool] = False
     """recompute each block's activations in the backward pass"""
@@ -343,11 +345,11 @@ class OptimizerSection(Section):
 
     name: Literal["adamw", "muon"] = "adamw"
     """muon: torch.optim.Muon for hidden matrices, AdamW for everything else"""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: Adjustable[PositiveFloat] = 1e-3
     """peak learning rate of AdamW (with muon: of embeddings, head and vectors)"""
-    muon_learning_rate: PositiveFloat = 0.02
+    muon_learning_rate: Adjustable[PositiveFloat] = 0.02
     """peak learning rate of Muon's matrices"""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: Adjustable[NonNegativeFloat] = 0.1
     """decoupled weight decay, on matrices only"""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
     """AdamW's first moment decay"""
@@ -362,13 +364,13 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """The learning rate as a function of the step."""
 
-    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    name: Adjustable[Literal["cosine", "wsd", "constant"]] = "cosine"
     """cosine decay, warm-up stable decay (wsd), or constant after the warm-up"""
-    warmup_steps: Count = 0
+    warmup_steps: Adjustable[Count] = 0
     """steps of linear warm-up from zero"""
-    decay_fraction: Fraction = 0.2
+    decay_fraction: Adjustable[Fraction] = 0.2
     """wsd: share of the steps in the final linear decay"""
-    final_fraction: Fraction = 0.1
+    final_fraction: Adjustable[Fraction] = 0.1
     """learning rate at the end, as a share of the peak"""
 
 

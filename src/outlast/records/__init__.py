@@ -28,6 +28,7 @@ from outlast.records.events import (
     MembershipChanged,
     RanksChanged,
     Sampled,
+    SettingsChanged,
     StateRecovered,
     StepsDone,
     StopRequested,
@@ -48,7 +49,16 @@ from outlast.records.forecast import (
 )
 from outlast.records.lease import check_lease, leave_without_lease
 from outlast.records.lock import OwnerLock, lives_on_this_host, this_process
-from outlast.records.log import LOST, Attempt, Record, RecordWriter, Run, event_file, read_run
+from outlast.records.log import (
+    LOST,
+    Attempt,
+    Record,
+    RecordWriter,
+    Run,
+    RunFollower,
+    event_file,
+    read_run,
+)
 from outlast.records.sinks import (
     Sink,
     TensorBoardSink,
@@ -105,7 +115,9 @@ __all__ = [
     "RecordWriter",
     "Run",
     "RunDirectory",
+    "RunFollower",
     "Sampled",
+    "SettingsChanged",
     "Sink",
     "StateRecovered",
     "StepsDone",

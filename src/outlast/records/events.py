@@ -58,6 +58,24 @@ class AttemptStarted(Event):
     parameters: int
     flops_per_token: float
     data: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SettingsChanged(Event):
+    """The attempt continues the run with other settings than the attempt before.
+
+    Attributes:
+        changes: ``section.key`` -> the values before and after.
+    """
+
+    kind: ClassVar[str] = "settings_changed"
+    changes: dict[str, list[Any]]
+
+    def words(self) -> str:
+        """The changes in one line."""
+        listed = (f"{key} {before!r} -> {after!r}" for key, (before, after) in self.changes.items())
+        return f"settings changed since the last start: {', '.join(listed)}"
 
 
 @dataclass(frozen=True)

@@ -257,10 +257,23 @@ class Run:
             found[-1][1], parameters=ranks.parameters, flops_per_token=ranks.flops_per_token
         )
 
-    def completion(self) -> str:
+    @property
+    def batch_sizes(self) -> dict[int, tuple[int, int]]:
+        """Of each attempt that trained, its first step and the samples of a step."""
+        sizes = {
+            record.attempt: event.samples_per_step for record, event in self.of(AttemptStarted)
+        }
+        return {
+            attempt.number: (attempt.first_step, sizes[attempt.number])
+            for attempt in self.attempts
+            if attempt.first_step is not None and attempt.number in sizes
+        }
+
+    def completion(self, steps: int = 0) -> str:
         """In words, where and when the run was complete; empty where its last end was another.
 
-        Starts that found it so, and did nothing, have not completed it.
+        Starts that found it so, and did nothing, have not completed it. A run that was complete
+        with fewer than `steps` steps is not.
         """
         complete: tuple[int, float] | None = None
         for record, event in self.of(AttemptEnded):
@@ -268,7 +281,7 @@ class Run:
                 complete = None
             elif complete is None or event.step != complete[0]:
                 complete = event.step, record.time
-        if complete is None:
+        if complete is None or complete[0] < steps:
             return ""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(complete[1]))
         return f"{self.path} is complete: step {complete[0]:,}, since {when}"
@@ -340,10 +353,7 @@ def read_run(path: Path | str) -> Run:
     """
     directory = RunDirectory(Path(path))
     if not directory.exists():
-        raise RunError(
-            f"{path} is not a run directory: it has no job.toml; "
-            "name a folder that `outlast train` made, e.g. runs/quickstart"
-        )
+        raise _no_run(path)
     files = [event_file(directory.path, 0), *sorted(directory.path.glob("events.rank*.jsonl"))]
     stamped: list[tuple[tuple[int, float], Record]] = []
     try:
@@ -359,6 +369,58 @@ def read_run(path: Path | str) -> Run:
         raise RunError(f"{error.filename} cannot be read: {error.strerror}") from None
     stamped.sort(key=lambda item: item[0])
     return Run(directory.path, job_text, [record for _, record in stamped])
+
+
+class RunFollower:
+    """Reads what is added to the records of a run, by any process, also on another host.
+
+    Args:
+        path: The run directory.
+
+    Raises:
+        RunError: When `path` is not a run directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.directory = RunDirectory(path)
+        if not self.directory.exists():
+            raise _no_run(path)
+        # Of each file its inode, bytes read, and a line that has no end yet.
+        self._read: dict[Path, tuple[int, int, bytes]] = {}
+
+    def new_records(self) -> list[Record]:
+        """The records since the last call, those of each process in order.
+
+        A run that was started anew in the same place (`--fresh`) is read from its beginning.
+
+        Raises:
+            RunError: When a file cannot be read.
+        """
+        folder, found = self.directory.path, list[Record]()
+        for file in [event_file(folder, 0), *sorted(folder.glob("events.rank*.jsonl"))]:
+            try:
+                with file.open("rb") as opened:
+                    inode, offset, torn = self._read.get(file, (0, 0, b""))
+                    status = os.fstat(opened.fileno())
+                    if status.st_ino != inode or status.st_size < offset:
+                        offset, torn = 0, b""
+                    opened.seek(offset)
+                    content = opened.read()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise RunError(f"{file} cannot be read: {error.strerror}") from None
+            *lines, rest = (torn + content).split(b"\n")
+            self._read[file] = status.st_ino, offset + len(content), rest
+            found += filter(None, map(_parse, lines))
+        return found
+
+
+def _no_run(path: Path | str) -> RunError:
+    return RunError(
+        f"{path} is not a run directory: it has no job.toml; "
+        "name a folder that `outlast train` made, e.g. runs/quickstart"
+    )
 
 
 def _parse(line: bytes) -> Record | None:

@@ -17,6 +17,7 @@ from outlast.records import (
     Evaluated,
     MemberLost,
     MembershipChanged,
+    SettingsChanged,
     StateRecovered,
     StepsDone,
     StopRequested,
@@ -212,6 +213,8 @@ def _loss_traces(
                     bad,
                 )
             )
+        if single:
+            found += _ends_and_resumes(overview, means)
     if len(validation.loss):
         points = _line(
             validation.loss,
@@ -222,6 +225,42 @@ def _loss_traces(
         )
         points |= {"mode": "lines+markers", "marker": {"size": 7, "symbol": "diamond"}}
         found.append((points, validation, np.arange(len(validation.loss))))
+    return found
+
+
+def _ends_and_resumes(
+    overview: Overview, means: Floats
+) -> list[tuple[dict[str, Any], Training | Validation, Integers]]:
+    """Marks on the curve: where starts of the run failed or were killed, and others resumed."""
+    training, attempts = overview.training, overview.run.attempts
+    reached = {record.attempt: event.step for record, event in overview.run.of(StepsDone)}
+    places: dict[str, list[tuple[int, str]]] = {"ended early": [], "resumed": []}
+    for attempt in attempts:
+        last = reached.get(attempt.number)
+        if attempt.outcome != "completed" and last is not None and attempt is not attempts[-1]:
+            ended = OUTCOME_WORDS.get(attempt.outcome, attempt.outcome)
+            places["ended early"].append((last, f"attempt {attempt.number}: {ended}"))
+        if attempt.first_step:
+            words = text.plural(attempt.world_size, "process")
+            resumed = f"attempt {attempt.number} resumed at step {attempt.first_step:,} on {words}"
+            places["resumed"].append((attempt.first_step, resumed))
+    styles = {"ended early": ("x", "var(--bad)"), "resumed": ("triangle-up", "var(--good)")}
+    found: list[tuple[dict[str, Any], Training | Validation, Integers]] = []
+    for name, marked in places.items():
+        steps = np.array([step for step, _ in marked], dtype=np.int64)
+        at = np.minimum(np.searchsorted(training.step, steps), len(training.step) - 1)
+        symbol, colour = styles[name]
+        trace = {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "y": _rounded(means[at]) if len(at) else [],
+            "marker": {"symbol": symbol, "size": 10, "color": colour},
+            "text": [text.escape(words) for _, words in marked],
+            "hovertemplate": "%{text}<extra></extra>",
+        }
+        if marked:
+            found.append((trace, training, at))
     return found
 
 
@@ -371,7 +410,17 @@ def _jsonable(value: Any) -> Any:
     return value
 
 
-LANES = ("checkpoint", "restore", "membership", "evaluation", "stop request", "warning", "failure")
+LANES = (
+    *("checkpoint", "restore", "membership", "settings", "evaluation", "stop request", "warning"),
+    "failure",
+)
+
+
+_LANE_OF = {
+    SettingsChanged: "settings",
+    StateRecovered: "restore",
+    MembershipChanged: "membership",
+}
 
 
 _SHORTEST_GAP_SECONDS = 0.05
@@ -460,9 +509,10 @@ def _of_record(record: Record) -> Iterator[Mark]:
             yield Mark("failure", record.time, recovery_words(lost))
         case _ if record.rank:
             return
-        case StateRecovered() | MembershipChanged() as event:
-            lane = "restore" if isinstance(event, StateRecovered) else "membership"
-            yield Mark(lane, record.time, recovery_words(event))
+        case SettingsChanged() | StateRecovered() | MembershipChanged() as event:
+            lane = _LANE_OF[type(event)]
+            words = event.words() if isinstance(event, SettingsChanged) else recovery_words(event)
+            yield Mark(lane, record.time, words)
         case CheckpointSaved() as saved:
             words = (
                 f"checkpoint of step {saved.step:,} on disk after {text.duration(saved.seconds)} "

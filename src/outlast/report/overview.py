@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from outlast.data import samples_until
 from outlast.errors import RunError
 from outlast.records import (
     LOST,
@@ -209,15 +210,21 @@ def flops_of(overview: Overview, tokens: Integers) -> Floats | None:
     # By the tokens before it, where another number of FLOPs begins; of steps that were done several
     # times the last time counts.
     since, changes = {0: per_token}, overview.run.of(RanksChanged)
+    sizes = overview.run.batch_sizes
     for attempt in overview.run.attempts:
         start = starts.get(attempt.number)
         if start is None or attempt.first_step is None:
             continue
         mine = {attempt.first_step: start.flops_per_token or per_token}
         mine |= {e.step: e.flops_per_token for r, e in changes if r.attempt == attempt.number}
-        first = attempt.first_step * start.tokens_per_step
+        length = start.tokens_per_step // max(start.samples_per_step, 1)
+        earlier = [size for number, size in sizes.items() if number < attempt.number]
+        first = samples_until(attempt.first_step, earlier) * length
         since = {place: flops for place, flops in since.items() if place < first}
-        since |= {step * start.tokens_per_step: flops for step, flops in mine.items()}
+        since |= {
+            first + (step - attempt.first_step) * start.tokens_per_step: flops
+            for step, flops in mine.items()
+        }
     # Where it stays as it is, nothing begins.
     runs = [next(run) for _, run in itertools.groupby(sorted(since.items()), lambda item: item[1])]
     places, rates = np.array(runs, dtype=np.float64).T

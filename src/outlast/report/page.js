@@ -49,6 +49,12 @@
   const plots = [...document.querySelectorAll(".plot")];
   const drawAll = () => plots.forEach(draw);
 
+  if (typeof Plotly === "undefined") {
+    document.getElementById("no-library").hidden = false;
+    for (const plot of plots) plot.hidden = true;
+    plots.length = 0;
+  }
+
   for (const button of document.querySelectorAll(".switch button")) {
     button.addEventListener("click", () => {
       const plot = button.closest("figure").querySelector(".plot");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import string
 from collections import Counter
 from dataclasses import dataclass
@@ -311,19 +312,17 @@ def head(overviews: Sequence[Overview]) -> str:
             f'<span class="when">{when}</span></div>'
         )
     if single:
-        cards = "".join(
-            f'<div class="card"><dt>{text.escape(figure.label)}</dt>'
-            f"<dd>{_figure(figure)}{_kind(figure)}</dd></div>"
-            for figure in key_figures(overviews[0])
-        )
-        figures = f'<dl class="cards">{cards}</dl>'
+        found = key_figures(overviews[0])
+        figures = _cards(headlines(found))
+        figures += f"<details><summary>All figures</summary>{_cards(found)}</details>"
     else:
         columns = [{figure.label: figure for figure in key_figures(item)} for item in overviews]
         rows = []
         for label in dict.fromkeys(label for column in columns for label in column):
             unknown = KeyFigure(label, Unavailable("not known for this run"))
-            found = [column.get(label, unknown) for column in columns]
-            rows.append([words(label), *(Cell(_figure(figure, _kind(figure))) for figure in found)])
+            figures_of = [column.get(label, unknown) for column in columns]
+            cells = (Cell(_figure(figure, _kind(figure))) for figure in figures_of)
+            rows.append([words(label), *cells])
         names = [
             Cell(_swatch(index) + text.escape(overview.label))
             for index, overview in enumerate(overviews)
@@ -331,6 +330,33 @@ def head(overviews: Sequence[Overview]) -> str:
         caption = "Key figures of the runs side by side"
         figures = table([words("figure"), *names], rows, caption, css_class="comparison")
     return f'<section class="head" id="figures" aria-label="Key figures">{lines}{figures}</section>'
+
+
+def headlines(figures: Sequence[KeyFigure]) -> list[KeyFigure]:
+    """The six figures that a reader asks for first, of those that are known."""
+    known = {item.label: item for item in figures if not isinstance(item.value, Unavailable)}
+    found = [known[label] for label in _HEADLINES if label in known]
+    if "Validation loss" in known:
+        found = [item for item in found if item.label != "Training loss"]
+    return found[:_MOST_HEADLINES]
+
+
+_HEADLINES = (
+    *("Validation loss", "Training loss", "Steps", "Throughput", "Wall time", "Attempts"),
+    *("Silent data corruption", "Steps with a straggler", "Energy", "Checkpoints", "Parameters"),
+)
+
+
+_MOST_HEADLINES = 6
+
+
+def _cards(figures: Sequence[KeyFigure]) -> str:
+    cards = "".join(
+        f'<div class="card"><dt>{text.escape(figure.label)}</dt>'
+        f"<dd>{_figure(figure)}{_kind(figure)}</dd></div>"
+        for figure in figures
+    )
+    return f'<dl class="cards">{cards}</dl>'
 
 
 def _swatch(index: int) -> str:
@@ -373,8 +399,57 @@ def pictures(overviews: Sequence[Overview]) -> list[Figure]:
     ]
 
 
-def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
-    """Everything below the head."""
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        name: By which links find it.
+        link: Its name at the top of the page.
+        content: Its HTML, below its title and note.
+    """
+
+    name: str
+    link: str
+    title: str
+    note: str
+    content: str
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing to show; empty where there is."""
+        without_runs = re.sub(r"<h3>.*?</h3>", "", self.content)
+        missing = re.findall(r'<p class="missing">([^<]*)</p>', without_runs)
+        if re.sub(r'<p class="missing">[^<]*</p>', "", without_runs):
+            return ""
+        return "; ".join(dict.fromkeys(reason.removeprefix("unavailable: ") for reason in missing))
+
+    def html(self) -> str:
+        """The section of the page."""
+        about = f'<p class="about">{text.escape(self.note)}</p>' if self.note else ""
+        return (
+            f'<section class="panel" id="{self.name}" aria-labelledby="{self.name}-title">'
+            f'<h2 id="{self.name}-title">{text.escape(self.title)}</h2>{about}{self.content}'
+            "</section>"
+        )
+
+
+def body(sections: Sequence[Section]) -> str:
+    """Everything below the head, with one list of what there was nothing to show of."""
+    shown = [section.html() for section in sections if section.content and not section.reason]
+    reasons = [
+        f"<li>{text.escape(section.title)}: {section.reason}</li>"
+        for section in sections
+        if section.reason
+    ]
+    if reasons:
+        listed = f'<ul class="warnings">{"".join(reasons)}</ul>'
+        shown.append(Section("missing", "", "Not in this report", "", listed).html())
+    return "\n".join(shown)
+
+
+def sections_of(overviews: Sequence[Overview], figures: Sequence[Figure]) -> list[Section]:
+    """The page's parts in reading order; those with nothing to show have a reason."""
     by_name = {figure.name: figure for figure in figures}
 
     def timeline(overview: Overview) -> str:
@@ -397,52 +472,45 @@ def body(overviews: Sequence[Overview], figures: Sequence[Figure]) -> str:
             f"<pre>{text.escape(overview.run.job_text)}</pre></div></details>"
         )
 
-    parts = [
-        _section("loss", "Loss", _LOSS_NOTE, _plot(by_name["loss"])),
-        _section("comparison", "Loss for equal effort", _COMPARISON_NOTE, comparison(overviews))
-        if len(overviews) > 1
-        else "",
-        '<div class="pair">',
-        _section("throughput", "Throughput", _THROUGHPUT_NOTE, _plot(by_name["throughput"])),
-        _section("step-time", "Step time", _STEP_TIME_NOTE, _plot(by_name["step-time"])),
-        "</div>",
-        _section(
-            "time", "Where the time went", _TIME_NOTE, _plot(by_name["time-split"]),
-            time_table(overviews),
-        ),
-        _section(
-            "forecast", "Predicted and measured", _FORECAST_NOTE, drawn(forecast_part, "forecast")
-        )
-        if any(name.startswith("forecast-") for name in by_name)
-        else "",
-        _section("energy", "Energy", _ENERGY_NOTE, drawn(energy_part, "energy")),
-        _section("events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
-        _section("attempts", "Attempts", "", _each(overviews, attempts_table)),
-        _section(
-            "tensorized", "Tensorized layers", _TENSORIZED_NOTE, _each(overviews, tensorized_part)
-        ),
-        _section("guard", "Guard", _GUARD_NOTE, _each(overviews, guard_part)),
-        _section("recovery", "Recovery", "", _each(overviews, recovery_part)),
-        _section("coding", "Gradient coding", _CODING_NOTE, drawn(coding_part, "coding")),
-        _section("warnings", "Warnings", "", _each(overviews, warnings_list)),
-        '<div class="pair">',
-        _section("gradient", "Gradient norm", "Before clipping.", _plot(by_name["gradient"])),
-        _section("rate", "Learning rate", "", _plot(by_name["rate"])),
-        "</div>",
-        _section("metrics", "Other figures of the loop", _METRICS_NOTE, *map(_plot, metrics))
-        if (metrics := [figure for figure in figures if figure.name.startswith("metric-")])
-        else "",
-        _section("sample", "What the model writes", "", _each(overviews, _sample)),
-        _section("machine", "Machine and versions", "", _each(overviews, descriptions)),
-        _section("job", "Job", "", job_table(overviews), _each(overviews, job_text)),
-    ]  # fmt: skip
-    return "\n".join(parts)
+    def plots(*names: str) -> str:
+        drawn = [_plot(by_name[name]) for name in names if by_name[name].data]
+        return f'<div class="pair">{"".join(drawn)}</div>' if drawn else ""
+
+    several, metrics = len(overviews) > 1, [name for name in by_name if name.startswith("metric-")]
+    forecasts = any(name.startswith("forecast-") for name in by_name)
+    loss = _plot(by_name["loss"]) + plots("gradient", "rate")
+    time_split = _plot(by_name["time-split"]) + time_table(overviews)
+    speed = plots("throughput", "step-time") or _plot(by_name["throughput"])
+    equal, predicted = comparison(overviews) if several else "", ""
+    if forecasts:
+        predicted = drawn(forecast_part, "forecast")
+    layers, jobs = _each(overviews, tensorized_part), _each(overviews, job_text)
+    machines, recovered = _each(overviews, descriptions), _each(overviews, recovery_part)
+    return [
+        Section("loss", "loss", "Loss", _LOSS_NOTE, loss),
+        Section("comparison", "comparison", "Loss for equal effort", _COMPARISON_NOTE, equal),
+        Section("metrics", "metrics", "Metrics of the loop", _METRICS_NOTE, plots(*metrics)),
+        Section("time", "time", "Where the time went", _TIME_NOTE, time_split),
+        Section("throughput", "speed", "Throughput and step time", _SPEED_NOTE, speed),
+        Section("forecast", "forecast", "Predicted and measured", _FORECAST_NOTE, predicted),
+        Section("events", "events", "Events", _EVENTS_NOTE, _each(overviews, timeline)),
+        Section("attempts", "attempts", "Attempts", "", _each(overviews, attempts_table)),
+        Section("warnings", "warnings", "Warnings", "", _each(overviews, warnings_list)),
+        Section("recovery", "recovery", "Recovery", "", recovered),
+        Section("guard", "guard", "Guard", _GUARD_NOTE, _each(overviews, guard_part)),
+        Section("coding", "coding", "Gradient coding", _CODING_NOTE, drawn(coding_part, "coding")),
+        Section("energy", "energy", "Energy", _ENERGY_NOTE, drawn(energy_part, "energy")),
+        Section("tensorized", "layers", "Tensorized layers", _TENSORIZED_NOTE, layers),
+        Section("sample", "sample", "Sample of the model", "", _each(overviews, _sample)),
+        Section("machine", "machine", "Machine and versions", "", machines),
+        Section("job", "job", "Job", "", job_table(overviews) + jobs),
+    ]
 
 
-_THROUGHPUT_NOTE = "Measured; light: every record, strong: moving mean."
-
-
-_STEP_TIME_NOTE = "Measured, every step that was done, also those done again later."
+_SPEED_NOTE = (
+    "Measured. Throughput: light every record, strong moving mean. Step times: every step that was "
+    "done, also those done again later."
+)
 
 
 _TIME_NOTE = (
@@ -499,19 +567,12 @@ _METRICS_NOTE = "As the loop gave them to Run.log; light: every record, strong: 
 
 _LOSS_NOTE = (
     "Measured; light: every record, strong: centred moving mean over 2 % of the records (five in a "
-    "short run). Steps that were done again are shown once."
+    "short run). Steps that were done again are shown once; crosses mark where starts ended early, "
+    "triangles where the next one resumed. Below: gradient norm before clipping, learning rate."
 )
 
 
 _EVENTS_NOTE = "Point at a mark to read it. Hatched attempts failed or have no recorded end."
-
-
-def _section(name: str, title: str, note: str, *content: str) -> str:
-    about = f'<p class="about">{text.escape(note)}</p>' if note else ""
-    return (
-        f'<section class="panel" id="{name}" aria-labelledby="{name}-title">'
-        f'<h2 id="{name}-title">{text.escape(title)}</h2>{about}{"".join(content)}</section>'
-    )
 
 
 def _plot(figure: Figure) -> str:
@@ -570,11 +631,22 @@ def _sample(overview: Overview) -> str:
     )
 
 
-def render(overviews: Sequence[Overview]) -> str:
-    """The report of these runs (at least one) as HTML that loads nothing from anywhere."""
+def render(overviews: Sequence[Overview], library: str = "") -> str:
+    """The report of these runs (at least one) as HTML.
+
+    Args:
+        overviews: The runs.
+        library: Address of plotly beside the page; empty: the page holds it, and loads nothing.
+    """
     from plotly.offline import get_plotlyjs
 
     figures = pictures(overviews)
+    sections = sections_of(overviews, figures)
+    links = [
+        f'<a href="#{section.name}">{section.link}</a>'
+        for section in sections
+        if section.content and not section.reason
+    ]
     names = ", ".join(overview.label for overview in overviews)
     return string.Template(_asset("page.html")).substitute(
         title=text.escape(f"{names} - Outlast report"),
@@ -582,9 +654,13 @@ def render(overviews: Sequence[Overview]) -> str:
         colours=palette.style_sheet(),
         style=_asset("page.css"),
         head=head(overviews),
-        body=body(overviews, figures),
+        links="\n".join(links),
+        body=body(sections),
         figures=embed({figure.name: figure.payload() for figure in figures}),
-        plotly=get_plotlyjs(),
+        scripts="'unsafe-inline' 'self' file:" if library else "'unsafe-inline'",
+        library=f'<script src="{text.escape(library)}"></script>'
+        if library
+        else f"<script>{get_plotlyjs()}</script>",
         script=_asset("page.js"),
     )
 

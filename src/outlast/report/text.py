@@ -90,8 +90,9 @@ def clock_unit(longest_seconds: float) -> tuple[str, float]:
 
 
 def plural(number_of: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number_of:,} {noun}{'' if number_of == 1 else 's'}"
+    """``1 step``, ``2 steps``, ``2 processes``."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{number_of:,} {noun}{'' if number_of == 1 else ending}"
 
 
 def hover(text: str, width: int = 80) -> str:

@@ -40,6 +40,7 @@ from outlast.records import (
     MembershipChanged,
     Predicted,
     RanksChanged,
+    SettingsChanged,
     Sink,
     StateRecovered,
     StepsDone,
@@ -126,7 +127,7 @@ def message_of(event: Event) -> str | None:
             slowest = sorted(event.parts.items(), key=lambda part: -part[1])[:3]
             where = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
             return f"ready at step {event.step} after {event.seconds:.1f} s ({where})"
-        case DataStaged() | RanksChanged():
+        case DataStaged() | RanksChanged() | SettingsChanged():
             return event.words()
         case Evaluated():
             bits = "" if event.bits_per_byte is None else f", {event.bits_per_byte:.3f} bits/byte"

@@ -184,7 +184,7 @@ class MemoryCheckpoint:
         self._keeper = Keeper(
             state,
             kept_run(directory),
-            f"{fingerprint(job)} outlast-{__version__}",
+            f"{fingerprint(job, adjusted=False)} outlast-{__version__}",
             memory=settings.memory,
             every_steps=settings.every_steps,
             peers=self._peers,

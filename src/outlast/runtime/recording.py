@@ -179,6 +179,7 @@ class StepRecords:
         self._log_every = log_every
         self._total_steps = total_steps
         self._tokens_per_step = tokens_per_step
+        self.token_offset = 0
         self._step = 0
         self._losses: list[torch.Tensor | float | None] = []
         self._metrics: dict[str, list[torch.Tensor | float]] = {}
@@ -252,7 +253,7 @@ class StepRecords:
                 loss=sum(known) / len(known) if known else math.nan,
                 gradient_norm=norm,
                 learning_rate=rate,
-                tokens=self._step * self._tokens_per_step,
+                tokens=self._step * self._tokens_per_step + self.token_offset,
                 step_seconds=[round(second, 6) for second in self._step_seconds],
                 seconds=seconds,
                 metrics=means,

@@ -24,7 +24,7 @@ from outlast.data import (
     prepare,
 )
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.records import Warned
+from outlast.records import Warned, read_run
 from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.runtime.agreement import StepAgreement
 from outlast.runtime.cadence import job_cadence
@@ -235,8 +235,18 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         replay=replay,
         coding=notes,
         adaptation=adaptation,
+        earlier=_earlier_batches(setup) if setup.restores else (),
     )
     return trainer, size
+
+
+def _earlier_batches(setup: SetUp) -> list[tuple[int, int]]:
+    """First step and batch size of every earlier start of the run, the same on all ranks."""
+    first = setup.ranks.is_first
+    starts = raise_together(
+        lambda: list(read_run(setup.directory.path).batch_sizes.values()) if first else []
+    )
+    return gather_objects(starts)[0]
 
 
 def _engine(

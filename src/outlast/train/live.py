@@ -40,6 +40,7 @@ from outlast.errors import (
 from outlast.job import fingerprint
 from outlast.records import (
     AttemptEnded,
+    AttemptStarted,
     Event,
     MemberLost,
     RecordWriter,
@@ -444,12 +445,15 @@ def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began:
         trainer.before_step = process_faults(as_rank, start)
     for note in notes_of(setup, data):
         records.write(note)
-    opening = attempt_started(setup, data, size)
+    opening, *changed = attempt_started(setup, data, size)
+    assert isinstance(opening, AttemptStarted)
     records.write(
         replace(
             opening, world_size=post.groups, parallel={**opening.parallel, "replicate": post.groups}
         )
     )
+    for event in changed:
+        records.write(event)
     if start.prediction is not None:
         records.write(start.prediction)
     for message in trainer.guard.warnings if trainer.guard is not None else []:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outlast.data import samples_until
 from outlast.errors import DataCorruptionError
 from outlast.records import AttemptEnded, TrainingStarted
 from outlast.runtime.engine import Runtime, StepConsensus, StepResult
 from outlast.train.gradients import clip, global_norm
-from outlast.train.optimizer import set_learning_rate
+from outlast.train.optimizer import build_optimizers, restore_constants, set_learning_rate
+from outlast.train.tensorizing import factor_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.distributed import ProcessGroup
@@ -130,6 +132,7 @@ class Trainer:
     replay: ReplayLog | None = None
     coding: CodingNotes | None = None
     adaptation: RankAdaptation | None = None
+    earlier: Sequence[tuple[int, int]] = ()
     before_step: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
@@ -162,6 +165,7 @@ class Trainer:
             first_step, events = runtime.restore()
             for event in events:
                 runtime.write(event)
+            self._continue_from(first_step)
             if self.adaptation is not None:
                 self.adaptation.restored(first_step)
             parts["restore"] = time.perf_counter() - begun
@@ -173,6 +177,15 @@ class Trainer:
             runtime.mark("idle")
             self.records.finish(outcome.last_step)
         return outcome
+
+    def _continue_from(self, first_step: int) -> None:
+        """Let the job's settings hold, where those of earlier starts have shaped the state."""
+        job, model = self.job, self.model
+        built = build_optimizers(model, job.optimizer, factor_rules(model, job.tensorize))
+        restore_constants(self.optimizers, built)
+        if first_step and self.earlier:
+            self.loader.continue_from(first_step, samples_until(first_step, self.earlier))
+            self.records.token_offset = self.loader.offset * job.data.sequence_length
 
     def _train(self, first_step: int) -> Outcome:
         runtime, steps = self.runtime, self.job.train.steps

@@ -82,6 +82,18 @@ def build_optimizers(
     return optimizers
 
 
+def restore_constants(
+    optimizers: Sequence[torch.optim.Optimizer], built: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Give restored optimizers the peak rates and constants of newly `built` ones.
+
+    A checkpoint brings back those of the job that saved it, and the job's may have changed since.
+    """
+    for optimizer, new in zip(optimizers, built, strict=True):
+        for group, settings in zip(optimizer.param_groups, new.param_groups, strict=True):
+            group.update({key: value for key, value in settings.items() if key != "params"})
+
+
 def _groups(by_decay: dict[bool, list[nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     return [
         {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}

@@ -26,7 +26,15 @@ from outlast.errors import (
     RunError,
 )
 from outlast.hardware import Device, Figure, device_reported_as, this_machine
-from outlast.job import differences, fingerprint, job_from_text, to_toml
+from outlast.job import (
+    Job,
+    adjustable,
+    differences,
+    fingerprint,
+    identity,
+    job_from_text,
+    to_toml,
+)
 from outlast.records import (
     AttemptStarted,
     DataStaged,
@@ -35,6 +43,7 @@ from outlast.records import (
     RecordWriter,
     RunDirectory,
     Sampled,
+    SettingsChanged,
     Sink,
     Warned,
     forecast_of,
@@ -57,7 +66,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outlast.data import Prepared
-    from outlast.job import Job
+    from outlast.records import Event, Run
     from outlast.runtime.cadence import Turns
     from outlast.runtime.saves import Transfers
     from outlast.train.drill import Drill
@@ -198,11 +207,37 @@ def check_directory(job: Job, directory: RunDirectory) -> None:
             "the old directory aside"
         ) from None
     if changed := differences(earlier, job):
-        listed = "\n".join(f"  - {line}" for line in changed)
+        raise RunError(another_job(path, changed))
+    _check_adjusted(job, read_run(path))
+
+
+def another_job(directory: Path, changed: list[str]) -> str:
+    """Why a run directory is refused, `changed` being settings that shape the run."""
+    listed = "\n".join(f"  - {line}" for line in changed)
+    return (
+        f"the run directory {directory} belongs to another job; these settings differ:\n{listed}\n"
+        "give this run another name (run.name=...), set them back, or start anew with --fresh, "
+        "which moves the old directory aside; a run may change in the middle: "
+        f"{', '.join(adjustable(Job))}"
+    )
+
+
+def _check_adjusted(job: Job, run: Run) -> None:
+    """Refuse settings that a run may change, where this one cannot change to them."""
+    done = max((event.step for _, event in run.steps()), default=0)
+    if job.train.steps < done:
         raise RunError(
-            f"the run directory {path} belongs to another job; these settings differ:\n{listed}\n"
-            "give this run another name (run.name=...), set them back, or start anew with "
-            "--fresh, which moves the old directory aside"
+            f"train.steps = {job.train.steps} is less than the {done} steps that the run in "
+            f"{run.path} has done; set at least {done}, or give this run another name "
+            "(run.name=...)"
+        )
+    sizes = {size for _, size in run.batch_sizes.values()} | {job.train.batch_size}
+    if job.recover.mode == "live" and len(sizes) > 1:
+        batches = ", ".join(map(str, sorted(sizes)))
+        raise RunError(
+            f"the run in {run.path} has trained with batches of {batches}"
+            ' samples, and recover.mode = "live" cannot change train.batch_size; set it back, or '
+            'choose recover.mode = "restart"'
         )
 
 
@@ -319,7 +354,8 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
         if records is not None:
             for note in notes_of(setup, data):
                 records.write(note)
-            records.write(attempt_started(setup, data, size))
+            for event in attempt_started(setup, data, size):
+                records.write(event)
             if start.prediction is not None:
                 records.write(start.prediction)
             for message in trainer.guard.warnings if trainer.guard is not None else []:
@@ -420,11 +456,12 @@ def sinks_of(setup: SetUp) -> list[Sink]:
     return [display, *open_sinks(job.log, directory, name, job.model_dump())]
 
 
-def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> AttemptStarted:
-    """The event that opens an attempt."""
+def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> list[Event]:
+    """The event that opens an attempt, and one of settings that have changed since the last."""
     job = setup.job
     tokens = job.train.batch_size * job.data.sequence_length
-    return AttemptStarted(
+    settings = identity(job)
+    started = AttemptStarted(
         fingerprint=fingerprint(job),
         world_size=setup.ranks.world_size,
         launch=setup.ranks.launch,
@@ -437,7 +474,16 @@ def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> AttemptSta
         parameters=size.parameters,
         flops_per_token=size.flops_per_token,
         data=_data_facts(data),
+        settings=settings,
     )
+    earlier = read_run(setup.directory.path).of(AttemptStarted)
+    before = earlier[-1][1].settings if earlier else {}
+    changes = {
+        key: [before[key], value]
+        for key, value in settings.items()
+        if key in before and before[key] != value
+    }
+    return [started, SettingsChanged(changes)] if changes else [started]
 
 
 def _machine_facts(setup: SetUp) -> dict[str, object]:
