@@ -210,7 +210,7 @@ def test_a_killed_training_ends_in_the_same_weights(tmp_path):
     assert "drill: the run ended with exit code -9; starting it again" in out
     assert "process faults kill:step=3: 2 starts; the final weights equal" in out
     names = sorted(each.name for each in Path(tmp_path / "runs").iterdir())
-    assert names == ["tiny-drill-clean", "tiny-drill-faults"]
+    assert names == [".report", "tiny-drill-clean", "tiny-drill-faults"]
 
 
 def in_process(monkeypatch, capsys, folder, *arguments):

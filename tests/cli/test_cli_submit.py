@@ -151,11 +151,11 @@ def test_a_link_that_is_over_before_it_trains_is_refused(outlast: Outlast) -> No
 
 def test_the_directory_of_another_job_is_refused(outlast: Outlast, tmp_path: Path) -> None:
     (tmp_path / "runs/a").mkdir(parents=True)
-    job = load_job(None, ["run.name=a", "train.steps=7000"])
+    job = load_job(None, ["run.name=a", "run.seed=7000"])
     (tmp_path / "runs/a/job.toml").write_text(to_toml(job))
     code, _, err = outlast("submit", "run.name=a", "slurm.wall_time=8h")
     assert code == 2
-    assert "train.steps: 7000 -> 450" in err
+    assert "run.seed: 7000 -> 0" in err
 
 
 def submitted(outlast: Outlast, tmp_path: Path, *settings: str) -> ChainFiles:
@@ -201,9 +201,9 @@ def test_resuming_and_adopting_refuse_settings_of_another_run(
     (tmp_path / "job.toml").write_text(files.job.read_text())
     before = files.job.read_text()
     for command in (["resume", files.run], ["adopt", "7", "job.toml"]):
-        code, _, err = outlast("cluster", *command, "train.steps=7000")
+        code, _, err = outlast("cluster", *command, "run.seed=7000")
         assert code == 2
-        assert "train.steps: 450 -> 7000" in err
+        assert "run.seed: 0 -> 7000" in err
     assert files.job.read_text() == before
 
 

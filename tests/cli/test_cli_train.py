@@ -176,7 +176,7 @@ def test_a_run_in_use_by_a_live_process_is_left_alone(stopped, tmp_path):
             sentence = refused(stopped, tmp_path, *more)
             assert f"is in use by process {pid} on host" in sentence
         assert content(directory) == before
-        assert sorted(each.name for each in directory.parent.iterdir()) == ["stopped"]
+        assert sorted(each.name for each in directory.parent.iterdir()) == [".report", "stopped"]
     # The process was killed: its lock is stale and is broken.
     assert (directory / "lock").exists()
     assert train(stopped, tmp_path, "train.stop_after_steps=0")[0] == EXIT_DONE
@@ -275,7 +275,7 @@ def test_a_disk_that_is_too_full_for_the_report_or_the_export(tmp_path, small_di
     assert train(job, tmp_path)[0] == EXIT_DONE
     directory = run_directory(job)
     directory.report.unlink()
-    fill(small_disk, 150_000)
+    fill(small_disk, 8_000)
     assert "No space left on device" in refused(job, tmp_path)
     assert read_run(directory.path).attempts[-1].outcome == "completed"
     code, _, err = outlast("export", directory.path)

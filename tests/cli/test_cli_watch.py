@@ -58,7 +58,7 @@ def test_a_stopped_and_a_complete_run(tmp_path, watched):
 def test_a_run_is_followed_through_a_kill_to_its_end(tmp_path):
     job = tiny_job(tmp_path, "run", "train.steps=400", "checkpoint.every_steps=100")
     first = start_process(job, tmp_path)
-    wait_for_step(job, 120)
+    wait_for_step(job, 120, first)
     state = RunState(RunFollower(path_of(job)))
     state.update()
     assert state.status() == "training"

@@ -124,6 +124,8 @@ def eventful(run: RunMaker) -> RunMaker:
     run.close()
     run.clock.now += 95
     run.start(world_size=2, startup_seconds=9.0)
+    change = {"name": "optimizer.weight_decay", "before": 0.1, "after": 0.2}
+    run.write(records.SettingsChanged([change]))
     run.write(records.CheckpointRestored(200, 0.8, ["step 210: torn manifest"]))
     run.ready(200, 9.0)
     run.steps(200, 400, seconds=0.19)

@@ -74,7 +74,7 @@ def test_a_figure_that_is_not_known_says_why_and_is_not_zero(new_run: Any) -> No
     assert "Validation loss unavailable: no evaluation is recorded" in words
     assert "Bits per byte unavailable: no evaluation is recorded" in words
     assert "to be continued: SIGTERM" in words
-    assert "unavailable: no sample is recorded" in words
+    assert "Sample of the model: no sample is recorded" in words
 
 
 def test_mfu_is_shown_where_the_peak_is_known(new_run: Any) -> None:
@@ -153,7 +153,7 @@ def test_at_most_six_figures_stand_first(new_run: Any) -> None:
     assert first.count('<div class="card">') == 6
     labels = re.findall(r'<div class="card"><dt>([^<]+)', first)
     assert labels[:5] == ["Validation loss", "Steps", "Throughput", "Wall time", "Attempts"]
-    assert "unavailable" not in first.partition('class="cards"')[2]
+    assert "unavailable" not in first.partition('class="cards first"')[2]
     assert others.count('<div class="card">') > 10
 
 
@@ -180,6 +180,12 @@ def test_failures_and_resumes_are_marks_on_the_curve(new_run: Any) -> None:
     assert abs(steps[names.index("resumed")][0] - int(resumed["text"][0].split()[5])) <= 10
     curve = trace(loss, "training, smoothed")["y"]
     assert resumed["y"][0] in curve
+
+
+def test_changed_settings_are_marked_on_the_timeline(new_run: Any) -> None:
+    timeline = figures_of(page_of(eventful(new_run())))["timeline-lark"]
+    [words] = trace(timeline, "settings")["text"]
+    assert "optimizer.weight_decay 0.1 -&gt; 0.2" in words
 
 
 def test_metrics_of_the_loop_have_pictures_of_their_own(new_run: Any) -> None:
@@ -275,7 +281,7 @@ def test_a_run_that_was_never_started(new_run: Any) -> None:
     words = visible(page_of(new_run()))
     assert "not started" in words
     assert "Wall time unavailable: the run was not started" in words
-    assert "unavailable: No training loss is recorded." in words
+    assert "Loss: No training loss is recorded." in words
 
 
 def test_a_run_that_died_before_its_first_step(new_run: Any) -> None:

@@ -122,8 +122,9 @@ def test_long_runs_are_thinned_without_losing_a_peak(steps: int, new_run: Any) -
 
 def test_a_run_without_coding_says_so_in_a_line(new_run: Any) -> None:
     run = run_with(new_run())
-    assert "The run used no gradient coding." in coding_section(run)
-    assert "Steps with a straggler" not in visible(page_of(run))
+    words = visible(page_of(run))
+    assert "Gradient coding: The run used no gradient coding." in words
+    assert "Steps with a straggler" not in words
     assert "coding-lark" not in figures_of(page_of(run))
 
 

@@ -122,8 +122,9 @@ def test_full_coverage_is_said(new_run: Any) -> None:
 
 def test_a_run_without_a_guard_says_so(new_run: Any) -> None:
     run = run_with(new_run())
-    assert "The run was not guarded." in guard_section(run)
-    assert "Silent data corruption" not in visible(page_of(run))
+    words = visible(page_of(run))
+    assert "Guard: The run was not guarded." in words
+    assert "Silent data corruption" not in words
     assert guard_totals(read_run(run.path)) is None
 
 

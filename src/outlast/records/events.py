@@ -66,15 +66,19 @@ class SettingsChanged(Event):
     """The attempt continues the run with other settings than the attempt before.
 
     Attributes:
-        changes: ``section.key`` -> the values before and after.
+        changes: Of each setting its ``name`` (``section.key``) and its values ``before`` and
+            ``after``.
     """
 
     kind: ClassVar[str] = "settings_changed"
-    changes: dict[str, list[Any]]
+    changes: list[dict[str, Any]]
 
     def words(self) -> str:
         """The changes in one line."""
-        listed = (f"{key} {before!r} -> {after!r}" for key, (before, after) in self.changes.items())
+        listed = (
+            f"{change.get('name')} {change.get('before')!r} -> {change.get('after')!r}"
+            for change in self.changes
+        )
         return f"settings changed since the last start: {', '.join(listed)}"
 
 

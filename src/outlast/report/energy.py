@@ -445,8 +445,7 @@ def energy_part(overview: Overview, plot: str) -> str:
     missing = missing_energy(overview.run)
     totals = energy_totals(overview.run)
     if missing is not None or totals is None:
-        said = f"Energy is {missing}."
-        return f'<p class="missing">{text.escape(said)}</p>{_devices(totals)}'
+        return f'<p class="missing">{text.escape(missing or "")}</p>{_devices(totals)}'
     return plot + _sums(overview.run, totals) + _purposes(totals) + _devices(totals)
 
 

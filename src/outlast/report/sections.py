@@ -313,7 +313,7 @@ def head(overviews: Sequence[Overview]) -> str:
         )
     if single:
         found = key_figures(overviews[0])
-        figures = _cards(headlines(found))
+        figures = _cards(headlines(found), "cards first")
         figures += f"<details><summary>All figures</summary>{_cards(found)}</details>"
     else:
         columns = [{figure.label: figure for figure in key_figures(item)} for item in overviews]
@@ -350,13 +350,13 @@ _HEADLINES = (
 _MOST_HEADLINES = 6
 
 
-def _cards(figures: Sequence[KeyFigure]) -> str:
+def _cards(figures: Sequence[KeyFigure], css_class: str = "cards") -> str:
     cards = "".join(
         f'<div class="card"><dt>{text.escape(figure.label)}</dt>'
         f"<dd>{_figure(figure)}{_kind(figure)}</dd></div>"
         for figure in figures
     )
-    return f'<dl class="cards">{cards}</dl>'
+    return f'<dl class="{css_class}">{cards}</dl>'
 
 
 def _swatch(index: int) -> str:

@@ -179,7 +179,7 @@ def warnings_list(overview: Overview) -> str:
         times[message] += 1
         first.setdefault(message, f"{text.utc(record.time)}, attempt {record.attempt}")
     if not first:
-        return '<p class="about">None is recorded.</p>'
+        return '<p class="missing">None is recorded.</p>'
     items = [
         f"<li>{text.escape(message)} <small>{first[message]}"
         f"{f', {number} times' if number > 1 else ''}</small></li>"
@@ -365,7 +365,7 @@ def coding_part(overview: Overview, plot: str) -> str:
     """Summary of coding, `plot` (the figure as HTML), slow processes, and inexact steps."""
     totals = coding_totals(overview.run)
     if totals is None:
-        return '<p class="about">The run used no gradient coding.</p>'
+        return '<p class="missing">The run used no gradient coding.</p>'
     done = (
         f"{totals.description} over {text.plural(totals.replicas, 'replica')}: "
         f"{text.plural(totals.claims, 'chunk')} taken over, {totals.duplicates:,} computed twice; "
@@ -430,7 +430,7 @@ def guard_part(overview: Overview) -> str:
     """Checks with their certificate, modules without a check, and findings."""
     totals = guard_totals(overview.run)
     if totals is None:
-        return '<p class="about">The run was not guarded.</p>'
+        return '<p class="missing">The run was not guarded.</p>'
     rows = [
         [
             words(name),
@@ -517,7 +517,7 @@ def recovery_part(overview: Overview) -> str:
     """All losses and recoveries, oldest first."""
     totals = recovery_totals(overview.run)
     if totals is None:
-        return '<p class="about">Nobody was lost.</p>'
+        return '<p class="missing">Nobody was lost.</p>'
     rows = [
         [
             words(text.utc(record.time)),
@@ -545,7 +545,7 @@ def tensorized_part(overview: Overview) -> str:
     """Layers of equal kind in one row each, those that stay dense, and changes of ranks."""
     event = overview.run.tensorized
     if event is None:
-        return '<p class="about">The layers of the model are dense.</p>'
+        return '<p class="missing">The layers of the model are dense.</p>'
     sentence = (
         f"{event.form}, rank {event.wanted_rank}: {text.plural(len(event.modules), 'layer')} "
         "replaced. "
@@ -773,7 +773,7 @@ def forecast_part(overview: Overview, picture: str) -> str:
     """Origin of the figures, the picture, and the tables."""
     found = forecast_of(overview.run)
     if found is None:
-        return '<p class="about">Nothing was predicted of this run.</p>'
+        return '<p class="missing">Nothing was predicted of this run.</p>'
     said = found.prediction
     parts = []
     if len(overview.run.attempts) > 1:

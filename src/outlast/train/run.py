@@ -478,11 +478,11 @@ def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> list[Event
     )
     earlier = read_run(setup.directory.path).of(AttemptStarted)
     before = earlier[-1][1].settings if earlier else {}
-    changes = {
-        key: [before[key], value]
-        for key, value in settings.items()
-        if key in before and before[key] != value
-    }
+    changes = [
+        {"name": name, "before": before[name], "after": value}
+        for name, value in settings.items()
+        if name in before and before[name] != value
+    ]
     return [started, SettingsChanged(changes)] if changes else [started]
 
 
