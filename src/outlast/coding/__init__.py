@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outlast.extras import require
+
 if TYPE_CHECKING:
     from outlast.coding.assignment import Spread
     from outlast.coding.certificate import Certificate, Decoded
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from outlast.coding.cyclic import CyclicMDS, CyclicRepetition, RealReedSolomon, ReedSolomon
     from outlast.coding.design import BernoulliCode, SoftDesign, SymmetricDesign
     from outlast.coding.graph import Expander, GraphCode
+
+require("coding", "outlast coding", "scipy")
 
 _NAMES = {
     "assignment": ("Spread",),
