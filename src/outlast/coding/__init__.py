@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from outlast.coding.design import BernoulliCode, SoftDesign, SymmetricDesign
     from outlast.coding.graph import Expander, GraphCode
 
-require("coding", "outlast coding", "scipy")
-
 _NAMES = {
     "assignment": ("Spread",),
     "certificate": ("Certificate", "Decoded"),
@@ -75,5 +73,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for module, names in _NAMES.items():
         if name in names:
+            if module not in ("assignment", "certificate"):
+                require("coding", f"outlast.coding.{name}", "scipy")
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
