@@ -30,21 +30,24 @@ print(time.process_time() - begun)
 
 def closure(requirements: list[str]) -> set[str]:
     """Names of what `requirements` install on this machine, themselves included."""
-    found: set[str] = set()
-    left = [Requirement(text) for text in requirements]
+    found: set[tuple[str, str]] = set()
+    left = [(Requirement(text), "") for text in requirements]
     while left:
-        wanted = left.pop()
-        name = canonicalize_name(wanted.name)
-        if name in found or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+        wanted, extra = left.pop()
+        if wanted.marker and not wanted.marker.evaluate({"extra": extra}):
             continue
-        try:
-            required = distribution(name).requires or []
-        except PackageNotFoundError:
-            # torch's wheels for CPUs name CUDA packages that are not there.
-            continue
-        found.add(name)
-        left += [Requirement(text) for text in required]
-    return found
+        for extra in ("", *wanted.extras):
+            name = canonicalize_name(wanted.name)
+            if (name, extra) in found:
+                continue
+            try:
+                required = distribution(name).requires or []
+            except PackageNotFoundError:
+                # torch's wheels for CPUs name CUDA packages that are not there.
+                continue
+            found.add((name, extra))
+            left += [(Requirement(text), extra) for text in required]
+    return {name for name, _ in found}
 
 
 def installed_mb(name: str) -> float:
