@@ -17,7 +17,7 @@ COPY src src
 ARG TORCH_FLAGS=""
 # torch goes first and pinned: with it in place nothing that follows asks for another build of it.
 RUN pip install --no-cache-dir $TORCH_FLAGS "$(grep '^torch==' constraints.txt)" \
-    && pip install --no-cache-dir --constraint constraints.txt .
+    && pip install --no-cache-dir --constraint constraints.txt '.[all]'
 
 WORKDIR /training
 ENTRYPOINT ["outlast"]

@@ -72,7 +72,7 @@ package: .venv/.installed
 	    echo "or take the CUDA build all the same, make TORCH_FLAGS=--no-input train."; \
 	    test -n "$(TORCH_FLAGS)"; }; }
 	@$(PIP) $(TORCH_FLAGS) $(TORCH)
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[all]'
 	@touch $@
 
 .venv/.installed-test: .venv/.installed

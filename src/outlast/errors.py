@@ -19,6 +19,10 @@ class OutlastError(Exception):
     """Base of every error that a user can act on."""
 
 
+class MissingExtraError(OutlastError, ImportError):
+    """A feature needs packages that `pip install outlast` leaves to one of its extras."""
+
+
 class JobError(OutlastError):
     """A job file or an override is wrong; lists every problem found.
 

@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from outlast.cluster.chain_files import ChainPlan
 from outlast.cluster.stopping import END_SECONDS, best_lead_seconds, lead_seconds_of, save_times
@@ -69,3 +70,12 @@ def test_the_jobs_own_lead_counts_and_a_hard_end_gets_a_margin() -> None:
     hard = lead_seconds_of(free, [], at_risk_seconds=3600.0, hard_end=True)
     assert hard == pytest.approx(soft + END_SECONDS)
     assert soft > 10.0, "an assumed save is no measured one"
+
+
+@given(TIMES, st.floats(0.01, 1000.0), st.floats(0.5, 1.0 - 1e-7))
+def test_save_times_are_log_student(seconds: list[float], within: float, share: float) -> None:
+    times = save_times(seconds)
+    student = stats.t(times.freedom, times.centre, times.spread)
+    assert times.share_within(within) == pytest.approx(student.cdf(math.log(within)), abs=1e-12)
+    quantile = math.exp(student.ppf(share))
+    assert times.quantile_seconds(share) == pytest.approx(quantile, rel=1e-6)

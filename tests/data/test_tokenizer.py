@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.data import ByteTokenizer, load_tokenizer
-from outlast.errors import DataError
+from outlast.errors import DataError, MissingExtraError
 
 TEXT = "Outlast keeps a run alive. Das läuft weiter: 数据.\n"
 
@@ -104,7 +104,7 @@ def test_sentencepiece_round_trip(sentencepiece_model):
 def test_missing_sentencepiece_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "x.model").write_bytes(b"anything")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(DataError, match=r"pip install 'outlast\[sentencepiece\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'outlast\[sentencepiece\]'"):
         load_tokenizer(str(tmp_path / "x.model"))
 
 

@@ -13,6 +13,7 @@ import typer
 
 from outlast.cli.console import Column, output, print_table
 from outlast.errors import CodingError
+from outlast.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +87,7 @@ def choose(
     Times are simulated, not measured. They are per batch: a step that drops a tenth of the samples
     counts for nine tenths of a step.
     """
+    require("coding", "outlast coding", "scipy")
     from outlast.coding.choose import choose_code
     from outlast.coding.cost import CostModel
     from outlast.coding.delays import Markov, Slow

@@ -55,11 +55,17 @@ GLOO_SECONDS = 10.0
 MATMUL_TOLERANCE = {"float32": 2e-3, "bfloat16": 3e-2}
 
 
-CORE_LIBRARIES = ("transformers", "safetensors", "numpy", "pydantic", "nvidia-ml-py")
+CORE_LIBRARIES = ("numpy", "safetensors", "pydantic", "blosc2", "zstandard")
 
 
 # Distribution names to look for, what it serves, and the command that installs it.
 OPTIONAL = (
+    (("transformers",), "trains Hugging Face models", "pip install 'outlast[train]'"),
+    (("plotly",), "draws reports", "pip install 'outlast[report]'"),
+    (("scipy",), "plans runs, clocks and gradient codes", "pip install 'outlast[plan]'"),
+    (("highspy",), "plans clocks", "pip install 'outlast[energy]'"),
+    (("nvidia-ml-py",), "measures the energy of NVIDIA GPUs", "pip install 'outlast[energy]'"),
+    (("opt_einsum",), "contracts layers of several cores", "pip install 'outlast[tensorize]'"),
     (("tensorboard",), "writes TensorBoard logs", "pip install 'outlast[tensorboard]'"),
     (("wandb",), "logs to Weights & Biases", "pip install 'outlast[wandb]'"),
     (("mlflow-skinny", "mlflow"), "logs to MLflow", "pip install 'outlast[mlflow]'"),

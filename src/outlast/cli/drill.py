@@ -18,6 +18,7 @@ import typer
 
 from outlast.cli.train import JobFile, Overrides, Processes, job_arguments
 from outlast.errors import EXIT_CRASHED, EXIT_DATA_CORRUPTION, EXIT_DONE, GuardError, OutlastError
+from outlast.extras import require
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -477,6 +478,7 @@ def drill(
     as long as it takes. Both end with the question whether the last weights are those of an
     undisturbed run, bit for bit: otherwise the exit code is 4 (wrong values) or 1 (processes).
     """
+    require("plan", "outlast drill", "scipy")
     from outlast.guard.inject import Fault, parse_faults
     from outlast.job import load_job
 

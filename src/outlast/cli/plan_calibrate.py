@@ -678,11 +678,11 @@ def prediction_of(job: Job, processes: int) -> Predicted | str:
         job: Checked.
         processes: That will train.
     """
-    from outlast.plan.api import predict, training_of
-    from outlast.plan.calibration import read_calibration
-    from outlast.plan.memory_fit import known_of
-
     try:
+        from outlast.plan.api import predict, training_of
+        from outlast.plan.calibration import read_calibration
+        from outlast.plan.memory_fit import known_of
+
         cluster = place_of(HERE, processes)
         file = calibration_for(HERE, None)
         calibration = None if file is None else read_calibration(Path(file))

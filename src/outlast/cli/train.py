@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.errors import EXIT_DONE, OutlastError, RecoverError
+from outlast.errors import EXIT_DONE, MissingExtraError, OutlastError, RecoverError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,7 +186,11 @@ def show_run(job: Job, directory: RunDirectory, unpredicted: str = "") -> None:
     """Write the report and print the summary of a run; see `print_summary`."""
     from outlast.report import write_report
 
-    print_summary(job, directory, write_report([directory.path]), unpredicted)
+    try:
+        report = str(write_report([directory.path]))
+    except MissingExtraError as error:
+        report = f"not written: {error}"
+    print_summary(job, directory, report, unpredicted)
 
 
 def print_settings() -> None:
@@ -231,13 +235,13 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def print_summary(job: Job, directory: RunDirectory, report: Path, unpredicted: str = "") -> None:
+def print_summary(job: Job, directory: RunDirectory, report: str, unpredicted: str = "") -> None:
     """Print the run's key figures, all of them measured, and where everything is.
 
     Args:
         job: Of the run.
         directory: Of the run.
-        report: Its page.
+        report: Its page, or why there is none.
         unpredicted: Why there is no prediction; empty: there is one, or nobody asked.
     """
     from rich.console import Console
@@ -261,7 +265,7 @@ def print_summary(job: Job, directory: RunDirectory, report: Path, unpredicted: 
     table.add_row("run directory", escape(str(directory.path)))
     if directory.model.exists():
         table.add_row("model", escape(str(directory.model)))
-    table.add_row("report", escape(str(report)))
+    table.add_row("report", escape(report))
     console.print()
     if sampled := run.of(Sampled):
         _, event = sampled[-1]

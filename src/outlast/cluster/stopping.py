@@ -376,7 +376,7 @@ _known: list[Callable[[], str]] = []
 
 PRIOR_SPREAD = 0.15
 """Standard deviation of the logarithm of save times, before any was seen."""
-PRIOR_SAVES = 4.0
+PRIOR_SAVES = 4
 """As how many saves that belief counts.
 
 Simulated: more saves of a wider spread keep leads long where saves hardly scatter (6 of 0.25: 1.5
@@ -403,21 +403,41 @@ class SaveTimes:
 
     centre: float
     spread: float
-    freedom: float
+    freedom: int
 
     def share_within(self, seconds: float) -> float:
         """Probability that the next save takes at most `seconds`."""
-        from scipy.special import stdtr
-
         if seconds <= 0.0:
             return 0.0
-        return float(stdtr(self.freedom, (math.log(seconds) - self.centre) / self.spread))
+        return _student((math.log(seconds) - self.centre) / self.spread, self.freedom)
 
     def quantile_seconds(self, share: float) -> float:
-        """Seconds within which this share of saves ends."""
-        from scipy.special import stdtrit
+        """Seconds within which this share of saves ends, for shares up to 1 - 1e-7."""
+        low, high = -1e3, 1e3
+        # Until the middle is one of them.
+        while low < (middle := 0.5 * (low + high)) < high:
+            if _student(middle, self.freedom) < share:
+                low = middle
+            else:
+                high = middle
+        return math.exp(self.centre + self.spread * high)
 
-        return math.exp(self.centre + self.spread * float(stdtrit(self.freedom, share)))
+
+def _student(value: float, freedom: int) -> float:
+    """Student's distribution function of two or more whole degrees of freedom.
+
+    Abramowitz and Stegun, Handbook of Mathematical Functions, equations 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(value / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    total = term
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= cosine**2 * (k - 1) / k
+        total += term
+    within = 2.0 / math.pi * (angle + sine * total) if odd else sine * total
+    return 0.5 * (1.0 + within)
 
 
 def save_times(seconds: Sequence[float]) -> SaveTimes:

@@ -37,6 +37,7 @@ import numpy.typing as npt
 from outlast.cluster.slurm import Patience, ask, moment, number
 from outlast.durations import shown_seconds
 from outlast.errors import ClusterError
+from outlast.extras import require
 from outlast.records.lease import json_object
 
 Array = npt.NDArray[np.float64]
@@ -561,6 +562,7 @@ def _run_seconds(
 
 def _arrivals(paid: Array, model: LublinModel) -> Array:
     """Gaps are paid out of a day's budget: half hours with more arrivals pass more slowly."""
+    require("plan", "a workload of the Lublin model", "scipy")
     from scipy.special import gammainc
 
     numbers, spread = model.cycle

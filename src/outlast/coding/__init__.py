@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outlast.extras import require
+
 if TYPE_CHECKING:
     from outlast.coding.assignment import Spread
     from outlast.coding.certificate import Certificate, Decoded
@@ -71,5 +73,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for module, names in _NAMES.items():
         if name in names:
+            if module not in ("assignment", "certificate"):
+                require("coding", f"outlast.coding.{name}", "scipy")
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

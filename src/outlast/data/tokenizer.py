@@ -16,6 +16,7 @@ import xxhash
 
 from outlast.data.durable import read_json
 from outlast.errors import DataError
+from outlast.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,10 +119,9 @@ def load_tokenizer(name: str, base: Path = Path()) -> Tokenizer:
 
 
 def _load_json(path: Path) -> FileTokenizer:
-    try:
-        from tokenizers import Tokenizer as Engine
-    except ImportError as error:
-        raise DataError(f"{path} needs the library tokenizers: pip install tokenizers") from error
+    require("train", str(path), "tokenizers")
+    from tokenizers import Tokenizer as Engine
+
     content = _read(path)
     try:
         engine = Engine.from_str(content.decode("utf-8"))
@@ -148,12 +148,9 @@ def _load_json(path: Path) -> FileTokenizer:
 
 
 def _load_sentencepiece(path: Path) -> FileTokenizer:
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ImportError as error:
-        raise DataError(
-            f"{path} needs the library sentencepiece: pip install 'outlast[sentencepiece]'"
-        ) from error
+    require("sentencepiece", str(path), "sentencepiece")
+    from sentencepiece import SentencePieceProcessor
+
     content = _read(path)
     engine = SentencePieceProcessor()
     try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outlast.extras import require
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
@@ -90,4 +91,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.example")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "EnergyPlanner":
+        require("energy", "a plan of clocks", "scipy", "highspy")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

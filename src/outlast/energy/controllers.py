@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 import psutil
 
 from outlast.errors import EnergyError
+from outlast.extras import require
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class NvmlController:
 
     def __init__(self, uuid: str, nvml: Any = None, *, allowed_pids: Collection[int] = ()) -> None:
         if nvml is None:
+            require("energy", "setting the clocks of a GPU", "pynvml")
             import pynvml
 
             nvml = pynvml

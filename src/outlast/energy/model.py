@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from outlast.energy.profile import Curve, Point, Profile
 from outlast.errors import EnergyError
+from outlast.extras import require
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
@@ -319,6 +320,7 @@ def _smooth(values: Array) -> tuple[Array, float]:
     """The running median and the standard deviation around it."""
     if len(values) < SMOOTHED_CLOCKS:
         return np.zeros_like(values), float(np.sqrt(np.mean(values**2)))
+    require("energy", "the noise of a profile", "scipy")
     from scipy.ndimage import median_filter
 
     smoothed = median_filter(values, size=SMOOTHED_CLOCKS, mode="nearest")
@@ -459,6 +461,7 @@ class _Problem:
 
     def solve(self) -> Any:
         """SciPy's result; the last five residuals are those of the priors."""
+        require("energy", "a calibration of energy", "scipy")
         from scipy.optimize import least_squares
 
         count = len(self.curves)
@@ -776,6 +779,7 @@ def _with_deviation(
 
 
 def _least_squares(points: tuple[Array, Array, Array], calibration: Calibration) -> Response:
+    require("energy", "a calibration of energy", "scipy")
     from scipy.optimize import least_squares
 
     clocks, seconds, joules = points

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 
 from outlast.energy.window import KINDS
 from outlast.errors import EnergyError
+from outlast.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -465,6 +466,7 @@ def frontier_svg(
     Raises:
         EnergyError: When there is no plan to show.
     """
+    require("energy", "the picture of a frontier", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     if isinstance(frontiers, Frontier):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from outlast.errors import EnergyError
+from outlast.extras import require
 from outlast.hardware.figure import Unavailable
 
 if TYPE_CHECKING:
@@ -69,16 +70,12 @@ def registry_of(read: Callable[[], Sequence[Sample]]) -> CollectorRegistry:
     be read as a measurement.
 
     Raises:
-        EnergyError: Without prometheus_client.
+        MissingExtraError: Without prometheus_client.
     """
     # Imported here: it is slow, and most runs are not scraped.
-    try:
-        from prometheus_client.core import Metric
-        from prometheus_client.registry import Collector, CollectorRegistry
-    except ImportError:
-        raise EnergyError(
-            "metrics for Prometheus need prometheus_client: pip install 'outlast[energy]'"
-        ) from None
+    require("energy", "an exporter of metrics", "prometheus_client")
+    from prometheus_client.core import Metric
+    from prometheus_client.registry import Collector, CollectorRegistry
 
     class Devices(Collector):
         def collect(self) -> Iterator[Metric]:
@@ -113,7 +110,8 @@ class Exporter:
         url: Of the metrics.
 
     Raises:
-        EnergyError: When the port cannot be had, or without prometheus_client.
+        EnergyError: When the port cannot be had.
+        MissingExtraError: Without prometheus_client.
     """
 
     def __init__(

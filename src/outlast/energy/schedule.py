@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from outlast.energy.profile import Curve, Key, Point
 from outlast.errors import EnergyError
+from outlast.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -889,6 +890,7 @@ class _Timing:
 
     def fit(self) -> tuple[float, float]:
         """Durations of a transfer and of the tail, in seconds, by least squares."""
+        require("energy", "what a schedule leaves out", "scipy")
         from scipy.optimize import minimize_scalar
 
         alone = self.spans(0.0)

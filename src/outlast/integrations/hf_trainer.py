@@ -19,9 +19,6 @@ from outlast.errors import IntegrationError
 from outlast.integrations import in_folder, loop_job_of, require, unfollowed, with_section
 from outlast.job import CheckpointSection
 from outlast.job.section import toml_value
-from outlast.plan import Configuration, Training, cluster_of, predict, transformer_of
-from outlast.plan.cluster_file import this_cluster
-from outlast.plan.prediction import as_record
 from outlast.runtime.energy import TrainingEnergy
 from outlast.runtime.engine import GOES_ON, Decision, PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import device_of, ranks_here
@@ -466,8 +463,13 @@ def predicted(trainer: Trainer, sequence: int, cluster: str | None = None) -> Pr
         cluster: Name or file of a cluster; None: this machine.
 
     Raises:
+        MissingExtraError: Without what `outlast plan` needs.
         PlanError: When the model or the machine is not known.
     """
+    from outlast.plan import Configuration, Training, cluster_of, predict, transformer_of
+    from outlast.plan.cluster_file import this_cluster
+    from outlast.plan.prediction import as_record
+
     arguments = trainer.args
     ranks = max(1, arguments.world_size)
     batch = trainer.get_total_train_batch_size(arguments)

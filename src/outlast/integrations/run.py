@@ -17,6 +17,7 @@ import numbers
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -510,6 +511,8 @@ class Run:
             self._say(f"was left after step {self.step:,}; the same command continues from there")
         elif self.step > self._began_at:
             report = f"`outlast report {self.directory}` draws it"
+            if find_spec("plotly") is None:
+                report += ", after pip install 'outlast[report]'"
             self._say(f"is complete after {self.step:,} steps; {report}")
 
     def __exit__(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from outlast.extras import require
+
 if TYPE_CHECKING:
     from outlast.plan.api import Training, predict, search
     from outlast.plan.cluster import Cluster
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from outlast.plan.huggingface import published, transformer_of
     from outlast.plan.prediction import Estimate
     from outlast.plan.transformer import Transformer
+
+require("plan", "outlast plan", "scipy")
 
 _HOMES = {
     "Cluster": "cluster",

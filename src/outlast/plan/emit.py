@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import EXIT_TO_BE_CONTINUED, PlanError
+from outlast.extras import require
 from outlast.plan.batch import SHARDING
 from outlast.plan.configuration import MEMORY_FOLDERS, Settings
 from outlast.plan.targets import problem, target_named, unwritten
@@ -243,6 +244,7 @@ class Plan:
             notes: Sentences for the head.
             values: By the template's own names.
         """
+        require("plan", "a launch script", "jinja2")
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         environment = Environment(

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import NothingAllowedError, PlanError
+from outlast.extras import require
 from outlast.hardware import Unavailable
 from outlast.plan.batch import Array, Integers, Mask
 from outlast.plan.configuration import layout_words, settings_words
@@ -655,6 +656,8 @@ def page(
     Raises:
         PlanError: The front is empty, or what `objectives.limits` raises.
     """
+    require("plan", "the page of a front", "jinja2")
+    require("report", "the page of a front", "plotly")
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs

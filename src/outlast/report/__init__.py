@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.errors import RunError
+from outlast.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,9 @@ def write_report(runs: Sequence[Path | str], output: Path | None = None) -> Path
 
     Raises:
         RunError: When a directory is not a run, none is given, or `output` cannot be written.
+        MissingExtraError: Without plotly.
     """
+    require("report", "a report", "plotly")
     from outlast.records import replace_file
     from outlast.report.overview import load
     from outlast.report.sections import render

@@ -6,6 +6,7 @@ is in it are the settings that Outlast follows, what every step took, each save,
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 import platform
@@ -438,13 +439,12 @@ class Recording(StepRecords):
 
 def versions() -> dict[str, str]:
     """Versions of what a run depends on, by name."""
-    return {
-        "outlast": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "numpy": importlib.metadata.version("numpy"),
-    }
+    found = {"outlast": __version__, "python": platform.python_version()}
+    found["torch"] = torch.__version__
+    for name in ("transformers", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def directory_of(job: LoopJob) -> RunDirectory:

@@ -14,8 +14,7 @@ import string
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import opt_einsum
-
+from outlast.extras import require
 from outlast.tensorize.network import lower
 
 if TYPE_CHECKING:
@@ -126,6 +125,9 @@ def steps(
     else:
         shapes = [tuple(size[letter] for letter in term) for term in terms]
         how = "optimal" if len(terms) <= 4 else "dp"
+        require("tensorize", "a layer of several cores", "opt_einsum")
+        import opt_einsum
+
         _, info = opt_einsum.contract_path(
             ",".join(terms) + "->" + result, *shapes, shapes=True, optimize=how
         )

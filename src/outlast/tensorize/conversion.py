@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
+from outlast.extras import require
 from outlast.tensorize.bottleneck import ACTIVATIONS
 from outlast.tensorize.entry import KEY
 from outlast.tensorize.export import TOKENIZER_FILES
@@ -611,6 +612,7 @@ def load_dense(directory: Path) -> Any:
     Raises:
         TensorizeError: The folder holds none, not all of its weights, or one that needs code.
     """
+    require("train", "a Hugging Face model", "transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not (directory / "config.json").is_file():

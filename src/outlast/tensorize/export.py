@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outlast.errors import TensorizeError
+from outlast.extras import require
 from outlast.tensorize import entry as entries
 from outlast.tensorize.embedding import StructuredEmbedding, TiedHead, name_of, tied_heads
 from outlast.tensorize.entry import Structured, dense_layer, is_matrix, merged_layer, structured
@@ -430,6 +431,7 @@ def _honest_tie(model: Any, state: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def _check_model(model: nn.Module) -> None:
+    require("train", "a Hugging Face model", "transformers")
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -543,6 +545,7 @@ def export_factored(
         TensorizeError: The model is none of transformers or has no structured layers, or the
             directory cannot be written.
     """
+    require("train", "a Hugging Face model", "transformers")
     import transformers
 
     _check_model(model)
@@ -607,6 +610,7 @@ def load_factored(directory: Path | str, device: torch.device | str = "cpu") -> 
     Raises:
         TensorizeError: The directory holds no factors, or is damaged.
     """
+    require("train", "a Hugging Face model", "transformers")
     import transformers
     from transformers.initialization import no_init_weights
 

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from outlast.errors import TensorizeError
+from outlast.extras import require
 
 _LIVE = 1e-8
 """Singular values below this share of the largest count as zero when they are split."""
@@ -132,6 +133,7 @@ def singular(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     try:
         return torch.linalg.svd(matrix, full_matrices=False)  # type: ignore[no-any-return]
     except torch.linalg.LinAlgError:
+        require("tensorize", "this weight's decomposition", "scipy")
         from scipy.linalg import svd
 
         parts = [

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from outlast.errors import OutlastError
+from outlast.extras import require
 from outlast.job.checks import NO_MATRICES
 from outlast.tensorize.network import Route, lower
 from outlast.tensorize.parameters import StructuredPart, structured_layers
@@ -66,6 +67,7 @@ def load_config(model: ModelSection) -> PretrainedConfig | None:
     """
     if model.module:
         return None
+    require("train", "outlast train", "transformers")
     from transformers import AutoConfig
 
     if model.settings:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast.data import load_tokenizer, text_files
-from outlast.errors import JobError, OutlastError
+from outlast.errors import JobError, MissingExtraError, OutlastError
 from outlast.train.layout import Layout, resolve_layout
 from outlast.train.model import ModelFacts, facts_of, load_config
 
@@ -39,6 +39,7 @@ def preflight(job: Job, world_size: int) -> Plan:
 
     Raises:
         JobError: With every problem found.
+        MissingExtraError: Without what the model needs.
     """
     problems: list[str] = []
     layout, facts = Layout(), ModelFacts()
@@ -51,6 +52,8 @@ def preflight(job: Job, world_size: int) -> Plan:
         layout = Layout(degrees.pipeline, degrees.replicate or 1, degrees.shard, degrees.tensor)
     try:
         facts = facts_of(load_config(job.model))
+    except MissingExtraError:
+        raise
     except OutlastError as error:
         problems.append(str(error))
     problems += _data_and_model_problems(job, facts)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outlast.extras import require
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -293,6 +295,7 @@ def gantt_svg(schedule: Schedule, title: str = "") -> str:
 
 def _rendered(template: str, **values: Any) -> str:
     # Only who wants a picture waits for it.
+    require("plan", "a picture of a schedule", "jinja2")
     from jinja2 import Environment, FileSystemLoader
 
     folder = FileSystemLoader(Path(__file__).parent)

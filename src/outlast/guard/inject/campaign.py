@@ -21,8 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scipy.special import betaincinv
-
+from outlast.extras import require
 from outlast.guard.findings import HARMFUL
 
 if TYPE_CHECKING:
@@ -68,19 +67,26 @@ class Rate:
         """One-sided lower bound of the probability."""
         if not self.count:
             return 0.0
-        return float(betaincinv(self.count, self.total - self.count + 1, 1 - confidence))
+        return _beta_quantile(self.count, self.total - self.count + 1, 1 - confidence)
 
     def at_most(self, confidence: float = 0.95) -> float:
         """One-sided upper bound of the probability; about 3 / total for no event at 0.95."""
         if self.count == self.total:
             return 1.0
-        return float(betaincinv(self.count + 1, self.total - self.count, confidence))
+        return _beta_quantile(self.count + 1, self.total - self.count, confidence)
 
     def __str__(self) -> str:
         if self.share is None:
             return "none of 0"
         low, high = self.interval()
         return f"{self.count} ({100 * self.share:.3g} %, {100 * low:.3g} to {100 * high:.3g})"
+
+
+def _beta_quantile(first: int, second: int, share: float) -> float:
+    require("plan", "the interval of a rate", "scipy")
+    from scipy.special import betaincinv
+
+    return float(betaincinv(first, second, share))
 
 
 @dataclass(frozen=True)
