@@ -43,7 +43,10 @@ _SIGNS = {"exact": "", "upper": "<= ", "lower": ">= ", "estimate": "~ "}
 _BEYOND = 3
 
 Workers = Annotated[
-    int, typer.Option(min=1, help="Data-parallel replicas (processes, or groups that share one).")
+    int,
+    typer.Option(
+        min=1, max=100_000, help="Data-parallel replicas (processes, or groups that share one)."
+    ),
 ]
 
 
@@ -79,7 +82,7 @@ def choose(
             "Assumes that any part of the data is like any other.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the simulation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
 ) -> None:
     """Simulate all schemes under the same delays and say which to take, or to take none.
 

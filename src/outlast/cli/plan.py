@@ -36,6 +36,7 @@ from outlast.cli.plan_calibrate import calibrate
 from outlast.cli.plan_pareto import check, emit, pareto, targets
 from outlast.cli.plan_rank import rank
 from outlast.errors import EXIT_CRASHED, PlanError
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -636,7 +637,7 @@ def _scenario(asked: PlanOptions, layout: Layout) -> Scenario:
         # What is wrong with a file, its reader reports.
         tables: set[str] = set()
         with contextlib.suppress(OSError, ValueError):
-            tables = set(tomllib.loads(path.read_text(encoding="utf-8")))
+            tables = set(tomllib.loads(read_text(path)))
         if not _OF_JOBS & tables:
             return load_scenario(path)
     from outlast.cli.plan_pareto import chosen

@@ -189,7 +189,7 @@ def _headroom_bytes(text: str, capacity: float) -> float:
         if not 0.0 <= share < 1.0:
             raise PlanError(f"--headroom = {text}: give 0 to 100 %, or as 10 GiB")
         return share * capacity
-    limit = parse(text)
+    limit = parse(text, name="--headroom")
     if limit.figure != "headroom_bytes":
         raise PlanError(f"--headroom = {text!r} is no amount of memory: give 20% or 10 GiB")
     return limit.value

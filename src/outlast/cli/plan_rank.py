@@ -565,14 +565,14 @@ def queued(wall_time: str | None, queue_wait: str | None, found: Estimate) -> Ch
         if queue_wait is not None:
             raise PlanError(f"queue_wait = {queue_wait} is of each link: give wall_time, too")
         return None
-    wait = limit_seconds(queue_wait) if queue_wait else 0.0
+    wait = limit_seconds(queue_wait, "--queue-wait") if queue_wait else 0.0
     overhead = LinkOverhead(
         restart_seconds=found.resume_seconds,
         save_seconds=found.last_save_seconds,
         step_seconds=found.step_seconds.figure.middle,
     )
     work = found.finish_seconds.middle
-    return chain(work, limit_seconds(wall_time), overhead, QueueWait(wait))
+    return chain(work, limit_seconds(wall_time, "--wall-time"), overhead, QueueWait(wait))
 
 
 def queue_words(found: Chain) -> str:
