@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from outlast.cli.console import Column, output, print_json, print_table
-from outlast.cli.options import with_options
+from outlast.cli.options import AsJson, with_options
 from outlast.cli.submit import check_run, script_text
 from outlast.cli.train import JobFile, Overrides, job_arguments
 from outlast.errors import ClusterError
@@ -160,7 +159,7 @@ def simulate(
                     "save_seconds": job.save_seconds,
                 },
                 "notes": log.notes,
-                "rows": [asdict(row) for row in rows],
+                "rows": rows,
             }
         )
     else:
@@ -597,15 +596,13 @@ def chain_of(run: Path) -> ChainFiles:
     return chain_files(run.resolve())
 
 
-def status(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def status(run: Run, json: AsJson = False) -> None:
     """Say how a chain is doing: links, progress, where the time went, when it will be done."""
     from outlast.cluster.chain import status_of
 
     found = status_of(chain_of(run))
-    if as_json:
-        print(json.dumps(asdict(found), indent=1))
+    if json:
+        print_json(found)
     else:
         print_status(found)
 

@@ -24,7 +24,6 @@ from outlast.cli.console import (
     bytes_words,
     count_words,
     output,
-    plain,
     print_facts,
     print_json,
     print_table,
@@ -78,15 +77,15 @@ def explain(asked: PlanOptions, layout: Layout, json: AsJson = False) -> None:
         print_json(
             {
                 "kind": "predicted",
-                "planned": {"source": asked.source, "model": plain(read.training.model)},
+                "planned": {"source": asked.source, "model": read.training.model},
                 "origin": found.origin,
                 "layout": layout_words(found.run),
-                "configuration": plain(found.run),
-                "settings": plain(found.settings),
-                "estimate": plain(found.estimate),
+                "configuration": found.run,
+                "settings": found.settings,
+                "estimate": found.estimate,
                 "warnings": list(found.warnings),
                 "assumed": list(read.assumed),
-                "cluster": plain(read.cluster),
+                "cluster": read.cluster,
             }
         )
         return

@@ -269,7 +269,7 @@ def transformer_of(config: Mapping[str, Any] | Path | str, name: str = "") -> Tr
 
 def _name(path: Path) -> str:
     """A model's folder is called as the model; a config of another name is one of many there."""
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
+    return path.resolve().parent.name if path.name == "config.json" else path.name
 
 
 def _read(path: Path) -> Mapping[str, Any]:
