@@ -821,7 +821,7 @@ CASES: dict[str, list[tuple[str, str]]] = {
         ),
         (
             "explain llama.json --cluster h100x8 --tensor 3",
-            "tensor = 3 does not divide heads = 4 of llama; tensor = 3",
+            "tensor = 3 does not divide heads = 4 of llama.json; tensor = 3",
         ),
         (
             "explain llama.json --cluster h100x8 --shard all",
