@@ -591,7 +591,7 @@ def chain_of(run: Path) -> ChainFiles:
         return files_of(load_job(run))
     if not run.is_dir():
         raise ClusterError(
-            f"{run} is no run directory and no job file; give one, e.g. runs/quickstart"
+            f"{run} is no run directory, so it has no chain: `outlast submit job.toml` makes one"
         )
     return chain_files(run.resolve())
 

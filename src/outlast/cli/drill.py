@@ -253,8 +253,10 @@ def _trials(job: Job, asked: DrillOptions, ranks: int) -> list[Trial]:
 
     if asked.kill and asked.phases:
         raise RecoverError("--kill and --at say both when to strike: give one of them")
-    if asked.stop_seconds == math.inf:
-        raise RecoverError(f"--stop {asked.stop_seconds:g}: give seconds, e.g. 10")
+    if not 0.0 <= asked.stop_seconds < math.inf:
+        raise RecoverError(f"--stop {asked.stop_seconds:g}: give seconds above 0")
+    if asked.trials is not None and asked.trials < 1:
+        raise RecoverError(f"--trials {asked.trials}: give at least 1")
     if asked.kill:
         rate = per_second(asked.kill)
         return trials_by_rate(rate, ranks, asked.trials or _DEMONSTRATED_KILLS, asked.seed)
