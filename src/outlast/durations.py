@@ -34,10 +34,14 @@ _UNIT_SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d":
 _PARTS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(\.\d+)?")
 
 
-def limit_seconds(text: str) -> float:
+def limit_seconds(text: str, name: str = "") -> float:
     """Seconds of a time limit as a person or ``--time`` says it; a bare number is minutes.
 
     Also reads a number with a unit (``90min``, ``8h``, ``1.5d``), which Slurm does not.
+
+    Args:
+        text: What was given.
+        name: Of the option or setting, for the error.
 
     Returns:
         Seconds; infinity for UNLIMITED.
@@ -47,7 +51,8 @@ def limit_seconds(text: str) -> float:
     """
     found = _read(text)
     if found is None:
-        raise ClusterError(f'"{text}" is no length of time: write it as {FORMS}')
+        where = f"{name} = " if name else ""
+        raise ClusterError(f'{where}"{text}" is no length of time: write it as {FORMS}')
     return found
 
 

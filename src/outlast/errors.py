@@ -33,7 +33,10 @@ class JobError(OutlastError):
     def __init__(self, problems: list[str], source: str = "the job") -> None:
         self.problems = problems
         self.source = source
-        head = f"{source} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:"
+        if len(problems) == 1:
+            super().__init__(f"{source}: {problems[0]}")
+            return
+        head = f"{source} has {len(problems)} problems:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in problems)]))
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -1,14 +1,20 @@
 """What the command line offers and says, and what it must not load to say it."""
 
+import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from outlast import __version__
+from outlast.cli.app import app
+from outlast.cli.console import print_json
 from outlast.cli.main import main
+from outlast.hardware.figure import Unavailable
 from outlast.job import Job, load_job
 
 COMMANDS = ("train", "watch", "submit", "init", "export", "report", "doctor", "convert")
@@ -60,6 +66,34 @@ def test_train_help_all_shows_every_setting(outlast):
     assert "--nproc" in out
     assert "--fresh" in out
     assert "e.g. model_type" in " ".join(out.split())
+
+
+def _commands(group, path=()):
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from _commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_help_wraps_to_the_terminal(outlast, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for path in _commands(typer.main.get_command(app)):
+        code, out, _ = outlast(*path, "--help")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= columns, path
+    _, out, _ = outlast("train", "--help")
+    lines = [line.strip() for line in out.splitlines()]
+    first = next(line for line in lines if line.startswith("The same command starts"))
+    assert len(first) > columns - 20
+
+
+def test_json_says_why_a_figure_is_not_known(capsys):
+    print_json({"loss": math.nan, "watts": Unavailable("no meter", "install one"), "kinds": (1,)})
+    assert json.loads(capsys.readouterr().out) == {
+        "loss": None,
+        "watts": {"unavailable": "no meter", "remedy": "install one"},
+        "kinds": [1],
+    }
 
 
 def test_version(outlast):
@@ -135,7 +169,7 @@ def test_a_folder_that_is_no_run_is_refused(outlast, tmp_path, command):
         (["no/such.toml"], "the file does not exist; `outlast init` writes one"),
         (["train.stepz=3"], "train.stepz is not a known key; did you mean train.steps?"),
         (["train.steps=0"], "train.steps = 0 is not possible: it should be at least 1"),
-        (["train.steps"], "the file does not exist"),
+        (["train.steps"], "train.steps is a setting without a value"),
         (
             ["data.source=text", 'data.train=["no/such.txt"]'],
             "no file is found for 'no/such.txt'",

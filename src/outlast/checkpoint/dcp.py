@@ -248,7 +248,7 @@ def newest_contents(storage: Storage, step: int | None) -> tuple[Contents, Metad
     raise (CheckpointError if damaged else UnfinishedError)(
         f"no checkpoint in {storage.location} can be used: {'; '.join(skipped)}"
         if skipped
-        else f"there is no checkpoint in {storage.location}"
+        else f"there is no checkpoint in {storage.location}; give a store or a run directory"
     )
 
 

@@ -123,7 +123,8 @@ def load_restricted(path: Path) -> Any:
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path} cannot be read by torch.load: {str(error).partition(chr(10))[0]}"
+            f"{path} is no file of torch.save, or damaged: torch.load cannot read it "
+            f"({type(error).__name__})"
         ) from None
 
 
@@ -535,7 +536,7 @@ def open_source(path: Path, kind: str) -> Iterator[ForeignCheckpoint]:
         CheckpointError: When it is missing, of no known kind, or cannot be read safely.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist; give the checkpoint of another program")
     openers: dict[str, Callable[[Path, contextlib.ExitStack], ForeignCheckpoint]] = {
         "dcp": open_dcp,
         "torch": _open_torch,

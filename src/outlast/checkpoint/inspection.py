@@ -57,6 +57,8 @@ def open_store(place: str | os.PathLike[str]) -> Storage:
         CheckpointError: When there is no version of a checkpoint.
     """
     text = os.fspath(place)
+    if not text:
+        raise CheckpointError("STORE is empty; give a checkpoint store or a run directory")
     for item in (text, f"{text.rstrip('/')}/{_RUN_FOLDER}"):
         storage = storage_of(item)
         try:
@@ -66,7 +68,8 @@ def open_store(place: str | os.PathLike[str]) -> Storage:
         except CheckpointError:
             raise
         except Exception as error:  # every fsspec implementation has errors of its own
-            raise CheckpointError(f"{item} cannot be read: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{item} cannot be read: {reason}; give another") from None
         if item == text and not files and not storage.folders():
             raise CheckpointError(
                 f"{text} does not exist, is empty or is a file; give a checkpoint store, a run "
@@ -134,7 +137,7 @@ def find_version(storage: Storage, step: int | None = None) -> Contents:
             return load(storage, version)
         except CheckpointError as error:
             problems.append(str(error))
-    raise CheckpointError("; ".join(problems))
+    raise CheckpointError("; ".join([*problems, "restore the files from a copy"]))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ called, so ``outlast --help`` answers at once.
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated, Any
 
 import typer
@@ -67,6 +68,19 @@ app.add_typer(cluster, rich_help_panel=_CLUSTER)
 app.command(rich_help_panel=_TEST)(doctor)
 app.command(rich_help_panel=_TEST)(drill)
 app.add_typer(autosave, rich_help_panel=_TEST)
+
+
+def _flow(group: typer.Typer) -> None:
+    """Let the help's paragraphs wrap to the terminal, and not where the docstrings do."""
+    for command in group.registered_commands:
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for found in group.registered_groups:
+        if found.typer_instance is not None:
+            _flow(found.typer_instance)
+
+
+_flow(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -52,7 +52,7 @@ def check(
     steps: Annotated[int, typer.Option(min=1, help="Steps after the save that are compared.")] = 3,
     at: Annotated[int, typer.Option(min=3, help="Steps before the save.")] = 4,
     timeout: Annotated[
-        float, typer.Option(help="Seconds that each pass over the script may take.")
+        float, typer.Option(min=1.0, help="Seconds that each pass over the script may take.")
     ] = 600.0,
     loop: Annotated[
         str | None,

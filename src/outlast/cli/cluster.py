@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from outlast.cli.console import Column, output, print_json, print_table
-from outlast.cli.options import with_options
+from outlast.cli.options import AsJson, with_options
 from outlast.cli.submit import check_run, script_text
 from outlast.cli.train import JobFile, Overrides, job_arguments
 from outlast.errors import ClusterError
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from outlast.cluster.chain import ChainStatus, LinkStatus
@@ -158,7 +159,7 @@ def simulate(
                     "save_seconds": job.save_seconds,
                 },
                 "notes": log.notes,
-                "rows": [asdict(row) for row in rows],
+                "rows": rows,
             }
         )
     else:
@@ -231,7 +232,7 @@ def _run(log: Workload, asked: AskedRun) -> tuple[MalleableJob, Limits]:
         restart_seconds=asked.restart,
         save_seconds=asked.save,
     )
-    longest = limit_seconds(asked.max_time)
+    longest = limit_seconds(asked.max_time, "--max-time")
     if job.progress(reference, longest) <= 0.0:
         raise ClusterError(
             f"--max-time {asked.max_time}: restart and last save alone take "
@@ -578,6 +579,7 @@ def chain_of(run: Path) -> ChainFiles:
     """The chain of a run directory, or of the run that a job file names.
 
     Raises:
+        ClusterError: There is no such directory.
         JobError: The job file is wrong.
     """
     from outlast.cluster.chain_files import chain_files
@@ -587,18 +589,20 @@ def chain_of(run: Path) -> ChainFiles:
         from outlast.job import load_job
 
         return files_of(load_job(run))
+    if not run.is_dir():
+        raise ClusterError(
+            f"{run} is no run directory, so it has no chain: `outlast submit job.toml` makes one"
+        )
     return chain_files(run.resolve())
 
 
-def status(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def status(run: Run, json: AsJson = False) -> None:
     """Say how a chain is doing: links, progress, where the time went, when it will be done."""
     from outlast.cluster.chain import status_of
 
     found = status_of(chain_of(run))
-    if as_json:
-        print(json.dumps(asdict(found), indent=1))
+    if json:
+        print_json(found)
     else:
         print_status(found)
 
@@ -739,6 +743,8 @@ def adopt(
     from outlast.job.section import toml_value
     from outlast.records import RunDirectory
 
+    if not re.fullmatch(r"\d+(_\d+)?", job_number):
+        raise ClusterError(f"JOBID = {job_number} is no number of a Slurm job; squeue shows them")
     if job_file.is_dir():
         # Wherever it lies now.
         place = [f"run.directory={toml_value(str(job_file.resolve().parent))}"]
@@ -790,7 +796,7 @@ def tasks(
     from outlast.cluster.tasks import duration, graph_from_toml, page, plan, run_greedily
 
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except OSError as error:
         raise ClusterError(f"{file} cannot be read ({error.strerror}): give another") from error
     except UnicodeDecodeError as error:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.console import Column, output, print_table
+from outlast.cli.console import Column, output, print_json, print_table
+from outlast.cli.options import AsJson
 from outlast.errors import CodingError
 from outlast.extras import require
 
@@ -44,7 +45,10 @@ _SIGNS = {"exact": "", "upper": "<= ", "lower": ">= ", "estimate": "~ "}
 _BEYOND = 3
 
 Workers = Annotated[
-    int, typer.Option(min=1, help="Data-parallel replicas (processes, or groups that share one).")
+    int,
+    typer.Option(
+        min=1, max=100_000, help="Data-parallel replicas (processes, or groups that share one)."
+    ),
 ]
 
 
@@ -80,7 +84,8 @@ def choose(
             "Assumes that any part of the data is like any other.",
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the simulation.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulation.")] = 0,
+    json: AsJson = False,
 ) -> None:
     """Simulate all schemes under the same delays and say which to take, or to take none.
 
@@ -99,6 +104,9 @@ def choose(
     )
     costs = CostModel(chunk_seconds, chunks, reduction_seconds)
     found = choose_code(workers, delays, costs, exact=not approximate, seed=seed)
+    if json:
+        print_json({"kind": "simulated", **vars(found)})
+        return
     print(found.table())
     print(
         f"\nsimulated; no scheme that keeps all samples can be faster than "
@@ -125,7 +133,8 @@ def show(
     dtype: Annotated[
         str, typer.Option(help="Type of the messages: float32, bfloat16, float16 or float64.")
     ] = "float32",
-    seed: Annotated[int | None, typer.Option(help="Of a random construction.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of a random construction.")] = None,
+    json: AsJson = False,
 ) -> None:
     """Show what a code costs and guarantees: load, exactness, error bounds, rounding.
 
@@ -140,6 +149,19 @@ def show(
         "seed": seed,
     }
     made = _made(code, {"workers": workers, "dtype": dtype, **given})
+    first = max(made.tolerance, 0)
+    last = min(first + _BEYOND, made.workers - 1)
+    if json:
+        bounds = [
+            {
+                "stragglers": count,
+                "worst": made.worst_error(count),
+                "mean": made.expected_error(count),
+            }
+            for count in range(first, last + 1)
+        ]
+        print_json({"code": made.name, "properties": dict(_properties(made)), "errors": bounds})
+        return
     console = output()
     rows = [[name, value] for name, value in _properties(made)]
     title = f"{made.name}: {made.workers} workers, {made.chunks} chunks"
@@ -147,8 +169,6 @@ def show(
         console, [Column("what", number=False), Column("figure", number=False)], rows, title
     )
     console.print()
-    first = max(made.tolerance, 0)
-    last = min(first + _BEYOND, made.workers - 1)
     error_rows = [
         [
             str(count),

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -171,19 +171,26 @@ def print_facts(console: Console, title: str, facts: Sequence[tuple[str, str]]) 
 
 
 def print_json(document: Any) -> None:
-    """Print dataclasses, dictionaries and lists as one JSON document."""
+    """Print dataclasses, dictionaries and lists as one JSON document.
+
+    What is not known says why (`Unavailable`), and a number that is not finite is null.
+    """
     print(json.dumps(_plain(document), indent=2, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:
+    from outlast.hardware.figure import Unavailable
+
+    if isinstance(value, Unavailable):
+        return {"unavailable": value.reason, "remedy": value.remedy}
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)
+        return None
     return value
 
 
@@ -333,26 +340,6 @@ def bar(share: float, blocks: bool = True) -> str:
         + "\N{WHITE VERTICAL RECTANGLE}" * (_BAR - count)
         + tail
     )
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON holds it: what is not known says why, and no number is infinite."""
-    from collections.abc import Mapping
-    from dataclasses import fields, is_dataclass
-
-    from outlast.hardware.figure import Unavailable
-
-    if isinstance(value, Unavailable):
-        return {"unavailable": value.reason, "remedy": value.remedy}
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def unit_of_joules(joules: float) -> tuple[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import typer
 from outlast.cli.train import JobFile, Overrides, Processes, job_arguments
 from outlast.errors import EXIT_CRASHED, EXIT_DATA_CORRUPTION, EXIT_DONE, GuardError, OutlastError
 from outlast.extras import require
+from outlast.paths import check_writable
 
 if TYPE_CHECKING:
     from outlast.job import Job
@@ -252,7 +254,7 @@ def _trials(job: Job, asked: DrillOptions, ranks: int) -> list[Trial]:
 
     if asked.kill and asked.phases:
         raise RecoverError("--kill and --at say both when to strike: give one of them")
-    if asked.stop_seconds < 0.0:
+    if not 0.0 <= asked.stop_seconds < math.inf:
         raise RecoverError(f"--stop {asked.stop_seconds:g}: give seconds above 0")
     if asked.trials is not None and asked.trials < 1:
         raise RecoverError(f"--trials {asked.trials}: give at least 1")
@@ -456,12 +458,15 @@ def drill(
     ] = None,
     stop: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Stop processes for so long, and do not kill them."),
+        typer.Option(
+            min=0.0, metavar="SECONDS", help="Stop processes for so long, and do not kill them."
+        ),
     ] = 0.0,
     trials: Annotated[
-        int | None, typer.Option(help="How often: at each phase (1), or in all at the rate (6).")
+        int | None,
+        typer.Option(min=1, help="How often: at each phase (1), or in all at the rate (6)."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything that a fault leaves open.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that a fault leaves open.")] = 0,
     nproc: Processes = None,
     output: Annotated[
         Path | None, typer.Option("--json", help="Also write the result to this file.")
@@ -484,9 +489,13 @@ def drill(
 
     job_file, settings = job_arguments(job_file, overrides)
     asked = DrillOptions(kill, tuple(at or ()), stop, trials, seed)
+    if output is not None:
+        _check_output(output)
     if asked.wanted:
         _strike_processes(job_file, settings, asked, nproc, output)
         return
+    if trials is not None:
+        raise GuardError(f"--trials {trials} is of --kill, --at and --stop: give one of them, too")
     settings = ["guard.policy=full", *settings]
     if nproc is not None:
         settings.append(f"launch.nproc={nproc}")
@@ -507,6 +516,16 @@ def drill(
         raise typer.Exit(EXIT_CRASHED)
     if not result.get("bits_equal", True):
         raise typer.Exit(EXIT_DATA_CORRUPTION)
+
+
+def _check_output(file: Path) -> None:
+    """Refuse a file that cannot be written, before and not after the training."""
+    try:
+        if file.is_dir() or not file.absolute().parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is no name of a file in a folder")
+        check_writable(file)
+    except OSError as error:
+        raise OutlastError(f"--json = {file}: {error.strerror}; name another file") from None
 
 
 def _strike_processes(

@@ -6,6 +6,7 @@ Nothing here sets a clock but ``restore``, which gives back what another process
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.errors import EXIT_BAD_INPUT, EXIT_CRASHED, EnergyError
+from outlast.paths import check_writable, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,7 +165,7 @@ EXAMPLES = "example:"
 KINDS = ("1f1b", "gpipe", "zero-bubble", "interleaved")
 
 
-BUDGETS = ("none", "per_stage", "per_phase", "free")
+BUDGETS: tuple[Switches, ...] = ("none", "per_stage", "per_phase", "free")
 
 
 ProfileName = Annotated[
@@ -186,11 +188,12 @@ ScheduleName = Annotated[
 
 
 BlockingWatts = Annotated[
-    float | None, typer.Option(help="Power of a waiting device, where the file does not say it.")
+    float | None,
+    typer.Option(min=0.0, help="Power of a waiting device, where the file does not say it."),
 ]
 
 
-SwitchSeconds = Annotated[float, typer.Option(help="What one change of a clock takes.")]
+SwitchSeconds = Annotated[float, typer.Option(min=0.0, help="What one change of a clock takes.")]
 
 
 Deadline = Annotated[
@@ -237,21 +240,27 @@ def frontier(
     from outlast.energy.profile import margin_for, smoothed
 
     measured = _profile(profile, blocking_watts)
-    if profile.startswith(EXAMPLES):
-        print(f"{profile} is a published profile (GPT-3 175B, 8 stages); give a file of your own\n")
     plain = _schedule_of_file(schedule, measured, microbatches, stages_per_device)
     noisy = margin == "auto"
     kept = margin_for(measured) if noisy else _share(margin)
     planner = EnergyPlanner(smoothed(measured) if noisy else measured)
-    budgets = BUDGETS if switches == "all" else (switches,)
+    budgets: tuple[Switches, ...] = BUDGETS if switches == "all" else (_budget(switches),)
+    if output is not None:
+        _check_folder(output)
     found: dict[str, Frontier] = {}
+    # Said once it is clear that there is a frontier.
+    notes = []
+    if profile.startswith(EXAMPLES):
+        notes = [
+            f"{profile} is a published profile (GPT-3 175B, 8 stages); give a file of your own"
+        ]
     for budget in budgets:
         try:
             found[budget] = planner.frontier(
                 plain,
                 points or (5 if profile.startswith(EXAMPLES) else 20),
                 _deadline(longest),
-                switches=_budget(budget),
+                switches=budget,
                 switch_seconds=switch_seconds,
                 margin=kept,
             )
@@ -259,12 +268,15 @@ def frontier(
             # Of all budgets, some may be impossible; the one that was asked for may not.
             if budget == "free" or len(budgets) == 1:
                 raise
-            print(f"switches = {budget}: not possible: {error}\n")
+            notes.append(f"switches = {budget}: not possible: {error}")
             continue
+        for note in notes:
+            print(f"{note}\n")
+        notes = []
         _print_frontier(budget, found[budget])
     if output is not None:
-        for budget, plans in found.items():
-            plans.save(output / f"frontier-{budget}.json")
+        for name, plans in found.items():
+            plans.save(output / f"frontier-{name}.json")
         save_picture(found, output / "frontier.html")
         print(f"wrote {output}/frontier.html and {len(found)} frontiers")
 
@@ -389,7 +401,7 @@ def _schedule_of_file(name: str, profile: Profile, microbatches: int, per_device
 
     if name.endswith(".json"):
         try:
-            text = Path(name).read_text(encoding="utf-8")
+            text = read_text(name)
         except OSError as error:
             raise EnergyError(f"{name} cannot be read ({error.strerror}): give another") from error
         except UnicodeDecodeError as error:
@@ -416,7 +428,7 @@ def _schedule_of_file(name: str, profile: Profile, microbatches: int, per_device
 def _is_frontier(path: Path) -> bool:
     """Return True if a file says that it is a frontier; its reader finds what is wrong."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("format") == "outlast frontier"
@@ -436,10 +448,20 @@ def _share(text: str) -> float:
         raise EnergyError(f'--margin = "{text}" is neither a share, as 0.01, nor auto') from None
 
 
+def _check_folder(folder: Path) -> None:
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file")
+        check_writable(folder)
+    except OSError as error:
+        raise EnergyError(f"--out = {folder}: {error.strerror}; name another folder") from None
+
+
 def _budget(name: str) -> Switches:
-    if name not in BUDGETS:
-        raise EnergyError(f'--switches = "{name}" is none of {", ".join(BUDGETS)}, nor all')
-    return name  # type: ignore[return-value]
+    for budget in BUDGETS:
+        if budget == name:
+            return budget
+    raise EnergyError(f'--switches = "{name}" is none of {", ".join(BUDGETS)}, nor all')
 
 
 def _print_frontier(budget: str, plans: Frontier) -> None:
@@ -488,7 +510,8 @@ def monitor(
     ] = None,
     *,
     seconds: Annotated[
-        float | None, typer.Option(help="Without a command: how long; default: until Ctrl-C.")
+        float | None,
+        typer.Option(min=0.0, help="Without a command: how long; default: until Ctrl-C."),
     ] = None,
     every: Annotated[float, typer.Option(help="Seconds between two lines.", min=0.1)] = 5.0,
     output: Annotated[
@@ -496,7 +519,10 @@ def monitor(
         typer.Option("--out", metavar="FILE", help="Write the figures here too, as JSON."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(help="Also serve them to Prometheus at http://HOST:PORT/metrics.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Also serve them to Prometheus at http://HOST:PORT/metrics."
+        ),
     ] = None,
 ) -> None:
     """Measure this machine's GPUs, CPUs and memory, alone or while a command runs.
@@ -509,7 +535,8 @@ def monitor(
 
     if output is not None:
         asked = output if output.exists() else output.absolute().parent
-        if output.is_dir() or not asked.exists() or not os.access(asked, os.W_OK):
+        no_file = output.is_dir() or not (output.is_file() or asked.is_dir())
+        if no_file or not os.access(asked, os.W_OK):
             raise EnergyError(
                 f"--out = {output} cannot be written: name a file in a directory of yours"
             )

@@ -24,7 +24,6 @@ from outlast.cli.console import (
     bytes_words,
     count_words,
     output,
-    plain,
     print_facts,
     print_json,
     print_table,
@@ -36,6 +35,7 @@ from outlast.cli.plan_calibrate import calibrate
 from outlast.cli.plan_pareto import check, emit, pareto, targets
 from outlast.cli.plan_rank import rank
 from outlast.errors import EXIT_CRASHED, PlanError
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,15 +77,15 @@ def explain(asked: PlanOptions, layout: Layout, json: AsJson = False) -> None:
         print_json(
             {
                 "kind": "predicted",
-                "planned": {"source": asked.source, "model": plain(read.training.model)},
+                "planned": {"source": asked.source, "model": read.training.model},
                 "origin": found.origin,
                 "layout": layout_words(found.run),
-                "configuration": plain(found.run),
-                "settings": plain(found.settings),
-                "estimate": plain(found.estimate),
+                "configuration": found.run,
+                "settings": found.settings,
+                "estimate": found.estimate,
                 "warnings": list(found.warnings),
                 "assumed": list(read.assumed),
-                "cluster": plain(read.cluster),
+                "cluster": read.cluster,
             }
         )
         return
@@ -636,7 +636,7 @@ def _scenario(asked: PlanOptions, layout: Layout) -> Scenario:
         # What is wrong with a file, its reader reports.
         tables: set[str] = set()
         with contextlib.suppress(OSError, ValueError):
-            tables = set(tomllib.loads(path.read_text(encoding="utf-8")))
+            tables = set(tomllib.loads(read_text(path)))
         if not _OF_JOBS & tables:
             return load_scenario(path)
     from outlast.cli.plan_pareto import chosen

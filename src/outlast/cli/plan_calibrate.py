@@ -5,6 +5,7 @@ The model's constants come from measured runs. `prediction_of` is the planner's 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -116,6 +117,10 @@ def calibrate(
         if paths and len(paths) > 1:
             raise PlanError(f"--run varies one job, and {len(paths)} are named: keep one or none")
         job = paths[0] if paths else None
+        if not 0.0 < minutes < math.inf:
+            raise PlanError(
+                f"--minutes = {minutes:g}: give more than 0, {SECONDS / 60:g} are usual"
+            )
         calibrate_here(job, out or calibration_home(), 60.0 * minutes, keep)
         return
     if keep is not None:
@@ -553,7 +558,10 @@ def calibrate_here(
     """
     console = output()
     calibration, cluster = places(out)
-    calibration.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        calibration.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"--out = {out} cannot be made: {error.strerror}; give another") from None
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,6 @@ from outlast.cli.console import (
     joules_range,
     joules_words,
     output,
-    plain,
     print_json,
     print_table,
     range_words,
@@ -146,13 +145,13 @@ def check(
         raise typer.Exit(EXIT_CRASHED) from None
     reasons = _reasons(found, bounds, surely)
     if json:
-        figures = {name: plain(figure_of(found.estimate, name)) for name in bounds}
+        figures = {name: figure_of(found.estimate, name) for name in bounds}
         print_json(
             {
                 "holds": not reasons,
                 "reasons": reasons,
                 "layout": layout_words(found.run),
-                "configuration": plain(found.run),
+                "configuration": found.run,
                 "limits": bounds,
                 "figures": figures,
                 "extrapolated": list(beyond(found.estimate)),
@@ -189,7 +188,7 @@ def _headroom_bytes(text: str, capacity: float) -> float:
         if not 0.0 <= share < 1.0:
             raise PlanError(f"--headroom = {text}: give 0 to 100 %, or as 10 GiB")
         return share * capacity
-    limit = parse(text)
+    limit = parse(text, name="--headroom")
     if limit.figure != "headroom_bytes":
         raise PlanError(f"--headroom = {text!r} is no amount of memory: give 20% or 10 GiB")
     return limit.value

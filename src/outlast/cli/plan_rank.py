@@ -238,7 +238,6 @@ def _row(
 def _document(
     found: Ranking, own: Estimate | None, ifs: tuple[WhatIf, ...], said: str, chain: Chain | None
 ) -> dict[str, Any]:
-    from outlast.cli.console import plain
     from outlast.cli.plan_source import sharing_of
     from outlast.plan.configuration import layout_words
 
@@ -248,7 +247,7 @@ def _document(
         "kind": "predicted",
         "planned": {
             "source": planned.asked.source,
-            "model": plain(planned.training.model),
+            "model": planned.training.model,
             "parameters": planned.training.model.parameters,
             "cluster": planned.cluster.name,
             "devices": planned.cluster.devices,
@@ -267,19 +266,19 @@ def _document(
             {
                 "number": choice.number,
                 "layout": layout_words(choice.run),
-                "configuration": plain(choice.run),
-                "settings": plain(choice.settings),
+                "configuration": choice.run,
+                "settings": choice.settings,
                 "on_front": choice.on_front,
                 "knee": choice.knee,
-                "estimate": plain(choice.estimate),
+                "estimate": choice.estimate,
             }
             for choice in found.choices
         ],
-        "own": None if own is None else plain(own),
+        "own": own,
         "own_problem": planned.own_problem,
-        "queue": None if chain is None else plain(chain),
-        "file_system": None if sharing is None else plain(sharing),
-        "what_ifs": [{"change": e.change, "estimate": plain(e.estimate)} for e in ifs],
+        "queue": chain,
+        "file_system": sharing,
+        "what_ifs": [{"change": e.change, "estimate": e.estimate} for e in ifs],
         "advice": said,
         "settings": list(job_settings(planned, best)),
     }
@@ -565,14 +564,14 @@ def queued(wall_time: str | None, queue_wait: str | None, found: Estimate) -> Ch
         if queue_wait is not None:
             raise PlanError(f"queue_wait = {queue_wait} is of each link: give wall_time, too")
         return None
-    wait = limit_seconds(queue_wait) if queue_wait else 0.0
+    wait = limit_seconds(queue_wait, "--queue-wait") if queue_wait else 0.0
     overhead = LinkOverhead(
         restart_seconds=found.resume_seconds,
         save_seconds=found.last_save_seconds,
         step_seconds=found.step_seconds.figure.middle,
     )
     work = found.finish_seconds.middle
-    return chain(work, limit_seconds(wall_time), overhead, QueueWait(wait))
+    return chain(work, limit_seconds(wall_time, "--wall-time"), overhead, QueueWait(wait))
 
 
 def queue_words(found: Chain) -> str:

@@ -119,6 +119,9 @@ def planned(asked: PlanOptions) -> Planned:
 
     _check(asked)
     job = _job(asked)
+    if job is None:
+        # Of two things that are wrong, the source is the first that was given.
+        model_of_source(asked.source)
     load = load_of_others(asked, job)
     ranks = job.launch.nproc if job is not None and job.launch.nproc > 1 else 0
     found = place_of(asked.cluster, ranks)
@@ -240,7 +243,7 @@ def _deadline_seconds(text: str | None) -> float | None:
 
     if text is None:
         return None
-    limit = parse(text, datetime.now().astimezone())
+    limit = parse(text, datetime.now().astimezone(), "--deadline")
     if limit.figure != "hours":
         raise PlanError(f"--deadline = {text!r} is no time: give hours, days or a date")
     return limit.value * 3600.0

@@ -43,14 +43,15 @@ def export(
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="run directories; several are laid side by side")
+        list[Path],
+        typer.Argument(metavar="RUN ...", help="Run directories; several are laid side by side."),
     ],
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="HTML file to write; default: RUN/report.html, or ./report.html for several runs",
+            help="HTML file to write; default: RUN/report.html, or report.html for several runs.",
         ),
     ] = None,
 ) -> None:
@@ -130,7 +131,9 @@ def _check(directory: RunDirectory, processes: int) -> None:
     from outlast.train.preflight import preflight
 
     if not directory.exists():
-        raise RecoverError(f"{directory.path} is no run directory; give that of a run")
+        raise RecoverError(
+            f"{directory.path} is no run directory; give that of a run, e.g. runs/quickstart"
+        )
     found = read_run(directory.path)
     _refuse_ended(directory.path, found)
     # A run that is just being restarted is unlocked for a moment.
@@ -223,10 +226,14 @@ def convert(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(help="Tokens of the text to calibrate with; a quarter more is held out.")
+        int,
+        typer.Option(
+            min=2, help="Tokens of the text to calibrate with; a quarter more is held out."
+        ),
     ] = 32768,
     window: Annotated[
-        int | None, typer.Option(help="Tokens in a sequence; default: 512 or the model's most.")
+        int | None,
+        typer.Option(min=2, help="Tokens in a sequence; default: 512 or the model's most."),
     ] = None,
     distill_steps: Annotated[
         int, typer.Option(help="Steps in which each layer learns to answer as the dense one.")

@@ -14,6 +14,7 @@ import typer
 
 from outlast.cli.train import JobFile, Overrides, job_arguments
 from outlast.errors import ClusterError
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from outlast.cluster.chain_files import ChainFiles, ChainPlan
@@ -37,7 +38,7 @@ def _names_run(job_file: Path | None) -> bool:
     if job_file is None:
         return False
     try:
-        run = tomllib.loads(job_file.read_text(encoding="utf-8")).get("run")
+        run = tomllib.loads(read_text(job_file)).get("run")
     except (OSError, ValueError):
         return False
     return isinstance(run, dict) and "name" in run

@@ -90,7 +90,18 @@ def job_arguments(
     settings = list(overrides or [])
     if job_file is not None and "=" in str(job_file) and not job_file.exists():
         return None, [str(job_file), *settings]
+    if job_file is not None and not job_file.exists() and _is_setting(str(job_file)):
+        raise OutlastError(f"{job_file} is a setting without a value: write {job_file}=VALUE")
     return job_file, settings
+
+
+def _is_setting(word: str) -> bool:
+    """True if a word is the name of a setting, which has lost its value."""
+    from outlast.job import Job
+
+    section, _, key = word.partition(".")
+    field = Job.model_fields.get(section)
+    return field is not None and key in getattr(field.annotation, "model_fields", {})
 
 
 def run_job(job: Job, *, fresh: bool, process_faults: tuple[str, ...] = ()) -> int:
@@ -424,7 +435,7 @@ def init(
 
     if path.is_dir():
         raise OutlastError(f"{path} is a folder; give the name of a file, e.g. {path / 'job.toml'}")
-    if path.exists() and not force:
+    if (path.exists() or path.is_symlink()) and not force:
         raise OutlastError(f"{path} exists; give another name or --force to replace it")
     if not path.parent.is_dir():
         raise OutlastError(f"the folder {path.parent} does not exist; make it first")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.console import plain, print_json, seconds_words, size_text
+from outlast.cli.console import print_json, seconds_words, size_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -56,7 +56,7 @@ def watch(
     state, console = RunState(RunFollower(run)), Console()
     state.update()
     if as_json:
-        print_json(plain(state.facts()))
+        print_json(state.facts())
     elif once or state.is_complete:
         console.print(state.view(console))
     elif console.is_terminal:

@@ -215,7 +215,8 @@ def read_plan(files: ChainFiles) -> ChainPlan:
             f"{files.run} has no chain: `outlast submit job.toml` makes one"
         ) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ClusterError(f"{files.plan} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or f"it is damaged ({error})"
+        raise ClusterError(f"{files.plan} cannot be read: {reason}") from None
 
 
 Entry = dict[str, Any]

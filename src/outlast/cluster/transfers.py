@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from outlast.cluster.copying import GentlePace, TokenBucket
@@ -17,6 +16,7 @@ from outlast.cluster.tasks.execute import Shares
 from outlast.cluster.tasks.graph import figures_from_toml, run_graph
 from outlast.cluster.tasks.planner import plan
 from outlast.errors import ClusterError
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -148,7 +148,7 @@ def transfers_for(job: Job, *, processes: int, nodes: int) -> GentleCopies | Pla
     if settings.transfer_plan:
         where = f'checkpoint.transfer_plan = "{settings.transfer_plan}"'
         try:
-            text = Path(settings.transfer_plan).read_text(encoding="utf-8")
+            text = read_text(settings.transfer_plan)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
             raise ClusterError(f"{where} cannot be read ({reason}): give another file") from None

@@ -38,6 +38,7 @@ from outlast.cluster.slurm import Patience, ask, moment, number
 from outlast.durations import shown_seconds
 from outlast.errors import ClusterError
 from outlast.extras import require
+from outlast.paths import check_regular, read_text
 from outlast.records.lease import json_object
 
 Array = npt.NDArray[np.float64]
@@ -262,9 +263,10 @@ def read_sacct(
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{path} cannot be read as a log: {error}") from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ClusterError(f"{path} cannot be read as a log: {reason}; give another") from None
     return _read(text, path.name, nodes=nodes, partition=partition)
 
 
@@ -406,6 +408,7 @@ def read_swf(
 
 def _jobs(path: Path, header: dict[str, int], skipped: Counter[str]) -> Iterator[list[float]]:
     try:
+        check_regular(path)
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             for number, line in enumerate(lines, 1):
                 if found := _HEADER.match(line):
@@ -427,7 +430,8 @@ def _jobs(path: Path, header: dict[str, int], skipped: Counter[str]) -> Iterator
                 else:
                     yield fields
     except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"{path} cannot be read as a log: {error}") from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ClusterError(f"{path} cannot be read as a log: {reason}; give another") from None
 
 
 _BUCKETS = 48

@@ -11,6 +11,7 @@ each other, so that slowness may persist from step to step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -161,6 +162,8 @@ def at_least(name: str, value: float, least: float) -> None:
     """Refuse a setting below `least`, or one that is no number."""
     if not value >= least:
         raise CodingError(f"{name} = {value} is below {least:g}")
+    if value == math.inf:
+        raise CodingError(f"{name} = {value} is not finite; give a number")
 
 
 def probability(name: str, value: float) -> None:

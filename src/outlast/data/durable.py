@@ -77,8 +77,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({error})") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read as JSON ({reason})") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} does not hold a JSON object")
     return content

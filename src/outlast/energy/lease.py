@@ -21,6 +21,7 @@ import psutil
 
 from outlast.energy.controllers import opened
 from outlast.errors import EnergyError
+from outlast.paths import check_regular
 from outlast.records import sync_directory
 from outlast.records.process import boot_identity, process_lives, started_seconds
 
@@ -221,6 +222,7 @@ def read_lease(path: Path) -> Lease | None:
         EnergyError: When the file cannot be read, belongs to another user, or is no lease.
     """
     try:
+        check_regular(path)
         with path.open("rb") as file:
             owner = os.fstat(file.fileno()).st_uid
             content = json.loads(file.read())

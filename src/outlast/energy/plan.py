@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, get_args
 from outlast.energy.window import KINDS
 from outlast.errors import EnergyError
 from outlast.extras import require
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -379,7 +380,7 @@ def read(path: Path, expected: str) -> dict[str, Any]:
         raise ValueError(f"{constant} is not a number")
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+        content = json.loads(read_text(path), parse_constant=refuse)
     except OSError as error:
         raise EnergyError(f"{path} cannot be read ({error.strerror}): give another file") from error
     except (ValueError, RecursionError) as error:

@@ -23,12 +23,12 @@ import tomllib
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from outlast.energy.cost import JOULES_PER_KWH
 from outlast.errors import EnergyError
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -91,9 +91,10 @@ class Tariff:
             EnergyError: When it cannot be read, or any key or value is wrong.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise EnergyError(f"tariff file {path} cannot be read: {error}") from error
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise EnergyError(f"tariff file {path} cannot be read: {reason}") from None
         return cls.parse(text, str(path))
 
     @classmethod

@@ -30,6 +30,7 @@ import numpy as np
 from outlast.energy.plan import VERSION, publish, publish_text, read
 from outlast.energy.window import KINDS
 from outlast.errors import EnergyError
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -474,7 +475,7 @@ def _json_rows(content: Mapping[str, Any], path: Path) -> list[tuple[str, dict[s
 
 def _csv_rows(path: Path) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
     except OSError as error:
         raise EnergyError(f"{path} cannot be read ({error.strerror}): give another file") from error
     except UnicodeDecodeError as error:

@@ -15,7 +15,8 @@ import difflib
 import tomllib
 from datetime import time
 from importlib import resources
-from typing import TYPE_CHECKING, Any, TypeVar, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -31,6 +32,7 @@ from outlast.job.sections import (
     RecoverSection,
     RunSection,
 )
+from outlast.paths import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
@@ -118,6 +120,7 @@ DEFAULT_JOB = "the embedded default job"
 # Beside its own error, tomllib lets through those of numbers and nestings beyond Python's limits.
 _NOT_TOML = (ValueError, RecursionError)
 _LONGEST_VALUE = 80
+_SHOULD = "it should be "
 _RIGHT = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -125,7 +128,6 @@ _RIGHT = {
     "bool_type": "true or false, without quotes",
     "string_type": "text in quotes",
     "too_short": "a list of at least one",
-    "list_type": 'a list of texts such as ["a.txt", "b.txt"]',
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "above {gt:g}",
     "less_than_equal": "at most {le:g}",
@@ -205,14 +207,13 @@ def default_job_text() -> str:
 def _read(path: Path, writer: str) -> dict[str, Any]:
     """The tables of a file such as the command `writer` writes."""
     try:
-        # Some editors begin a file with a byte order mark, which is no TOML.
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except FileNotFoundError:
         problem = f"the file does not exist; `{writer}` writes one to start from"
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text (byte {error.start}); save it as UTF-8"
     except OSError as error:
-        problem = f"the file cannot be read: {error.strerror}"
+        problem = f"the file cannot be read: {error.strerror}; give the path of a job file"
     else:
         return _parse(text, str(path))
     raise JobError([problem], str(path))
@@ -234,11 +235,17 @@ def _replace_model(tables: dict[str, Any], overrides: Sequence[str]) -> None:
             model.pop(key, None)
 
 
-def _apply_override(tables: dict[str, Any], override: str, kind: type[Section]) -> list[str]:
+def _apply_override(
+    tables: dict[str, Any], override: str, kind: type[Section], source: str
+) -> list[str]:
     key, equals, value = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
-        return [f"the override `{override}` is not of the form section.key=value"]
+        return [
+            f"the job is {source} already: leave out {override}"
+            if override.endswith(".toml")
+            else f"the override `{override}` is not of the form section.key=value"
+        ]
     if any("\ud800" <= character <= "\udfff" for character in override):
         return [f"the override {override!a} is not UTF-8 text; rename the file that it names"]
     table = tables
@@ -270,7 +277,9 @@ def _value_of(text: str, parts: list[str], kind: type[Section]) -> Any:
     if annotation is str and not isinstance(found, str | list | dict):
         # 10:00:00 is a time of day in TOML, and 90 a number.
         return text
-    return [found] if get_origin(annotation) is list and isinstance(found, str) else found
+    if get_origin(annotation) is not list or isinstance(found, list):
+        return found
+    return [found] if isinstance(found, str) or get_args(annotation) != (str,) else found
 
 
 def _build(
@@ -282,7 +291,9 @@ def _build(
 ) -> J:
     _replace_model(tables, overrides or [])
     problems = [
-        text for override in overrides or [] for text in _apply_override(tables, override, kind)
+        text
+        for override in overrides or []
+        for text in _apply_override(tables, override, kind, source)
     ]
     try:
         job = kind.model_validate(tables)
@@ -291,7 +302,7 @@ def _build(
         foreign = [detail for detail in details if _is_of_the_trainer(detail, kind)]
         if foreign:
             problems.append(decided_by_the_script([str(detail["loc"][0]) for detail in foreign]))
-        problems += [_sentence(detail, kind) for detail in details if detail not in foreign]
+        problems += _sentences([detail for detail in details if detail not in foreign], kind)
         # Impossible combinations in the sections that have no problem themselves.
         wrong = {detail["loc"][0] for detail in details}
         right = {name: table for name, table in tables.items() if name not in wrong}
@@ -323,9 +334,22 @@ def _is_of_the_trainer(detail: Any, kind: type[Section]) -> bool:
     )
 
 
+def _sentences(details: Sequence[Any], kind: type[Section]) -> list[str]:
+    """One sentence for each value that is wrong, also where several kinds are allowed for it."""
+    found: dict[str, str] = {}
+    for detail in details:
+        sentence = _sentence(detail, kind)
+        said, _, right = sentence.partition(_SHOULD)
+        # An error of each kind that a value may have: together they say what it may be.
+        found[said] = f"{found[said]} or {right}" if right and said in found else sentence
+    return list(found.values())
+
+
 def _sentence(detail: Any, kind: type[Section]) -> str:
     """One sentence from one pydantic error: the setting, its value, and what would be right."""
     where, value = [str(part) for part in detail["loc"]], detail["input"]
+    if len(where) > 2 and _is_union(where, kind):
+        del where[2:]
     if detail["type"] == "extra_forbidden":
         return _unknown_key(where, kind)
     if detail["type"] == "not_toml":
@@ -338,7 +362,14 @@ def _sentence(detail: Any, kind: type[Section]) -> str:
         shown = shown[: _LONGEST_VALUE - 3] + "..."
     if detail["type"] in ("model_type", "dict_type"):
         return f"{name} = {shown} must be a section: write [{name}] and its keys below it"
-    return f"{name} = {shown} is not possible: it should be {_right(detail, where)}"
+    return f"{name} = {shown} is not possible: {_SHOULD}{_right(detail, where)}"
+
+
+def _is_union(where: list[str], kind: type[Section]) -> bool:
+    """True if a setting may have values of several kinds, whose names pydantic adds to its own."""
+    section: Any = kind.model_fields[where[0]].annotation if where[0] in kind.model_fields else None
+    field = getattr(section, "model_fields", {}).get(where[1])
+    return field is not None and get_origin(field.annotation) in (Union, UnionType)
 
 
 def _right(detail: Any, where: list[str]) -> str:
@@ -349,6 +380,11 @@ def _right(detail: Any, where: list[str]) -> str:
             return str(context["expected"]).replace("'", '"')
         case "int_type" if isinstance(detail["input"], float) and detail["input"].is_integer():
             return f"a whole number, written {int(detail['input'])}"
+        case "list_type":
+            field = Job.model_fields[where[0]].annotation.model_fields[where[1]]  # type: ignore[union-attr]
+            if get_args(field.annotation) == (str,):
+                return 'a list of texts such as ["a.txt", "b.txt"]'
+            return "a list such as [2, 4]"
         case "string_type" if isinstance(detail["input"], time):
             return f'text in quotes, such as "{detail["input"]}"'
         case "string_pattern_mismatch":

@@ -25,6 +25,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from outlast.errors import PlanError
+from outlast.paths import read_text
 from outlast.plan.batch import Array
 from outlast.plan.conformal import Conformal, Place, Support
 from outlast.plan.constants import LEVELS, NAMES, PRIORS
@@ -334,7 +335,7 @@ def read_calibration(path: Path | str) -> Calibration:
         PlanError: The file cannot be read, is damaged, or says something that is not possible.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise PlanError(f"{path} cannot be read as a calibration: {reason}") from None

@@ -42,6 +42,7 @@ from outlast.hardware import (
     nodes,
     this_machine,
 )
+from outlast.paths import read_text
 from outlast.plan.cluster import Cluster, FailureCause, Power, Prices, Storage
 from outlast.plan.estimate import Source
 from outlast.plan.facts import facts
@@ -674,7 +675,7 @@ def read_cluster(source: Path | str) -> Cluster:
         return _built(parsed(source, "the cluster file"), "unnamed")
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise PlanError(f"cluster file {path} cannot be read: {reason}") from None

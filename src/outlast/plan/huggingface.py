@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outlast.errors import PlanError
+from outlast.paths import read_text
 from outlast.plan.facts import facts
 from outlast.plan.transformer import Transformer
 
@@ -243,7 +244,7 @@ def transformer_of(config: Mapping[str, Any] | Path | str, name: str = "") -> Tr
     """
     if isinstance(config, Path):
         path = config / "config.json" if config.is_dir() else config
-        table, name = _read(path), name or path.resolve().parent.name
+        table, name = _read(path), name or _name(path)
     elif isinstance(config, Mapping):
         table = config
     else:
@@ -266,9 +267,14 @@ def transformer_of(config: Mapping[str, Any] | Path | str, name: str = "") -> Tr
     return replace(bare, further_parameters=further)
 
 
+def _name(path: Path) -> str:
+    """A model's folder is called as the model; a config of another name is one of many there."""
+    return path.resolve().parent.name if path.name == "config.json" else path.name
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(read_text(path))
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

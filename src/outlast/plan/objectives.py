@@ -286,13 +286,14 @@ class Budget:
     currency: str = ""
 
 
-def parse(text: str, start: datetime | None = None) -> Budget:
+def parse(text: str, start: datetime | None = None, name: str = "budget") -> Budget:
     """A limit from its text.
 
     Args:
         text: A number and a unit, or a date or time (ISO 8601) by which to finish; a date means the
             end of that day. Times without a zone are the start's.
         start: When the run starts, which a deadline needs.
+        name: Of the option, for the error.
 
     Raises:
         PlanError: The text has no number or no known unit, is not above 0, or is a deadline without
@@ -303,7 +304,7 @@ def parse(text: str, start: datetime | None = None) -> Budget:
         return Budget("hours", _hours_until(text, plain, start), text)
     found = re.fullmatch(r"([$€£¥]?)\s*(\d[\d_ ,']*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([^\d\s].*)?", plain)
     if found is None:
-        raise PlanError(f"budget {text!r} is no number with a unit: known are {KNOWN}")
+        raise PlanError(f"{name} {text!r} is no number with a unit: known are {KNOWN}")
     sign, digits, unit = found.group(1), found.group(2), (found.group(3) or "").strip()
     if re.search(r",\d{1,2}(?!\d)", digits):
         raise PlanError(

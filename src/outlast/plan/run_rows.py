@@ -38,6 +38,7 @@ import numpy as np
 from outlast.errors import PlanError
 from outlast.hardware import Device, Figure, device
 from outlast.job.load import job_from_text
+from outlast.paths import check_regular
 from outlast.plan.api import run_of
 from outlast.plan.batch import Array
 from outlast.plan.calibration import check_keys, kinds_of
@@ -415,6 +416,7 @@ def _flags(name: str, figures: LogFigures, run: Configuration) -> tuple[str, ...
 
 def _text(path: Path) -> str:
     try:
+        check_regular(path)
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from None
@@ -595,12 +597,14 @@ def read_rows(path: Path | str) -> tuple[list[Row], list[Refused]]:
         PlanError: The file cannot be read, or lacks a column without which no row can be.
     """
     try:
+        check_regular(path)
         with Path(path).open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines)
             columns = reader.fieldnames or []
             table = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise PlanError(f"{path} cannot be read as a table of runs: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise PlanError(f"{path} cannot be read as a table of runs: {reason}") from None
     missing = [name for name in _NEEDED if name not in columns]
     if missing:
         raise PlanError(f"{path} lacks the columns {', '.join(missing)}: add them")

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast.errors import PlanError
+from outlast.paths import read_text
 from outlast.plan.batch import Array
 from outlast.plan.cluster import FailureCause
 from outlast.plan.reliability import (
@@ -130,9 +131,10 @@ def load_scenario(path: Path) -> Scenario:
         PlanError: The file cannot be read, or what `scenario_from_text` raises.
     """
     try:
-        text = path.read_text()
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"scenario {path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise PlanError(f"scenario {path} cannot be read: {reason}; give another file") from None
     return scenario_from_text(text, source=str(path))
 
 

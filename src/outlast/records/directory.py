@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from outlast.records.lock import OwnerLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+_CORPUS_WORTH_KEEPING = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class RunDirectory:
         try:
             return self._identifier_file.read_text(encoding="ascii")
         except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{self._identifier_file} cannot be read: {error}") from None
+            reason = getattr(error, "strerror", None) or "it is damaged"
+            raise RunError(f"{self._identifier_file} cannot be read: {reason}") from None
 
     @property
     def _identifier_file(self) -> Path:
@@ -156,7 +161,10 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"the run directory {self.path} cannot be made: {error}") from None
+            raise RunError(
+                f"the run directory {self.path} cannot be made: {error.strerror}; set "
+                "run.directory to a folder of yours"
+            ) from None
         lock = self.lock()
         lock.acquire()
         try:
@@ -166,6 +174,21 @@ class RunDirectory:
             lock.release()
             raise
         return lock
+
+    def remove_unused(self) -> None:
+        """Delete the directory where nothing was trained, so that another job can have its name.
+
+        Kept are checkpoints, and a corpus whose preparation took a while.
+        """
+        from outlast.records.log import read_run
+
+        with contextlib.suppress(OSError, RunError):
+            kept = [file for file in self.checkpoints.rglob("*") if file.is_file()]
+            corpus = sum(file.stat().st_size for file in self.data.rglob("*"))
+            begun = any(one.first_step is not None for one in read_run(self.path).attempts)
+            if not (kept or begun or corpus > _CORPUS_WORTH_KEEPING):
+                shutil.rmtree(self.path)
+                self.path.parent.rmdir()  # where it is empty now
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free ``<name>.old<N>``; nothing is deleted."""

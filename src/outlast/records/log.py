@@ -367,6 +367,10 @@ def read_run(path: Path | str) -> Run:
         job_text = directory.job_file.read_text(encoding="utf-8")
     except OSError as error:
         raise RunError(f"{error.filename} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RunError(
+            f"{directory.job_file} is damaged: it is not UTF-8 text; restore it from a copy"
+        ) from None
     stamped.sort(key=lambda item: item[0])
     return Run(directory.path, job_text, [record for _, record in stamped])
 

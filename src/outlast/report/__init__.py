@@ -49,7 +49,10 @@ def write_report(runs: Sequence[Path | str], output: Path | None = None) -> Path
     try:
         replace_file(output, render(overviews, library).encode("utf-8", "replace"))
     except OSError as error:
-        raise RunError(f"the report {output} cannot be written: {error}") from None
+        raise RunError(
+            f"the report {output} cannot be written: {error.strerror}; name a file in a folder of "
+            "yours (--output)"
+        ) from None
     return output
 
 

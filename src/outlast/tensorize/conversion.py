@@ -52,6 +52,7 @@ from torch.nn import functional
 
 from outlast.errors import TensorizeError
 from outlast.extras import require
+from outlast.paths import check_regular
 from outlast.tensorize.bottleneck import ACTIVATIONS
 from outlast.tensorize.entry import KEY
 from outlast.tensorize.export import TOKENIZER_FILES
@@ -459,6 +460,7 @@ def read_text(
     calibrating = tokens // window
     wanted = (calibrating + max(1, calibrating // (HELD_OUT - 1))) * window
     try:
+        check_regular(file)
         with file.open("rb") as opened:
             raw = opened.read(wanted * _BYTES_PER_TOKEN)
     except OSError as error:

@@ -109,7 +109,10 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         if earlier.exists() and not target.exists():
             earlier.rename(target)
-        raise TensorizeError(f"the model cannot be written to {target}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise TensorizeError(
+            f"the model cannot be written to {target}: {reason}; give another folder"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

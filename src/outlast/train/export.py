@@ -98,7 +98,10 @@ def export_model(job: Job, directory: RunDirectory, target: Path) -> int:
         shutil.rmtree(earlier, ignore_errors=True)
     except (OSError, SafetensorError, TensorizeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise OutlastError(f"the model cannot be exported to {target}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise OutlastError(
+            f"the model cannot be exported to {target}: {reason}; give another folder"
+        ) from None
     return step
 
 

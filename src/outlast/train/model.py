@@ -76,7 +76,12 @@ def load_config(model: ModelSection) -> PretrainedConfig | None:
         name = "config" if model.config else "directory"
         place = Path(model.config or model.directory or "")
         if not place.exists():
-            raise OutlastError(f'model.{name} = "{place}" does not exist')
+            raise OutlastError(
+                f'model.{name} = "{place}" does not exist; give a config.json or the folder of a '
+                "Hugging Face model"
+            )
+        if not (place.is_file() or place.is_dir()):
+            raise OutlastError(f'model.{name} = "{place}" is a pipe or a device; give a file')
         try:
             config = AutoConfig.from_pretrained(str(place), local_files_only=True)
         except Exception as error:  # the config classes raise errors of many kinds

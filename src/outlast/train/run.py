@@ -301,9 +301,10 @@ def work(start: Start, ranks: Ranks) -> int:
         join(ranks, device, start.job.launch.timeout_seconds)
         parts["process group"] = time.perf_counter() - begun
         lock, watch = None, contextlib.ExitStack()
+        directory = run_directory(start.job)
+        is_new, refused = not directory.path.exists(), False
         try:
             lock = raise_together(lambda: claim(start) if ranks.is_first else None)
-            directory = run_directory(start.job)
             before = raise_together(lambda: steps_before(start.job, ranks, directory))
             mark = raise_together(
                 lambda: watch.enter_context(under_watch(start.job, ranks, directory))
@@ -325,10 +326,15 @@ def work(start: Start, ranks: Ranks) -> int:
             if start.drill is not None:
                 return start.drill.run(setup)
             return _train(setup, start, began)
+        except OutlastError:
+            refused = True
+            raise
         finally:
             watch.close()
             if lock is not None:
                 lock.release()
+                if is_new and refused:
+                    directory.remove_unused()
             leave()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outlast.errors import AutosaveError
+from outlast.paths import check_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -74,15 +75,16 @@ def read_program(script: Path) -> list[SourceFile]:
 
 def _read(path: Path) -> SourceFile:
     try:
+        check_regular(path)
         with tokenize.open(path) as file:
             text = file.read()
         return SourceFile(path, text, ast.parse(text, str(path)))
     except SyntaxError as error:
-        raise AutosaveError(
-            f"{path}, line {error.lineno}: {error.msg}; Python cannot read this script"
-        ) from None
+        line = "" if error.lineno is None else f", line {error.lineno}"
+        raise AutosaveError(f"{path}{line}: {error.msg}; Python cannot read this script") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise AutosaveError(f"the script {path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise AutosaveError(f"the script {path} cannot be read: {reason}") from None
 
 
 def _imported(source: SourceFile, root: Path) -> Iterator[Path]:
