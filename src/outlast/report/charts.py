@@ -599,6 +599,7 @@ _LANE_STYLES = {
     "checkpoint": ("checkpoint", "circle"),
     "restore": ("restart", "triangle-left"),
     "membership": ("restart", "star"),
+    "settings": ("data", "cross"),
     "evaluation": ("evaluation", "diamond"),
     "stop request": ("data", "square"),
     "warning": ("caution", "triangle-up"),
