@@ -46,8 +46,8 @@ gpu: .venv/.installed-test
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
 check: .venv/.installed-test
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples docs
+	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

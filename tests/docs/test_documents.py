@@ -26,7 +26,7 @@ from outlast.records import read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "integrations").glob("*.md")])
+PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 DOCUMENTS = FRONT + PAGES
 TEXT_SUFFIXES = {".md", ".py", ".toml", ".json", ".txt", ".html", ".css", ".js", ".sh"}
 
@@ -42,6 +42,7 @@ FILE_ENDINGS = {
     "html",
     "json",
     "jsonl",
+    "log",
     "md",
     "npy",
     "py",
@@ -51,8 +52,8 @@ FILE_ENDINGS = {
     "txt",
 }
 
-# Checks and sites of the guard, and what every optimizer has.
-NOT_SETTINGS = {*OPERATIONS, *SITES, "optimizer.step"}
+# Checks and sites of the guard, what every optimizer has, and a mistake that a tutorial makes.
+NOT_SETTINGS = {*OPERATIONS, *SITES, "optimizer.step", "train.step"}
 
 every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 

@@ -1,11 +1,13 @@
 """Joules of training: measured, planned on the time-energy frontier, and reported.
 
-with EnergyMeter() as meter:
-    train_some_steps()
-meter.joules                                     # per device, or Unavailable(reason); never 0
+For example::
 
-plan = EnergyPlanner(example.profile("a100")).plan(one_f_one_b(8, 12), deadline="+2%")
-plan.saving, plan.gap                            # of top clocks; above what any plan can reach
+    with EnergyMeter() as meter:
+        train_some_steps()
+    meter.joules                                     # per device, or Unavailable(reason); never 0
+
+    plan = EnergyPlanner(example.profile("a100")).plan(one_f_one_b(8, 12), deadline="+2%")
+    plan.saving, plan.gap                            # of top clocks; above what any plan can reach
 
 Names are loaded when they are used. Nothing here needs torch but `from_torch` and the counting of a
 step's work (`outlast.energy.capture`).

@@ -17,7 +17,7 @@ class Stopwatch:
     """Attributes every second since its creation to the innermost purpose entered.
 
     One entry and exit cost about a microsecond together. Not thread-safe: use it from the training
-    thread alone.
+    thread alone::
 
         watch = Stopwatch("other")
         with watch("data"):
