@@ -301,3 +301,13 @@ def test_a_complete_run_only_shows_its_result(tmp_path, monkeypatch, capsys):
     assert "anew: --fresh" in said
     assert f"longer: train.steps={2 * job.train.steps}" in said
     assert len(read_run(tmp_path / "runs" / "complete").attempts) == attempts == 1
+
+
+def test_a_start_that_fails_in_set_up_leaves_nothing_of_its_own_and_all_of_the_users(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for folder in ("mine", "new"):
+        job = tiny_job(tmp_path, "failed", f'run.directory="{tmp_path / folder}"')
+        wrong = ["data.sequence_length=100000000"]
+        refused(job, tmp_path, *wrong)
+    assert list((tmp_path / "mine").iterdir()) == []
+    assert not (tmp_path / "new").exists()

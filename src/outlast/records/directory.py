@@ -175,10 +175,11 @@ class RunDirectory:
             raise
         return lock
 
-    def remove_unused(self) -> None:
+    def remove_unused(self, *, with_parent: bool) -> None:
         """Delete the directory where nothing was trained, so that another job can have its name.
 
-        Kept are checkpoints, and a corpus whose preparation took a while.
+        Kept are checkpoints, and a corpus whose preparation took a while. Where `with_parent`, the
+        folder above goes too, if it is empty.
         """
         from outlast.records.log import read_run
 
@@ -188,7 +189,8 @@ class RunDirectory:
             begun = any(one.first_step is not None for one in read_run(self.path).attempts)
             if not (kept or begun or corpus > _CORPUS_WORTH_KEEPING):
                 shutil.rmtree(self.path)
-                self.path.parent.rmdir()  # where it is empty now
+                if with_parent:
+                    self.path.parent.rmdir()
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free ``<name>.old<N>``; nothing is deleted."""

@@ -303,6 +303,7 @@ def work(start: Start, ranks: Ranks) -> int:
         lock, watch = None, contextlib.ExitStack()
         directory = run_directory(start.job)
         is_new, refused = not directory.path.exists(), False
+        parent_is_new = not directory.path.parent.exists()
         try:
             lock = raise_together(lambda: claim(start) if ranks.is_first else None)
             before = raise_together(lambda: steps_before(start.job, ranks, directory))
@@ -334,7 +335,7 @@ def work(start: Start, ranks: Ranks) -> int:
             if lock is not None:
                 lock.release()
                 if is_new and refused:
-                    directory.remove_unused()
+                    directory.remove_unused(with_parent=parent_is_new)
             leave()
 
 
