@@ -121,7 +121,7 @@ def test_named_figures_are_recorded_and_shown_by_the_report_and_the_trackers(
     assert any("ratio = nan" in warned.message for _, warned in found.of(Warned))
     write_report([directory], None)
     page = (directory / "report.html").read_text()
-    for name in ("Other figures of the loop", "Median accuracy 0.2500", "No ratio is recorded"):
+    for name in ("Metrics of the loop", "Median accuracy 0.2500", "No ratio is recorded"):
         assert name in page
     curves = event_accumulator.EventAccumulator(str(directory / "tensorboard")).Reload()
     assert {"metrics/accuracy", "metrics/top/5@1"} <= {*curves.Tags()["scalars"]}

@@ -198,7 +198,7 @@ def show_run(job: Job, directory: RunDirectory, unpredicted: str = "") -> None:
     from outlast.report import write_report
 
     try:
-        report = str(write_report([directory.path]))
+        report: Path | str = write_report([directory.path])
     except MissingExtraError as error:
         report = f"not written: {error}"
     print_summary(job, directory, report, unpredicted)
@@ -246,7 +246,9 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
-def print_summary(job: Job, directory: RunDirectory, report: str, unpredicted: str = "") -> None:
+def print_summary(
+    job: Job, directory: RunDirectory, report: Path | str, unpredicted: str = ""
+) -> None:
     """Print the run's key figures, all of them measured, and where everything is.
 
     Args:
@@ -276,7 +278,7 @@ def print_summary(job: Job, directory: RunDirectory, report: str, unpredicted: s
     table.add_row("run directory", escape(str(directory.path)))
     if directory.model.exists():
         table.add_row("model", escape(str(directory.model)))
-    table.add_row("report", escape(report))
+    table.add_row("report", escape(str(report)))
     console.print()
     if sampled := run.of(Sampled):
         _, event = sampled[-1]

@@ -476,7 +476,9 @@ def sections_of(overviews: Sequence[Overview], figures: Sequence[Figure]) -> lis
         drawn = [_plot(by_name[name]) for name in names if by_name[name].data]
         return f'<div class="pair">{"".join(drawn)}</div>' if drawn else ""
 
-    several, metrics = len(overviews) > 1, [name for name in by_name if name.startswith("metric-")]
+    several = len(overviews) > 1
+    metrics = [_plot(figure) for figure in figures if figure.name.startswith("metric-")]
+    loops_own = f'<div class="pair">{"".join(metrics)}</div>' if metrics else ""
     forecasts = any(name.startswith("forecast-") for name in by_name)
     loss = _plot(by_name["loss"]) + plots("gradient", "rate")
     time_split = _plot(by_name["time-split"]) + time_table(overviews)
@@ -489,7 +491,7 @@ def sections_of(overviews: Sequence[Overview], figures: Sequence[Figure]) -> lis
     return [
         Section("loss", "loss", "Loss", _LOSS_NOTE, loss),
         Section("comparison", "comparison", "Loss for equal effort", _COMPARISON_NOTE, equal),
-        Section("metrics", "metrics", "Metrics of the loop", _METRICS_NOTE, plots(*metrics)),
+        Section("metrics", "metrics", "Metrics of the loop", _METRICS_NOTE, loops_own),
         Section("time", "time", "Where the time went", _TIME_NOTE, time_split),
         Section("throughput", "speed", "Throughput and step time", _SPEED_NOTE, speed),
         Section("forecast", "forecast", "Predicted and measured", _FORECAST_NOTE, predicted),
