@@ -226,10 +226,7 @@ def convert(
         ),
     ] = None,
     tokens: Annotated[
-        int,
-        typer.Option(
-            min=2, help="Tokens of the text to calibrate with; a quarter more is held out."
-        ),
+        int, typer.Option(min=2, help="Tokens to calibrate with; a quarter more is held out.")
     ] = 32768,
     window: Annotated[
         int | None,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,6 @@ from outlast.records.lock import OwnerLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-
-_CORPUS_WORTH_KEEPING = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -174,23 +170,6 @@ class RunDirectory:
             lock.release()
             raise
         return lock
-
-    def remove_unused(self, *, with_parent: bool) -> None:
-        """Delete the directory where nothing was trained, so that another job can have its name.
-
-        Kept are checkpoints, and a corpus whose preparation took a while. Where `with_parent`, the
-        folder above goes too, if it is empty.
-        """
-        from outlast.records.log import read_run
-
-        with contextlib.suppress(OSError, RunError):
-            kept = [file for file in self.checkpoints.rglob("*") if file.is_file()]
-            corpus = sum(file.stat().st_size for file in self.data.rglob("*"))
-            begun = any(one.first_step is not None for one in read_run(self.path).attempts)
-            if not (kept or begun or corpus > _CORPUS_WORTH_KEEPING):
-                shutil.rmtree(self.path)
-                if with_parent:
-                    self.path.parent.rmdir()
 
     def move_aside(self) -> Path:
         """Rename the directory to the first free ``<name>.old<N>``; nothing is deleted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import socket
 import sys
 import time
@@ -252,6 +253,25 @@ def claim(start: Start) -> OwnerLock:
     return directory.claim(to_toml(start.job), check, fresh=start.fresh)
 
 
+_CORPUS_WORTH_KEEPING = 64 * 2**20
+
+
+def remove_unused(directory: RunDirectory, *, with_parent: bool) -> None:
+    """Delete the directory where nothing was trained, so that another job can have its name.
+
+    Kept are checkpoints, and a corpus whose preparation took a while. Where `with_parent`, the
+    folder above goes too, if it is empty.
+    """
+    with contextlib.suppress(OSError, RunError):
+        kept = [file for file in directory.checkpoints.rglob("*") if file.is_file()]
+        corpus_bytes = sum(file.stat().st_size for file in directory.data.rglob("*"))
+        begun = any(one.first_step is not None for one in read_run(directory.path).attempts)
+        if not (kept or begun or corpus_bytes > _CORPUS_WORTH_KEEPING):
+            shutil.rmtree(directory.path)
+            if with_parent:
+                directory.path.parent.rmdir()
+
+
 def work_alone(start: Start) -> int:
     """`work` on a single process, again after wrong values, as `launch_group` does for several.
 
@@ -335,7 +355,7 @@ def work(start: Start, ranks: Ranks) -> int:
             if lock is not None:
                 lock.release()
                 if is_new and refused:
-                    directory.remove_unused(with_parent=parent_is_new)
+                    remove_unused(directory, with_parent=parent_is_new)
             leave()
 
 
