@@ -116,7 +116,8 @@ def test_a_finished_run_stays_finished(stopped, tmp_path):
 def test_export_of_a_stopped_run(stopped, tmp_path):
     code, out, _ = outlast("export", run_directory(stopped).path, "-o", tmp_path / "exported")
     assert code == EXIT_DONE
-    assert out == f"wrote the model of step 2 to {tmp_path / 'exported'}\n"
+    # Where DeepSpeed is installed, importing transformers may print a line of its own.
+    assert out.splitlines()[-1] == f"wrote the model of step 2 to {tmp_path / 'exported'}"
     assert (tmp_path / "exported" / "model.safetensors").exists()
     assert outlast("export", run_directory(stopped).path)[0] == EXIT_DONE
     assert (run_directory(stopped).model / "config.json").exists()
