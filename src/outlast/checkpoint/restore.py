@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from outlast.checkpoint.lane import SaveHandle, SaveResult
 from outlast.checkpoint.manifest import REPLAY
@@ -50,6 +49,7 @@ from outlast.state.live import (
     plain_modules,
     put_into,
 )
+from outlast.state.sharded import is_dtensor
 from outlast.state.tensors import dtype_of, opaque_array
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class Trained:
 
     def _counts(self, name: str, tensor: torch.Tensor) -> bool:
         parameter = self.parameters[name]
-        if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+        if not is_dtensor(tensor) or not is_dtensor(parameter):
             return name in self._first_of_name
         alike = tensor.placements == parameter.placements
         return name in (self._first_of_box if alike else self._first_of_name)
@@ -272,7 +272,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """(2,) int64: the wrapping sums of the local elements' bits as integers, and of the squares."""
     with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        local = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         local = torch.view_as_real(local) if local.is_complex() else local
         bits = local.view(_INTEGERS[local.element_size()]).reshape(-1)
         total = torch.zeros(2, dtype=torch.int64, device=bits.device)

@@ -37,7 +37,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from outlast.guard.autograd_hooks import (
@@ -56,6 +55,7 @@ from outlast.guard.product import rounding_of
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -136,7 +136,7 @@ class AttentionChecks:
         policy = self.watch.policy
         if policy.modules and not policy.reaches("full", self._name()):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
-        if not _applies(given, gqa) or isinstance(attn_mask, DTensor):
+        if not _applies(given, gqa) or is_dtensor(attn_mask):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
         device = query.device.type
         if torch.is_autocast_enabled(device):
@@ -177,7 +177,7 @@ def _applies(given: tuple[Tensor, Tensor, Tensor], gqa: bool) -> bool:
     query, key, value = given
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given):
         return False
-    if any(isinstance(tensor, DTensor) or tensor.is_nested for tensor in given):
+    if any(is_dtensor(tensor) or tensor.is_nested for tensor in given):
         return False
     if (
         query.dim() < 3

@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import DataCorruptionError, GuardError
-from outlast.guard.collectives import FSDP_REPLACEABLE, ReplicatedReduction, ShardedReduction
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.policy import Level, Policy, policy_of
 from outlast.guard.scrubber import Scrubber
 from outlast.guard.survey import Survey
 from outlast.guard.watch import Watch
+from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch.distributed.fsdp import FSDPModule
     from torch.optim import Optimizer
 
+    from outlast.guard.collectives import ReplicatedReduction, ShardedReduction
     from outlast.guard.findings import Finding, Ledger
     from outlast.guard.policy import Coverage, Uncovered
 
@@ -178,6 +179,15 @@ class GradientReduction:
         self.watch = watch
         self.terms = Terms()
         self._parts: list[ReplicatedReduction | ShardedReduction] = []
+        if not (replicated or sharded):
+            return
+        # It loads FSDP2 and DTensor, half a second that a process alone need not spend.
+        from outlast.guard.collectives import (
+            FSDP_REPLACEABLE,
+            ReplicatedReduction,
+            ShardedReduction,
+        )
+
         for ddp in replicated:
             reduction = next(
                 (state for _, state in ddp._comm_hooks if isinstance(state, ReplicatedReduction)),
@@ -247,7 +257,7 @@ def install_collectives(watch: Watch, model: nn.Module) -> GradientReduction | N
     """
     modules = dict(model.named_modules())
     replicated = [m for m in modules.values() if isinstance(m, DistributedDataParallel)]
-    sharded = {name: m for name, m in modules.items() if isinstance(m, FSDPModule)}
+    sharded = {name: m for name, m in modules.items() if is_fsdp_module(m)}
     if not replicated and not sharded:
         return None
     return GradientReduction(watch, replicated, sharded)

@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from outlast.guard.autograd_hooks import (
@@ -64,6 +63,7 @@ from outlast.guard.residual import (
     residual_test,
 )
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +116,7 @@ class EmbeddingChecks(ForwardPatch):
             torch.compiler.is_compiling()
             or not self.trains(weight)
             or ids.numel() == 0
-            or isinstance(weight, DTensor)
+            or is_dtensor(weight)
         )
         if unchecked:
             return self._gather(weight, ids)
@@ -319,9 +319,9 @@ class NormChecks(ForwardPatch):
         weight, bias = self._parameters()
         if not self.trains(x, weight, bias) or not self._known:
             return False
-        if x.numel() == 0 or isinstance(x, DTensor):
+        if x.numel() == 0 or is_dtensor(x):
             return False
-        if isinstance(weight, DTensor) or isinstance(bias, DTensor):
+        if is_dtensor(weight) or is_dtensor(bias):
             return False
         if weight is not None and x.shape[-1] != weight.shape[0]:
             return False

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.library import custom_op
 from torch.nn import functional
 
@@ -58,6 +57,7 @@ from outlast.guard.residual import (
     residual_test,
 )
 from outlast.guard.threshold import product_bound, unit_roundoff
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -521,8 +521,8 @@ class LinearChecks(ForwardPatch):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Give x W^T + b, checked; x: (..., inputs), weight: (outputs, inputs)."""
         nothing = x.numel() == 0 or weight.numel() == 0
-        if isinstance(weight, DTensor) or nothing or torch._C._are_functorch_transforms_active():
-            if isinstance(weight, DTensor):
+        if is_dtensor(weight) or nothing or torch._C._are_functorch_transforms_active():
+            if is_dtensor(weight):
                 self._leave_out(TENSOR_PARALLEL)
             elif nothing:
                 # Its gradients are zero: there is nothing to check in this step.

@@ -38,7 +38,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from outlast.guard.autograd_hooks import (
@@ -54,6 +53,7 @@ from outlast.guard.autograd_hooks import (
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.residual import is_half, name_of, residual_test
 from outlast.guard.threshold import DEVIATIONS, unit_roundoff
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class LossChecks:
             and target.dim() == 1
             and logits.numel() > 0
             and set(options) <= {"ignore_index", "reduction", "label_smoothing"}
-            and not isinstance(logits, DTensor)
+            and not is_dtensor(logits)
         )
         if not applies:
             return original(logits, target, **options)

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from outlast.guard import optimizer as bounds
 from outlast.guard.replica_hashes import Replica, Replicas, compare, hash64
 from outlast.guard.residual import ResidualTest, equality_test
 from outlast.guard.watch import Watch
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -370,7 +370,7 @@ def cut(entry: ScrubbedParameter, whole: bool) -> list[Block]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part, without its history, as the same memory."""
-    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    part = tensor._local_tensor if is_dtensor(tensor) else tensor
     return part.detach()
 
 

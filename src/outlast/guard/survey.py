@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from outlast.guard.autograd_hooks import record_of
@@ -40,6 +39,7 @@ from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.install import ProductLayer
 from outlast.guard.linear import CheckedLinear
 from outlast.guard.policy import Coverage, Uncovered
+from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -489,7 +489,7 @@ class Survey:
         """The names of parameters by the ids of the tensors that stand for them in a graph."""
         found = dict(self._names)
         for module in self._model.modules():
-            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            state = module._get_fsdp_state() if is_fsdp_module(module) else None
             for group in getattr(state, "_fsdp_param_groups", None) or ():
                 for parameter in group.fsdp_params:
                     gathered = getattr(parameter, "_unsharded_param", None)

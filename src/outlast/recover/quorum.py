@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from outlast.errors import RecoverError
 from outlast.records import MemberLost, MembershipChanged
 from outlast.recover.cost import SILENCE_SHARE
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -611,7 +611,7 @@ class _Link:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 class Buckets:
@@ -677,7 +677,9 @@ class Buckets:
 def _set_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     if parameter.grad is not None:
         _local(parameter.grad).copy_(gradient)
-    elif isinstance(parameter, DTensor):
+    elif is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor
+
         parameter.grad = DTensor.from_local(
             gradient.clone(),
             parameter.device_mesh,

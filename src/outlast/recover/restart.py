@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from outlast.distributed.group import Group
 from outlast.errors import CheckpointError, OutlastError, RecoverError
@@ -55,6 +54,7 @@ from outlast.recover.slot import (
 from outlast.state.box import Box, aligned, covers
 from outlast.state.install import Saved, check_fit, find_targets, install
 from outlast.state.live import Filling, collect, local_box
+from outlast.state.sharded import is_dtensor
 from outlast.state.tensors import dtype_name, is_dense, place_of
 
 if TYPE_CHECKING:
@@ -760,7 +760,7 @@ def _places(live: Live) -> dict[str, object]:
         if name in live.objects and not isinstance(tensor, nn.Parameter):
             found[name] = (tensor.shape, tensor.dtype)
         else:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = tensor.to_local() if is_dtensor(tensor) else tensor
             found[name] = local.data_ptr()
     return found
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from outlast.errors import CheckpointError
 from outlast.state import values
@@ -24,6 +23,7 @@ from outlast.state.live import (
     plain_modules,
     reshard,
 )
+from outlast.state.sharded import is_dtensor
 from outlast.state.tensors import Facts, dtype_name, dtype_of
 
 if TYPE_CHECKING:
@@ -171,8 +171,10 @@ def _state_tensor(
     parameter: torch.Tensor, part: str, facts: Facts, group: dict[str, Any]
 ) -> torch.Tensor:
     """An empty tensor for an optimizer state, sharded and placed as its parameter."""
-    if isinstance(parameter, DTensor) and facts.shape == tuple(parameter.shape):
+    if is_dtensor(parameter) and facts.shape == tuple(parameter.shape):
         local = torch.empty_like(parameter.to_local(), dtype=dtype_of(facts))
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(
             local,
             parameter.device_mesh,

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.errors import CheckpointError
 from outlast.state import values
 from outlast.state.box import Box, whole
+from outlast.state.sharded import is_dtensor, is_fsdp1_module, is_fsdp_module
 from outlast.state.tensors import OPAQUE, dtype_of, is_dense, opaque_array
 
 if TYPE_CHECKING:
@@ -118,9 +117,9 @@ def reshard(state: State) -> None:
     for value in state.values():
         if isinstance(value, nn.Module):
             for module in value.modules():
-                if isinstance(module, FSDPModule):
+                if is_fsdp_module(module):
                     module.reshard()
-                elif isinstance(module, FullyShardedDataParallel):
+                elif is_fsdp1_module(module):
                     raise CheckpointError(
                         "FSDP1 (FullyShardedDataParallel) hides its parameters in flat ones, which "
                         "cannot be named; shard the model with FSDP2's fully_shard"
@@ -241,7 +240,7 @@ def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | 
     """
 
     def put(path: str, value: Any) -> str | None:
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             raise CheckpointError(
                 f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
                 "parameter or buffer of the module"
@@ -273,7 +272,7 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
     Raises:
         CheckpointError: When the tensor is a partial sum, quantised, sparse or on no device.
     """
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise CheckpointError(
                 "a partial sum cannot be saved: redistribute it to Shard or Replicate first"
@@ -309,7 +308,7 @@ def _refuse_wrapped(tensor: torch.Tensor) -> None:
 def mesh_of(live: Live) -> dict[str, int]:
     """Name to size of the axes of the mesh that the state is sharded on; empty without shards."""
     for tensor in live.tensors.values():
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             mesh = tensor.device_mesh
             names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
             return dict(zip(names, mesh.shape, strict=True))

@@ -30,11 +30,11 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from outlast.errors import GuardError
 from outlast.guard.findings import SITES
 from outlast.guard.residual import bits as bits_of
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -746,7 +746,7 @@ class Injector:
     def _inject(
         self, number: int, fault: Fault, module: str, occurrence: int, numbers: Tensor
     ) -> None:
-        local = numbers.to_local() if isinstance(numbers, DTensor) else numbers
+        local = numbers.to_local() if is_dtensor(numbers) else numbers
         memory = memory_of(local).data
         row_length = memory.shape[-1] if memory.dim() else 1
         index = self._index(number, fault, memory.numel() // row_length, row_length)
