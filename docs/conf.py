@@ -17,6 +17,8 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["code.css"]
 html_title = f"Outlast {release}"
 # The report's accent colours, so that the pages and the picture of a run belong together.
 html_theme_options = {
