@@ -19,6 +19,7 @@ from outlast.job.load import (
 from outlast.job.section import (
     Section,
     adjustable,
+    changes,
     differences,
     fingerprint,
     identity,
@@ -72,6 +73,7 @@ __all__ = [
     "TensorizeSection",
     "TrainSection",
     "adjustable",
+    "changes",
     "default_job_text",
     "differences",
     "fingerprint",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -167,11 +167,20 @@ def fingerprint(job: Section, *, adjusted: bool = True) -> str:
 
 def differences(old: Section, new: Section) -> list[str]:
     """One line ``section.key: old -> new`` for each setting that differs and may not."""
-    before, after, allowed = identity(old), identity(new), adjustable(type(new))
+    allowed = adjustable(type(new))
     return [
-        f"{key}: {before[key]!r} -> {after[key]!r}"
-        for key in before
-        if key not in allowed and _canonical(before[key]) != _canonical(after[key])
+        f"{name}: {before!r} -> {after!r}"
+        for name, before, after in changes(identity(old), identity(new))
+        if name not in allowed
+    ]
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Name and both values of every setting that differs between two identities, also read ones."""
+    return [
+        (name, before[name], value)
+        for name, value in after.items()
+        if name in before and _canonical(before[name]) != _canonical(value)
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from outlast.data import Prepared
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job
-    from outlast.records import RecordWriter, RunDirectory
+    from outlast.records import RecordWriter, Run, RunDirectory
     from outlast.runtime.cadence import Turns
     from outlast.runtime.stop import StopFlag
     from outlast.state.live import State
@@ -87,6 +88,11 @@ class SetUp:
     mark: EnterPhase = ignore_phase
     restores: bool = False
     steps_before: int = 0
+
+    @cached_property
+    def run_before(self) -> Run:
+        """The run as its earlier starts have left it; read once, before this one is recorded."""
+        return read_run(self.directory.path)
 
     def timed(self, name: str, begun: float) -> float:
         """Note the seconds since `begun` as phase `name` of the set-up; returns the time now."""
@@ -243,9 +249,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
 def _earlier_batches(setup: SetUp) -> list[tuple[int, int]]:
     """First step and batch size of every earlier start of the run, the same on all ranks."""
     first = setup.ranks.is_first
-    starts = raise_together(
-        lambda: list(read_run(setup.directory.path).batch_sizes.values()) if first else []
-    )
+    starts = raise_together(lambda: list(setup.run_before.batch_sizes.values()) if first else [])
     return gather_objects(starts)[0]
 
 

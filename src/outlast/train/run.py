@@ -30,6 +30,7 @@ from outlast.hardware import Device, Figure, device_reported_as, this_machine
 from outlast.job import (
     Job,
     adjustable,
+    changes,
     differences,
     fingerprint,
     identity,
@@ -503,14 +504,12 @@ def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> list[Event
         data=_data_facts(data),
         settings=settings,
     )
-    earlier = read_run(setup.directory.path).of(AttemptStarted)
-    before = earlier[-1][1].settings if earlier else {}
-    changes = [
-        {"name": name, "before": before[name], "after": value}
-        for name, value in settings.items()
-        if name in before and before[name] != value
+    earlier = setup.run_before.of(AttemptStarted)
+    changed = [
+        {"name": name, "before": before, "after": after}
+        for name, before, after in changes(earlier[-1][1].settings if earlier else {}, settings)
     ]
-    return [started, SettingsChanged(changes)] if changes else [started]
+    return [started, SettingsChanged(changed)] if changed else [started]
 
 
 def _machine_facts(setup: SetUp) -> dict[str, object]:
