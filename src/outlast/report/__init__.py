@@ -60,13 +60,13 @@ def _shared_library(directory: Path) -> str:
     """Address of plotly for pages in a run's `directory`; empty where there is no room for it."""
     from importlib.metadata import version
 
-    from plotly.offline import get_plotlyjs
-
     from outlast.records import replace_file
 
     folder = directory.parent / ".report"
     library = folder / f"plotly-{version('plotly')}.min.js"
     if not library.exists():
+        from plotly.offline import get_plotlyjs
+
         try:
             folder.mkdir(exist_ok=True)
             replace_file(library, get_plotlyjs().encode())
