@@ -43,7 +43,7 @@ def outlast_drill(folder, *arguments, overrides=SHORT):
     file = folder / "job.toml"
     file.write_text(to_toml(tiny_job(folder, "tiny", *overrides)))
     result = folder / "result.json"
-    command = ["drill", str(file), *map(str, arguments), "--json", str(result)]
+    command = ["drill", str(file), *map(str, arguments), "--output", str(result)]
     [(code, out, err)] = run_ranks(1, _outlast, command)
     return code, out, err, json.loads(result.read_text()) if result.exists() else None
 
@@ -127,7 +127,7 @@ def test_two_processes_meet_each_their_faults(tmp_path):
 def test_of_processes_that_others_have_started_the_first_one_tells(tmp_path):
     file, result = tmp_path / "job.toml", tmp_path / "result.json"
     file.write_text(to_toml(tiny_job(tmp_path, "tiny", "train.steps=3", "parallel.shard=2")))
-    command = ["drill", str(file), "--json", str(result)]
+    command = ["drill", str(file), "--output", str(result)]
     first, second = run_ranks(2, _outlast, command, True)
     assert (first[0], second[0]) == (EXIT_DONE, EXIT_DONE), first[2] + second[2]
     assert "the final weights" in first[1]

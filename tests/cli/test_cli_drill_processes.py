@@ -25,7 +25,7 @@ def drill(folder: Path, *arguments: str, settings: tuple[str, ...] = ()) -> tupl
     output = folder / "result.json"
     command = [sys.executable, "-m", "outlast", "drill", str(folder / "job.toml")]
     done = subprocess.run(
-        [*command, *arguments, "--json", str(output)],
+        [*command, *arguments, "--output", str(output)],
         capture_output=True,
         text=True,
         timeout=280,

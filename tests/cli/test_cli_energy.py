@@ -46,7 +46,13 @@ def test_monitor_ends_with_the_commands_code_and_says_what_it_measured(
 ) -> None:
     file = tmp_path / "energy.json"
     code, out, _ = energy(
-        "monitor", "--out", file, "--", sys.executable, "-c", "print('work'); raise SystemExit(7)"
+        "monitor",
+        "--output",
+        file,
+        "--",
+        sys.executable,
+        "-c",
+        "print('work'); raise SystemExit(7)",
     )
     assert code == 7
     assert "work" in out
@@ -155,9 +161,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
 ) -> None:
     ran = tmp_path / "ran"
     for file in ("/nonexistent/energy.json", tmp_path):
-        code, _, err = energy("monitor", "--out", file, "--", "touch", ran)
+        code, _, err = energy("monitor", "--output", file, "--", "touch", ran)
         assert code == 2
-        assert f"--out = {file} cannot be written" in err
+        assert f"--output = {file} cannot be written" in err
     assert not ran.exists()
 
 
@@ -204,7 +210,7 @@ def test_restore_tries_all_leases_and_fails_at_the_end(
 def test_the_frontier_of_an_example_has_a_picture_and_files_that_replay(
     energy: Any, tmp_path: Path
 ) -> None:
-    code, out, _ = energy("frontier", *SMALL, "--out", tmp_path)
+    code, out, _ = energy("frontier", *SMALL, "--output", tmp_path)
     assert code == 0
     for budget in ("none", "per_stage", "per_phase", "free"):
         assert f"switches = {budget}:" in out

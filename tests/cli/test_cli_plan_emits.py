@@ -41,7 +41,7 @@ def test_a_job_keeps_what_the_plan_does_not_change(
     monkeypatch.chdir(tmp_path)
     job = more_of_a_job(tmp_path)
     data = ("data.source=text", "data.train=['texts/*.txt', '/a.txt']")
-    asked = ("emit", job, *data, *HERE, "--target", "outlast", "--out", tmp_path / "out")
+    asked = ("emit", job, *data, *HERE, "--target", "outlast", "--output", tmp_path / "out")
     code, _, said = plan(*asked)
     assert code == 0, said
     written = load_job(tmp_path / "out" / "job.toml")
@@ -70,7 +70,7 @@ def test_a_job_keeps_the_folder_of_its_weights(
     job = write_job(tmp_path)
     config = f'config = "{tmp_path / "model" / "config.json"}"'
     job.write_text(job.read_text().replace(config, 'directory = "model"'))
-    asked = ("emit", job, *HERE, "--target", "outlast", "--out", tmp_path / "out")
+    asked = ("emit", job, *HERE, "--target", "outlast", "--output", tmp_path / "out")
     code, _, said = plan(*asked)
     assert code == 0, said
     written = load_job(tmp_path / "out" / "job.toml").model
@@ -98,7 +98,17 @@ def test_all_files_of_a_job_are_written_by_their_whole_paths(
         ("log.mlflow_uri", "sqlite:///mlflow.db", "sqlite:///{}/mlflow.db"),
     )
     said = [f"{name}={value}" for name, value, _ in here]
-    asked = ("emit", job, *said, *HERE, "--own", "--target", "outlast", "--out", tmp_path / "out")
+    asked = (
+        "emit",
+        job,
+        *said,
+        *HERE,
+        "--own",
+        "--target",
+        "outlast",
+        "--output",
+        tmp_path / "out",
+    )
     code, _, why = plan(*asked)
     assert code == 0, why
     written = load_job(tmp_path / "out" / "job.toml").model_dump()
@@ -130,7 +140,7 @@ def test_mechanisms_that_were_chosen_are_written(
         *("--guard", "off", "--recover", "restart:1", "--tier", "memory+shared"),
         *("--tensorize", "low_rank:0.5", "--checkpoint-seconds", 600),
     )
-    asked = ("emit", job, *HERE, *chosen, "--target", "outlast", "--out", tmp_path / "out")
+    asked = ("emit", job, *HERE, *chosen, "--target", "outlast", "--output", tmp_path / "out")
     code, _, said = plan(*asked)
     assert code == 0, said
     written = load_job(tmp_path / "out" / "job.toml")
@@ -150,7 +160,7 @@ def test_mechanisms_that_were_chosen_are_written(
 
 def test_a_source_without_mechanisms_gives_a_job_without_them(plan: Plan, tmp_path: Path) -> None:
     asked = ("emit", "gpt2", "--cluster", "h100x8", *SMALL, "--target", "outlast")
-    assert plan(*asked, "--out", tmp_path)[0] == 0
+    assert plan(*asked, "--output", tmp_path)[0] == 0
     written = load_job(tmp_path / "job.toml")
     assert (written.guard.policy, written.recover.mode) == ("off", "off")
 
@@ -173,7 +183,7 @@ def test_settings_say_all_but_where_checkpoints_shall_go(plan: Plan, tmp_path: P
 @pytest.mark.slow
 def test_mechanisms_of_outlast_are_refused_for_others(plan: Plan, tmp_path: Path) -> None:
     job, out = more_of_a_job(tmp_path), tmp_path / "out"
-    asked = ("emit", job, *HERE, "--target", "torchtitan", "--out", out)
+    asked = ("emit", job, *HERE, "--target", "torchtitan", "--output", out)
     for option, value, name in (
         ("--guard", "full", "guard = full"),
         ("--recover", "restart:1", "recovery = restart:1"),
@@ -185,7 +195,7 @@ def test_mechanisms_of_outlast_are_refused_for_others(plan: Plan, tmp_path: Path
         assert f"leave out {option}" in said
     assert not out.exists()
     said = plan.refused(
-        *("emit", job, *HERE, "--target", "outlast", "--out", out, "--tier", "peer+shared")
+        *("emit", job, *HERE, "--target", "outlast", "--output", out, "--tier", "peer+shared")
     )
     assert "tiers = peer+shared cannot be expressed for Outlast" in said
 
@@ -194,7 +204,7 @@ def test_another_framework_is_predicted_without_the_mechanisms_of_the_job(
     plan: Plan, tmp_path: Path
 ) -> None:
     job = more_of_a_job(tmp_path)
-    plan("emit", job, *HERE, "--target", "torchtitan", "--out", tmp_path / "out")
+    plan("emit", job, *HERE, "--target", "torchtitan", "--output", tmp_path / "out")
     text = (tmp_path / "out" / "torchtitan_run.py").read_text()
     assert "Predicted: failures" in text
     assert "guard" not in text.partition("from functools")[0]
@@ -203,7 +213,7 @@ def test_another_framework_is_predicted_without_the_mechanisms_of_the_job(
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-8b", "deepseek-v2-lite"])
 def test_a_published_model_is_written_as_itself(plan: Plan, tmp_path: Path, name: str) -> None:
     asked = ("emit", name, *HERE, *SMALL, "--sequence", 512, "--target", "accelerate")
-    assert plan(*asked, "--out", tmp_path)[0] == 0
+    assert plan(*asked, "--output", tmp_path)[0] == 0
     table = json.loads((tmp_path / "model" / "config.json").read_text())
     assert transformer_of(table).parameters == published(name).parameters
 
@@ -244,7 +254,7 @@ def sizes_in(folder: Path, target: str) -> dict[str, int]:
 def test_the_search_keeps_to_the_target(plan: Plan, tmp_path: Path, target: str) -> None:
     source = write_config(tmp_path / "mine")
     [best] = plan.json(source, *HERE, "--framework", target, "--top", 1)["choices"]
-    code, _, said = plan("emit", source, *HERE, "--target", target, "--out", tmp_path / "out")
+    code, _, said = plan("emit", source, *HERE, "--target", target, "--output", tmp_path / "out")
     assert code == 0, said
     written = sizes_in(tmp_path / "out", target)
     assert set(written) == set(SAID[target][1].values())
@@ -261,7 +271,7 @@ def test_the_best_row_that_another_target_can_express_is_taken(
 ) -> None:
     source = write_config(tmp_path / "mine")
     asked = ("emit", source, *HERE, "--framework", framework, "--target", target)
-    code, _, said = plan(*asked, "--out", tmp_path / "out")
+    code, _, said = plan(*asked, "--output", tmp_path / "out")
     assert code == 0, said
     written = sizes_in(tmp_path / "out", target)
     rows = plan.json(source, *HERE, "--framework", framework, "--top", 40)["choices"]
@@ -278,7 +288,7 @@ def test_a_row_that_is_chosen_is_the_one_of_the_ranking(plan: Plan, tmp_path: Pa
     asked = ("--framework", "torchtitan", *HERE)
     [first] = plan.json(source, *asked, "--top", 1)["choices"]
     assert first["configuration"]["precision"] == "fp8", "else DeepSpeed can say it"
-    out = ("--target", "deepspeed", "--out", tmp_path / "out")
+    out = ("--target", "deepspeed", "--output", tmp_path / "out")
     said = plan.refused("emit", source, *asked, "--choose", 1, *out)
     assert 'precision = "fp8" cannot be expressed for DeepSpeed' in said
 
@@ -290,7 +300,7 @@ def test_what_a_framework_is_not_told_of_a_model_is_said(plan: Plan, tmp_path: P
         ("llama-3-8b", ""),
         ("qwen3-8b", "9,216 parameters of biases"),
     ):
-        asked = ("emit", name, *HERE, *SMALL, "--target", "megatron", "--out", tmp_path / name)
+        asked = ("emit", name, *HERE, *SMALL, "--target", "megatron", "--output", tmp_path / name)
         code, _, said = plan(*asked)
         if name == "deepseek-v2-lite":
             assert "attention with other matrices" in said

@@ -152,7 +152,7 @@ def test_emit_writes_what_the_target_reads(
 ) -> None:
     source = write_config(tmp_path / "mine")
     out = tmp_path / target
-    asked = ("emit", source, "--cluster", "h100x64", "--target", target, "--out", out)
+    asked = ("emit", source, "--cluster", "h100x64", "--target", target, "--output", out)
     code, said, _ = plan(*asked)
     assert code == 0
     assert f"wrote {out / file}" in said
@@ -168,12 +168,12 @@ def test_emitted_job_of_a_job_is_a_job_and_is_the_best(plan: Plan, tmp_path: Pat
     job = write_job(tmp_path)
     best = plan.json(job, "--cluster", "h100x64")["choices"][0]["configuration"]
     asked = ("emit", job, "--cluster", "h100x64", "--target", "outlast")
-    plan(*asked, "--out", tmp_path / "a")
+    plan(*asked, "--output", tmp_path / "a")
     written = load_job(tmp_path / "a" / "job.toml")
     assert written.train.micro_batch_size == best["micro_batch"]
     assert not written.train.activation_checkpointing
     assert written.train.steps == 20000
-    plan(*asked, "--out", tmp_path / "b", "--own", "--set", "train.steps=7")
+    plan(*asked, "--output", tmp_path / "b", "--own", "--set", "train.steps=7")
     written = load_job(tmp_path / "b" / "job.toml")
     assert written.train.activation_checkpointing
     assert written.train.steps == 7
@@ -181,7 +181,7 @@ def test_emitted_job_of_a_job_is_a_job_and_is_the_best(plan: Plan, tmp_path: Pat
 
 def test_emit_writes_a_batch_script_for_another_target(plan: Plan, tmp_path: Path) -> None:
     source = write_config(tmp_path / "mine")
-    asked = ("emit", source, "--cluster", "h100x64", "--target", "sbatch", "--out", tmp_path)
+    asked = ("emit", source, "--cluster", "h100x64", "--target", "sbatch", "--output", tmp_path)
     code, _, _ = plan(*asked, "--launches", "torchtitan", "--partition", "gpu")
     assert code == 0
     script = (tmp_path / "job.sbatch").read_text()
@@ -192,7 +192,7 @@ def test_emit_writes_a_batch_script_for_another_target(plan: Plan, tmp_path: Pat
 
 def test_emit_refuses_in_a_sentence_and_writes_nothing(plan: Plan, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    asked = ("emit", "llama-3-8b", "--cluster", "h100x64", "--out", out)
+    asked = ("emit", "llama-3-8b", "--cluster", "h100x64", "--output", out)
     assert "target = 'jax'" in plan.refused(*asked, "--target", "jax")
     expert = ("--target", "deepspeed", "--framework", "any", "--context", 2, "--shard", 3, *SMALL)
     assert "context" in plan.refused(*asked, *expert)
@@ -260,7 +260,7 @@ def test_a_cluster_that_nobody_measured_is_flagged_wherever_a_user_looks(
         assert flag in each["estimate"]["step_seconds"]["figure"]["extrapolated"][0]
     points = json.loads(plan("pareto", *asked, "--json")[1])["points"]
     assert all(flag in each["extrapolated"][0] for each in points)
-    to = ("--target", "torchtitan", "--out", tmp_path)
+    to = ("--target", "torchtitan", "--output", tmp_path)
     assert plan("emit", "llama-3-8b", "--cluster", "h100x64", *SMALL, *to)[0] == 0
     assert flag in "".join(path.read_text() for path in tmp_path.iterdir())
 

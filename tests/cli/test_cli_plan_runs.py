@@ -207,7 +207,7 @@ def test_calibrate_from_runs(plan: Plan, tmp_path: Path) -> None:
     dirty = write_run(tmp_path / "dirty", 0.3, "guard.policy=full")
     out = tmp_path / "mine.calibration.toml"
     asked = ("calibrate", *runs, dirty, "--cluster", cluster)
-    code, said, _ = plan(*asked, "--out", out)
+    code, said, _ = plan(*asked, "--output", out)
     assert code == 0
     assert "4 of 5 rows are fitted: run4, run8, run16, run32" in said
     assert 'left out: row dirty: guard.policy = "full"' in said
@@ -237,7 +237,7 @@ def test_calibrate_from_logs(plan: Plan, tmp_path: Path) -> None:
     assert "alone.toml" in refused["reason"]
     assert found["errors"]["model"]["rows"] == 3
     assert found["intervals"]["median_half_width"] > 0
-    assert found["out"] is None
+    assert found["output"] is None
 
 
 def memory_line(tensor: int) -> tuple[str, float]:
@@ -272,7 +272,7 @@ def test_calibrate_learns_memory_from_logs_and_plans_with_it(plan: Plan, tmp_pat
     (tmp_path / "failed.toml").write_text('framework = "Megatron-LM"' + failed)
     logs = [tmp_path / f"{name}.log" for name in ("tp2", "tp4", "tp8", "failed")]
     out = tmp_path / "mine.toml"
-    code, said, _ = plan("calibrate", *logs, "--out", out)
+    code, said, _ = plan("calibrate", *logs, "--output", out)
     assert code == 0
     assert "memory of Megatron-LM: 4 runs, error of unseen ones" in said
     learned = plan.json("calibrate", *logs)["memory"]["Megatron-LM"]

@@ -283,7 +283,7 @@ def run(*arguments):
 def test_the_command_prints_a_plan_and_writes_the_picture(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(TOML)
-    result = run(str(file), "--out", str(tmp_path / "pictures" / "run.html"))
+    result = run(str(file), "--output", str(tmp_path / "pictures" / "run.html"))
     assert result.exit_code == 0, result.output
     assert "train 3" in result.output
     assert "no plan is shorter" in result.output

@@ -1,5 +1,6 @@
 """A dead worker costs no checkpoint: a run resumes from memory, on as many processes as wished."""
 
+import json
 import os
 import re
 import signal
@@ -193,7 +194,7 @@ def test_where_memory_is_short_training_goes_on_with_a_warning(tmp_path: Path) -
 
 def resize(run: Path, folder: Path, processes: int) -> tuple[int | None, str]:
     """What `outlast resize` ends with and says."""
-    return finish(start(folder, "resize", str(run), "--processes", str(processes)))
+    return finish(start(folder, "resize", str(run), "--nproc", str(processes)))
 
 
 @pytest.mark.smoke
@@ -253,6 +254,7 @@ def test_the_command_says_from_which_step_how_many_go_on(tmp_path: Path) -> None
         wait_for_step(job, 2, process)
         code, told = resize(run_directory(job).path, tmp_path, 1)
         assert code == EXIT_DONE, told
+        again = finish(start(tmp_path, "resize", str(run_directory(job).path), "-n", "1", "--json"))
         process.send_signal(signal.SIGTERM)
         code, output = finish(process)
     finally:
@@ -260,6 +262,9 @@ def test_the_command_says_from_which_step_how_many_go_on(tmp_path: Path) -> None
     assert code == EXIT_TO_BE_CONTINUED, output
     said = re.search(r"continues from step (\d+) with 1 processes", told)
     assert said is not None, told
+    assert again[0] == EXIT_DONE
+    document = json.loads(again[1])
+    assert (document["processes"], document["state"]) == (1, "unchanged")
     run = read_run(run_directory(job).path)
     assert run.attempts[1].first_step == int(said[1])
     steps = [step for step, _ in run.losses()]

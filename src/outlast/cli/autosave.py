@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.console import Column, output, print_table, size_text
+from outlast.cli.console import Column, output, print_json, print_table, size_text
+from outlast.cli.options import AsJson
 from outlast.errors import EXIT_DONE
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def check(
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor with its class and why.")
     ] = False,
+    json: AsJson = False,
 ) -> None:
     """Prove on a script's first steps that it resumes bit for bit.
 
@@ -71,6 +73,9 @@ def check(
     state_dict() gives alone, to show what that loses. The script does its steps in earnest: files
     that it writes are written in each of these passes. What is measured is kept for `outlast run
     --explain`. Exit codes: 0 all the same, 1 not, 2 wrong input, or no check possible.
+
+    --json: {"script", "kind", "identical", "at", "steps", "compared", "differences", "unsteady",
+    "lost", "classes", "saves", "notes"}, and "tensors" with --tensors; sizes in bytes.
     """
     from outlast.autosave.cost import MeasuredState, measured_file, program_hash
     from outlast.autosave.libraries import read_training
@@ -105,6 +110,9 @@ def check(
     with contextlib.suppress(OSError):
         file.parent.mkdir(exist_ok=True)
         replace_file(file, measured.to_json().encode())
+    if json:
+        print_json(_document(script, found, measured, tensors=tensors))
+        raise typer.Exit(EXIT_DONE if found.identical else _LOSES_STATE)
     console = output()
     if tensors:
         _print_tensors(console, found.plan)
@@ -132,7 +140,30 @@ def check(
     raise typer.Exit(EXIT_DONE if found.identical else _LOSES_STATE)
 
 
-_OWN = ("--steps", "--at", "--timeout", "--tensors", "--loop")
+_OWN = ("--steps", "--at", "--timeout", "--tensors", "--loop", "--json")
+
+
+def _document(
+    script: Path, found: ScriptReplay, measured: MeasuredState, *, tensors: bool
+) -> dict[str, Any]:
+    document = {
+        "script": script,
+        "kind": "measured",
+        "identical": found.identical,
+        "at": found.at,
+        "steps": found.steps,
+        "compared": {"tensors": found.tensors, "values": found.values},
+        "differences": found.differences,
+        "unsteady": found.unsteady,
+        "lost": {"tensors": found.lost_tensors, "values": found.lost_values},
+        "classes": {
+            kind: {"tensors": count, "bytes": measured.bytes[kind]}
+            for kind, count in measured.tensors.items()
+        },
+        "saves": [{"name": name, "bytes": size} for name, size, _ in measured.rows()],
+        "notes": measured.lints,
+    }
+    return {**document, "tensors": found.plan.tensors} if tensors else document
 
 
 def _print_tensors(console: Console, plan: StatePlan) -> None:

@@ -45,11 +45,6 @@ ExportedStep = Annotated[
 ]
 
 
-AsJsonNotWords = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document instead of words.")
-]
-
-
 def export(
     store: Annotated[str, typer.Argument(help="Store: a directory or fsspec URL.")],
     target: Annotated[Path, typer.Argument(help="File or folder to make; must not exist.")],
@@ -62,11 +57,13 @@ def export(
     prefix: Annotated[
         str, typer.Option(help="Only names that begin with it, without it, e.g. model.")
     ] = "",
-    json: AsJsonNotWords = False,
+    json: AsJson = False,
 ) -> None:
     """Write a version of a store in another program's format.
 
     Example: outlast ckpt export runs/a/checkpoints model/ --prefix model.
+
+    --json: {"step", "tensors", "bytes", "notes"}.
     """
     from outlast.checkpoint.convert import export_checkpoint
 
@@ -88,7 +85,7 @@ def import_(
     prefix: Annotated[
         str, typer.Option(help="Put before every name, e.g. model. for {'model': model}.")
     ] = "",
-    json: AsJsonNotWords = False,
+    json: AsJson = False,
 ) -> None:
     """Copy another program's checkpoint into a store, as its newest version.
 
@@ -97,6 +94,8 @@ def import_(
     executed.
 
     Example: outlast ckpt import pretrained/ ckpt/ --prefix model.
+
+    --json: {"step", "tensors", "bytes", "notes"}.
     """
     from outlast.checkpoint.convert import import_checkpoint
 

@@ -7,11 +7,18 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from outlast.cli.console import Column, output, print_json, print_table
+from outlast.cli.console import (
+    Column,
+    count_text,
+    print_json,
+    print_table,
+    size_text,
+)
+from outlast.cli.console import output as console_of
 from outlast.cli.options import AsJson, with_options
 from outlast.cli.submit import check_run, script_text
 from outlast.cli.train import JobFile, Overrides, job_arguments
@@ -107,9 +114,7 @@ def simulate(
     asked_log: AskedLog,
     asked_run: AskedRun,
     comparison: AskedComparison,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of tables.")
-    ] = False,
+    json: AsJson = False,
 ) -> None:
     """Say what each policy would have done on a cluster's own log.
 
@@ -122,7 +127,7 @@ def simulate(
     --format JobID,Submit,Start,End,ElapsedRaw,TimelimitRaw,NNodes,State,Partition > log.txt;
     outlast cluster simulate --sacct log.txt --partition gpu
 
-    --json: {"log", "jobs", "machine_nodes", "run", "notes", "rows"}, times in seconds.
+    --json: {"log", "jobs", "machine_nodes", "kind", "run", "notes", "rows"}, times in seconds.
     """
     from outlast.cluster.policies import hours, replay
 
@@ -163,7 +168,7 @@ def simulate(
             }
         )
     else:
-        console = output()
+        console = console_of()
         heads = ("load", "policy", "runs", "turnaround h", "vs one long job", "worst", "node hours")
         columns = [Column(head, number=head != "policy") for head in (*heads, "jobs", "waste")]
         cells = [
@@ -270,7 +275,7 @@ def _policies(names: list[str] | None, link_seconds: float, backfill: Backfill) 
 _SHOWN = 12
 
 
-def print_candidates(
+def candidates_or_reason(
     job: Job,
     chain: ChainPlan,
     site: SiteLimits,
@@ -278,8 +283,8 @@ def print_candidates(
     train_seconds: float | None,
     *,
     log: Workload | None = None,
-) -> None:
-    """Print what each candidate would lead to, and which is best; a sentence where none is known.
+) -> tuple[Choice | None, str]:
+    """All candidates with the best of them, or none; and why it is best, or why there is none.
 
     Args:
         job: Its ``slurm.sizes`` are compared, the first of ``slurm.nodes`` is the reference.
@@ -289,22 +294,24 @@ def print_candidates(
         train_seconds: That are left on the reference.
         log: What the queue's users did; None: as recent accounting says.
     """
-    from outlast.cli.console import Column, output, print_table
-    from outlast.durations import duration_text
-
     if not site.known:
-        return
+        return None, ""
     if train_seconds is None:
-        print(
+        return None, (
             "which time limit and nodes finish first cannot be predicted before the first steps "
             "were measured; say what is left with --hours"
         )
-        return
     try:
         choice = candidates_now(job, chain, site, costs, train_seconds, log=log)
     except ClusterError as error:
-        print(f"no candidates: {error}")
-        return
+        return None, f"no candidates: {error}"
+    return choice, choice.reason
+
+
+def print_candidates(choice: Choice) -> None:
+    """Print what each candidate would lead to, and which is best."""
+    from outlast.durations import duration_text
+
     rows = [
         [
             str(candidate.nodes),
@@ -328,13 +335,24 @@ def print_candidates(
     title = (
         "candidates on the queue as it is now, predicted (speed of nodes not measured: power 0.9)"
     )
-    print_table(output(), [Column(head) for head in heads], rows, title)
-    print(choice.reason)
-    if log is None:
-        from outlast.cluster.choosing import starts_nearby, starts_words
-        from outlast.cluster.planning import files_of
+    print_table(console_of(), [Column(head) for head in heads], rows, title)
 
-        print(starts_words(starts_nearby(files_of(job))))
+
+def _candidate_facts(choice: Choice) -> list[dict[str, Any]]:
+    return [
+        {
+            "nodes": candidate.nodes,
+            "wall_seconds": candidate.wall_seconds,
+            "start_p10_seconds": candidate.start.p10_seconds,
+            "start_p50_seconds": candidate.start.p50_seconds,
+            "start_p90_seconds": candidate.start.p90_seconds,
+            "finish_p50_seconds": candidate.finish_quantile(0.5),
+            "finish_p90_seconds": candidate.finish_quantile(0.9),
+            "node_seconds": candidate.node_seconds,
+            "best": candidate is choice.best,
+        }
+        for candidate in choice.ranking
+    ]
 
 
 def candidates_now(
@@ -346,7 +364,7 @@ def candidates_now(
     *,
     log: Workload | None = None,
 ) -> Choice:
-    """The best of all candidates on the live queue; see `print_candidates`.
+    """The best of all candidates on the live queue; see `candidates_or_reason`.
 
     Predictions are corrected by those of the log's jobs that have started, or without a log by
     those that this folder's runs have seen come true.
@@ -422,15 +440,25 @@ def plan(
             help="Predict starts as users did in this output of sacct --allusers --parsable2.",
         ),
     ] = None,
+    json: AsJson = False,
 ) -> None:
     """Show what `outlast submit` would do: the links, their costs, the exact batch script.
 
     Nothing is submitted. Where the queue can be asked, candidates for time limit and nodes are
     listed with predicted starts.
+
+    --json: {"kind", "chain", "run", "sentences", "plan", "costs", "left_seconds", "candidates",
+    "candidates_reason", "number", "reason", "script"}; number and script are of the next link.
     """
     from outlast.cluster.chain import next_number
     from outlast.cluster.chain_files import run_log
-    from outlast.cluster.choosing import choose_first, step_times, work_seconds
+    from outlast.cluster.choosing import (
+        choose_first,
+        starts_nearby,
+        starts_words,
+        step_times,
+        work_seconds,
+    )
     from outlast.cluster.planning import costs_of, files_of, plan_chain, site_now
     from outlast.cluster.workload import read_sacct
     from outlast.job import load_job
@@ -444,22 +472,52 @@ def plan(
     left = given
     if left is None:
         left = work_seconds(files, chain, chain.nodes[0], step_times(files, chain))
-    for line in sentences(job, chain, site, left):
-        print(line)
-    print_candidates(job, chain, site, costs, left, log=past)
+    said = sentences(job, chain, site, left)
+    choice, why = candidates_or_reason(job, chain, site, costs, left, log=past)
+    if not json:
+        print("\n".join(said))
+        if choice is not None:
+            print_candidates(choice)
+        if why:
+            print(why)
+        if choice is not None and past is None:
+            print(starts_words(starts_nearby(files)))
     number = next_number(files)
     chosen = choose_first(files, chain.from_link(number), number, seconds=given)
+    used = chain.from_link(number) if chosen is None else chosen.plan
+    script = script_text(files, chain, number, chosen)
+    if json:
+        print_json(
+            {
+                "kind": "predicted",
+                "chain": chain.chain,
+                "run": files.run,
+                "sentences": said,
+                "plan": used,
+                "costs": costs,
+                "left_seconds": left,
+                "candidates": [] if choice is None else _candidate_facts(choice),
+                "candidates_reason": why,
+                "number": number,
+                "reason": used.reason,
+                "script": script,
+            }
+        )
+        return
     if chosen is not None:
         print(f"chosen: {chosen.plan.reason}")
     print("\nThe next link, exactly as it would be submitted:\n")
-    print(script_text(files, chain, number, chosen), end="")
+    print(script, end="")
 
 
-def explain(job_file: JobFile = None, overrides: Overrides = None) -> None:
-    """Say in words how a chain of this job works, and where each figure comes from."""
-    from outlast.cluster.chain_files import choice_words, entries
+def explain(job_file: JobFile = None, overrides: Overrides = None, json: AsJson = False) -> None:
+    """Say in words how a chain of this job works, and where each figure comes from.
+
+    --json: {"run", "plan", "costs", "sentences", "chosen"}.
+    """
+    from outlast.cluster.chain_files import choice_words, entries, run_log
     from outlast.cluster.choosing import starts_nearby, starts_words
-    from outlast.cluster.planning import files_of, plan_chain, site_now
+    from outlast.cluster.planning import costs_of, files_of, plan_chain, site_now
     from outlast.job import load_job
 
     job = load_job(*job_arguments(job_file, overrides))
@@ -467,6 +525,11 @@ def explain(job_file: JobFile = None, overrides: Overrides = None) -> None:
     files, chain = files_of(job), plan_chain(job, site)
     chosen = choice_words(entries(files))
     lines = [*sentences(job, chain, site), *reasons(chain), starts_words(starts_nearby(files))]
+    if json:
+        costs = costs_of(chain, run_log(files))
+        facts = {"run": files.run, "plan": chain, "costs": costs}
+        print_json({**facts, "sentences": lines, "chosen": chosen or None})
+        return
     for line in [*lines, *([f"chosen last: {chosen}"] if chosen else [])]:
         print(line)
 
@@ -554,12 +617,15 @@ def _kind(costs: Costs) -> str:
     return "measured in this run" if costs.measured else "assumed until measured"
 
 
-def prefetch(job_file: JobFile = None, overrides: Overrides = None) -> None:
+def prefetch(job_file: JobFile = None, overrides: Overrides = None, json: AsJson = False) -> None:
     """Copy the tokens of a job to this node, where its section staging says.
 
     Run it once on each node, e.g. `srun --overlap --ntasks-per-node=1 outlast cluster prefetch
     job.toml &`, while an earlier job is still training; the processes that start later find the
     copies, or wait for those that are on their way. Text that no run has tokenised yet is left out.
+
+    --json: {"directory", "copies": [{"source", "path", "bytes", "copied_bytes", "resumed_bytes",
+    "seconds", "waited_seconds", "evicted", "damaged", "problem"}]}.
     """
     from outlast.cluster.staging import prefetch as fetch
     from outlast.cluster.staging import told
@@ -567,7 +633,11 @@ def prefetch(job_file: JobFile = None, overrides: Overrides = None) -> None:
 
     job_file, settings = job_arguments(job_file, overrides)
     job = load_job(job_file, settings)
-    print("\n".join(told(job, fetch(job))))
+    copies = fetch(job)
+    if json:
+        print_json({"directory": job.staging.directory or None, "copies": copies})
+    else:
+        print("\n".join(told(job, copies)))
 
 
 Run = Annotated[
@@ -597,7 +667,11 @@ def chain_of(run: Path) -> ChainFiles:
 
 
 def status(run: Run, json: AsJson = False) -> None:
-    """Say how a chain is doing: links, progress, where the time went, when it will be done."""
+    """Say how a chain is doing: links, progress, where the time went, when it will be done.
+
+    --json: {"chain", "name", "outcome", "reason", "step", "steps", "links", "jobs", "seconds",
+    "goodput", "left_seconds", "save_seconds", "chosen", "waits"}.
+    """
     from outlast.cluster.chain import status_of
 
     found = status_of(chain_of(run))
@@ -609,10 +683,9 @@ def status(run: Run, json: AsJson = False) -> None:
 
 def print_status(found: ChainStatus) -> None:
     """The status as text."""
-    from outlast.cli.console import Column, output, print_table
     from outlast.durations import duration_text
 
-    console = output()
+    console = console_of()
     why = f": {found.reason}" if found.reason else ""
     of = f" of {found.steps} ({found.step / found.steps:.1%})" if found.steps else ""
     print(f"chain {found.chain} of run {found.name}: {found.outcome}{why}")
@@ -666,10 +739,12 @@ def _predicted(link: LinkStatus) -> str:
     return f"{hours(low)} to {hours(high)}" if high else "no wait"
 
 
-def resume(run: Run, overrides: Overrides = None) -> None:
+def resume(run: Run, overrides: Overrides = None, json: AsJson = False) -> None:
     """Continue with a chain that was stopped, cancelled, gave up or lost its next link.
 
     Settings such as slurm.wall_time=4h replace those that the chain was submitted with.
+
+    --json: {"jobs", "chain", "run", "reason"}.
     """
     from outlast.cluster.chain import resume as resumed
     from outlast.cluster.chain_files import read_plan
@@ -677,16 +752,23 @@ def resume(run: Run, overrides: Overrides = None) -> None:
     files = chain_of(run)
     before = read_plan(files)
     jobs = resumed(files, *(_changed(files, before, list(overrides)) if overrides else ()))
-    print(f"submitted {', '.join(jobs)}: chain {before.chain} of {files.run} continues")
-    _print_choice(files)
+    words = f"submitted {', '.join(jobs)}: chain {before.chain} of {files.run} continues"
+    _tell_submitted(files, jobs, before.chain, words, json=json)
 
 
-def _print_choice(files: ChainFiles) -> None:
-    """Say why the link that was submitted is as it is, where that was chosen."""
+def _tell_submitted(
+    files: ChainFiles, jobs: list[str], chain: str, words: str, *, json: bool
+) -> None:
+    """Say what was submitted, and why it is as it is, where that was chosen."""
     from outlast.cluster.chain_files import choice_words, entries
 
-    if words := choice_words(entries(files)):
-        print(f"chosen: {words}")
+    chosen = choice_words(entries(files))
+    if json:
+        print_json({"jobs": jobs, "chain": chain, "run": files.run, "reason": chosen or ""})
+        return
+    print(words)
+    if chosen:
+        print(f"chosen: {chosen}")
 
 
 def _changed(files: ChainFiles, before: ChainPlan, overrides: list[str]) -> tuple[ChainPlan, str]:
@@ -722,11 +804,20 @@ def stop(
             "--after-checkpoint", help="Let the running link save at its next step first."
         ),
     ] = False,
+    json: AsJson = False,
 ) -> None:
-    """End a chain: cancel its jobs, or let the running one save and end."""
+    """End a chain: cancel its jobs, or let the running one save and end.
+
+    --json: {"run", "done"}, in words what was done.
+    """
     from outlast.cluster.chain import stop as stopped
 
-    print(stopped(chain_of(run), after_checkpoint=after_checkpoint))
+    files = chain_of(run)
+    done = stopped(files, after_checkpoint=after_checkpoint)
+    if json:
+        print_json({"run": files.run, "done": done})
+    else:
+        print(done)
 
 
 def adopt(
@@ -735,8 +826,12 @@ def adopt(
         Path, typer.Argument(metavar="JOB.TOML|RUN", help="The job file or directory of the run.")
     ],
     overrides: Overrides = None,
+    json: AsJson = False,
 ) -> None:
-    """Make a job that was submitted by hand the first link of a chain."""
+    """Make a job that was submitted by hand the first link of a chain.
+
+    --json: {"jobs", "chain", "run", "reason"}.
+    """
     from outlast.cluster.chain import adopt as adopted
     from outlast.cluster.planning import files_of, plan_chain, site_now
     from outlast.job import load_job, to_toml
@@ -760,8 +855,8 @@ def adopt(
     plan = plan_chain(job, site_now(job))
     files = files_of(job)
     jobs = adopted(files, plan, to_toml(job), job_number)
-    print(f"submitted {', '.join(jobs)} to follow job {job_number}: chain {plan.chain}")
-    _print_choice(files)
+    words = f"submitted {', '.join(jobs)} to follow job {job_number}: chain {plan.chain}"
+    _tell_submitted(files, jobs, plan.chain, words, json=json)
 
 
 ROWS_SHOWN = 60
@@ -778,21 +873,23 @@ def tasks(
     ],
     *,
     output: Annotated[
-        Path | None, typer.Option("--out", metavar="PAGE.html", help="Write the picture here.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="PAGE.html", help="Write the picture here."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help=f"Print more than {ROWS_SHOWN} rows.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the schedule as JSON.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Plan a run's training, saves, copies and evaluations together; nothing is run.
 
     Transfers share the file system, the network and the disks; the plan says which go first. Below
     the table: how far the plan can be at most from the shortest one, and what would happen without
     a plan. Figures are predictions from the file.
+
+    --json: {"kind", "seconds", "bound_seconds", "without_a_plan_seconds", "sharing", "rows",
+    "output"}.
     """
-    from outlast.cli.console import Column, count_text, print_table, size_text
-    from outlast.cli.console import output as console_of
     from outlast.cluster.tasks import duration, graph_from_toml, page, plan, run_greedily
 
     try:
@@ -803,7 +900,14 @@ def tasks(
         raise ClusterError(f"{file} is no UTF-8 text: give a TOML file") from error
     graph = graph_from_toml(text, str(file))
     schedule, unmanaged = plan(graph), run_greedily(graph)
-    if as_json:
+    if output is not None:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            content = page(schedule, title=file.stem, unmanaged=unmanaged)
+            output.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"{output} cannot be written ({error.strerror})") from error
+    if json:
         print_json(
             {
                 "kind": "predicted",
@@ -812,6 +916,7 @@ def tasks(
                 "without_a_plan_seconds": unmanaged.makespan_seconds,
                 "sharing": schedule.sharing,
                 "rows": list(schedule.rows),
+                "output": output,
             }
         )
     else:
@@ -850,14 +955,7 @@ def tasks(
         print(f"no plan is shorter   {duration(schedule.bound_seconds)}: this one is {gap}")
         more = unmanaged.makespan_seconds / makespan - 1.0 if makespan else 0.0
         print(f"without a plan       {duration(unmanaged.makespan_seconds)} ({more:+.1%})")
-    if output is not None:
-        try:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            content = page(schedule, title=file.stem, unmanaged=unmanaged)
-            output.write_text(content, encoding="utf-8")
-        except OSError as error:
-            raise ClusterError(f"{output} cannot be written ({error.strerror})") from error
-        if not as_json:
+        if output is not None:
             print(f"wrote {output}")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.console import Column, output, print_json, print_table
+from outlast.cli.console import Column, output, print_facts, print_json, print_table
 from outlast.cli.options import AsJson
 from outlast.errors import CodingError
 from outlast.extras import require
@@ -91,6 +91,8 @@ def choose(
 
     Times are simulated, not measured. They are per batch: a step that drops a tenth of the samples
     counts for nine tenths of a step.
+
+    --json: {"kind", "best", "reason", "candidates", "bound_seconds"}.
     """
     require("coding", "outlast coding", "scipy")
     from outlast.coding.choose import choose_code
@@ -140,6 +142,9 @@ def show(
 
     An error of e says that the gradient is off by at most sqrt(e) times the spectral norm of the
     matrix of the chunks' gradients; 0 is exact, and the number of chunks is as bad as no gradient.
+
+    --json: {"code", "workers", "chunks", "properties", "errors": [{"stragglers", "worst",
+    "mean"}]}.
     """
     given = {
         "stragglers": stragglers,
@@ -160,14 +165,12 @@ def show(
             }
             for count in range(first, last + 1)
         ]
-        print_json({"code": made.name, "properties": dict(_properties(made)), "errors": bounds})
+        facts = {"code": made.name, "workers": made.workers, "chunks": made.chunks}
+        print_json({**facts, "properties": dict(_properties(made)), "errors": bounds})
         return
     console = output()
-    rows = [[name, value] for name, value in _properties(made)]
     title = f"{made.name}: {made.workers} workers, {made.chunks} chunks"
-    print_table(
-        console, [Column("what", number=False), Column("figure", number=False)], rows, title
-    )
+    print_facts(console, title, _properties(made))
     console.print()
     error_rows = [
         [

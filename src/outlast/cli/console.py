@@ -6,9 +6,11 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from outlast.hardware.figure import Unavailable
     from outlast.plan.estimate import Interval
@@ -159,23 +162,73 @@ def _table(
 def print_facts(console: Console, title: str, facts: Sequence[tuple[str, str]]) -> None:
     """Print names and what they are."""
     from rich.markup import escape
+
+    console.print(f"[bold]{escape(title)}[/bold]")
+    console.print(facts_table(facts))
+
+
+def facts_table(rows: Sequence[Sequence[str | Text]]) -> Table:
+    """Names, in some tables a word beside each (a state, a default), and what they are.
+
+    Args:
+        rows: Of two or of three cells each; what is text is shown as it is.
+    """
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
+    if rows and len(rows[0]) > 2:
+        table.add_column(style="green", max_width=16, overflow="fold")
     table.add_column(overflow="fold")
-    for name, text in facts:
-        table.add_row(name, escape(text))
-    console.print(f"[bold]{escape(title)}[/bold]")
-    console.print(table)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    return table
 
 
-def print_json(document: Any) -> None:
-    """Print dataclasses, dictionaries and lists as one JSON document.
+def print_json(document: Any, *, line: bool = False) -> None:
+    """Print dataclasses, dictionaries and lists as one JSON document; see `json_text`.
+
+    Args:
+        document: To be printed.
+        line: On one line, for a command that prints several.
+    """
+    print(json_text(document, line=line), flush=line)
+
+
+def json_text(document: Any, *, line: bool = False) -> str:
+    """Dataclasses, dictionaries and lists as JSON.
 
     What is not known says why (`Unavailable`), and a number that is not finite is null.
     """
-    print(json.dumps(_plain(document), indent=2, allow_nan=False))
+    return json.dumps(_plain(document), indent=None if line else 2, allow_nan=False)
+
+
+@contextlib.contextmanager
+def stdout_kept(kept: bool) -> Iterator[None]:
+    """Within it, what this process and those that it starts print goes to stderr, if wanted.
+
+    So that a JSON document is all that is on stdout in the end.
+    """
+    if not kept:
+        yield
+        return
+    sys.stdout.flush()
+    try:
+        own = os.dup(1)
+    except OSError:
+        # It was closed by who started this.
+        own = None
+    if own is not None:
+        os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        if own is not None:
+            os.dup2(own, 1)
+            os.close(own)
 
 
 def _plain(value: Any) -> Any:
@@ -191,6 +244,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, PurePath):
+        return str(value)
     return value
 
 

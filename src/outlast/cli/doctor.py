@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import outlast
+from outlast.cli.console import facts_table, print_json
+from outlast.cli.options import AsJson
 from outlast.errors import EXIT_CRASHED, HardwareError
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ def doctor(
     path: Annotated[
         Path, typer.Option(help="Directory whose storage is tested: where checkpoints will go.")
     ] = Path(),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Check this machine for training and say what to install or fix.
 
     Really runs a two-process all-reduce, small matrix products and fsyncs; changes nothing.
 
     Exit code 0: training works here; 1: an essential part is broken.
+
+    --json: {"ok", "seconds", "checks": [{"group", "name", "state", "found", "means", "remedy",
+    "essential"}], "machine"}.
     """
     if not diagnose(path, as_json=json):
         raise typer.Exit(EXIT_CRASHED)
@@ -106,7 +110,7 @@ def diagnose(path: Path, *, as_json: bool) -> bool:
         checks = collect(path, machine)
     seconds = time.perf_counter() - start
     if as_json:
-        print(dumps(as_dict(checks, machine, seconds), indent=2))
+        print_json(as_dict(checks, machine, seconds))
     else:
         render(checks, seconds, Console())
     return not any(check.broken for check in checks)
@@ -174,30 +178,25 @@ def as_dict(checks: Iterable[Check], machine: Machine, seconds: float) -> dict[s
 
 
 def render(checks: Iterable[Check], seconds: float, console: Console) -> None:
-    """Prints one table per group and a verdict."""
+    """Prints the checks by group, and a verdict."""
     from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
     listed = list(checks)
-    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    rows: list[tuple[str | Text, ...]] = []
     for group in dict.fromkeys(check.group for check in listed):
-        table.add_row(f"[bold]{escape(group)}[/bold]")
+        rows.append((Text(group, "bold default"), "", ""))
         for check in (c for c in listed if c.group == group):
             style = STATE_STYLE[check.state]
             if check.state == "missing" and not check.essential:
                 style = "dim"
-            lines = [escape(check.found)]
+            found = Text(check.found)
             if check.means:
-                lines[0] += f" [dim]- {escape(check.means)}[/dim]"
+                found.append(f" - {check.means}", "dim")
             if check.remedy:
-                lines.append(f"[cyan]-> {escape(check.remedy)}[/cyan]")
-            table.add_row(
-                f"  {escape(check.name)}", f"[{style}]{check.state}[/{style}]", "\n".join(lines)
-            )
-    console.print(table)
+                found.append(f"\n-> {check.remedy}", "cyan")
+            rows.append((f"  {check.name}", Text(check.state, style), found))
+    console.print(facts_table(rows))
     broken = [f"{check.group}: {check.name}" for check in listed if check.broken]
     verdict = (
         f"[bold red]Training does not work here. Broken: {escape(', '.join(broken))}.[/bold red]"

@@ -17,6 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast.cli.console import (
+    Column,
+    json_text,
+    print_json,
+    print_table,
+    stdout_kept,
+)
+from outlast.cli.console import output as console_of
+from outlast.cli.options import AsJson
 from outlast.cli.train import JobFile, Overrides, Processes, job_arguments
 from outlast.errors import EXIT_CRASHED, EXIT_DATA_CORRUPTION, EXIT_DONE, GuardError, OutlastError
 from outlast.extras import require
@@ -381,29 +390,25 @@ def _compare(job: Job) -> tuple[bool, float]:
 
 def print_processes(result: dict[str, Any]) -> None:
     """The table of a drill of processes, and in words what it means."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"drill, recover.mode = {result['mode']}, {result['processes']} processes",
-        title_justify="left",
-    )
-    table.add_column("phase")
-    for name in ("struck", "survived", "steps done again", "next step after (s)"):
-        table.add_column(name, justify="right")
     taken = [trial for trial in result["trials"] if trial["struck"]]
+    table = []
     for phase in dict.fromkeys(box["phase"] for box in taken):
         rows = [box for box in taken if box["phase"] == phase]
         well = [row for row in rows if row["survived"]]
         seconds = [box["seconds"] for box in well]
-        table.add_row(
-            phase,
-            str(len(rows)),
-            str(len(well)),
-            str(sum(box["lost_steps"] for box in well)),
-            f"{statistics.median(seconds):.2f}" if seconds else "-",
+        table.append(
+            [
+                phase or "any",
+                str(len(rows)),
+                str(len(well)),
+                str(sum(box["lost_steps"] for box in well)),
+                f"{statistics.median(seconds):.2f}" if seconds else "-",
+            ]
         )
-    Console(width=100).print(table)
+    heads = ("struck", "survived", "steps done again", "next step after (s)")
+    columns = [Column("phase", number=False), *map(Column, heads)]
+    title = f"drill, recover.mode = {result['mode']}, {result['processes']} processes"
+    print_table(console_of(), columns, table, title)
     missed = len(result["trials"]) - len(taken)
     print(
         f"{result['survived']} of {result['struck']} survived"
@@ -469,8 +474,10 @@ def drill(
     seed: Annotated[int, typer.Option(min=0, help="Of everything that a fault leaves open.")] = 0,
     nproc: Processes = None,
     output: Annotated[
-        Path | None, typer.Option("--json", help="Also write the result to this file.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the result here too, as JSON."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train with faults on purpose: what do they harm, what is found, what is corrected?
 
@@ -482,27 +489,52 @@ def drill(
     overrides say otherwise). Process faults go into a training of its own, which is started again
     as long as it takes. Both end with the question whether the last weights are those of an
     undisturbed run, bit for bit: otherwise the exit code is 4 (wrong values) or 1 (processes).
+
+    --json: of --kill, --at and --stop {"mode", "processes", "trials", "struck", "survived",
+    "lost_steps", "goodput", "bits_equal"}; else {"policy", "rows", "false_alarms", "stops",
+    "bits_equal", "distance"}, and "processes" of process faults. What the training says goes to
+    stderr.
     """
     require("plan", "outlast drill", "scipy")
-    from outlast.guard.inject import Fault, parse_faults
-    from outlast.job import load_job
-
+    # A file that was given to --json, as it was once.
+    words = [str(job_file or ""), *(overrides or [])] if as_json else []
+    if file := next((word for word in words if word.endswith(".json") and "=" not in word), None):
+        raise OutlastError(f"--json takes no file, it prints to stdout: write --output {file}")
     job_file, settings = job_arguments(job_file, overrides)
     asked = DrillOptions(kill, tuple(at or ()), stop, trials, seed)
     if output is not None:
         _check_output(output)
-    if asked.wanted:
-        _strike_processes(job_file, settings, asked, nproc, output)
-        return
-    if trials is not None:
-        raise GuardError(f"--trials {trials} is of --kill, --at and --stop: give one of them, too")
-    settings = ["guard.policy=full", *settings]
     if nproc is not None:
         settings.append(f"launch.nproc={nproc}")
+    with stdout_kept(as_json):
+        if asked.wanted:
+            result = drill_processes(job_file, settings, asked)
+            code = _code_of_processes(result)
+        elif trials is not None:
+            raise GuardError(
+                f"--trials {trials} is of --kill, --at and --stop: give one of them, too"
+            )
+        else:
+            result = _drill_faults(job_file, ["guard.policy=full", *settings], faults or [], seed)
+            code = _code_of_faults(result)
+    if output is not None and result:
+        output.write_text(json_text(result) + "\n", encoding="utf-8")
+    if as_json and result:
+        print_json(result)
+    raise typer.Exit(code)
+
+
+def _drill_faults(
+    job_file: Path | None, settings: list[str], texts: list[str], seed: int
+) -> dict[str, Any]:
+    """Drill wrong values and process faults; empty on a rank that is not the first."""
+    from outlast.guard.inject import Fault, parse_faults
+    from outlast.job import load_job
+
     job = load_job(job_file, settings)
     if job.guard.policy == "off":
         raise GuardError('guard.policy = "off" leaves nothing to drill; set it to "full"')
-    given = parse_faults(faults or [])
+    given = parse_faults(texts)
     numbers = tuple(str(fault) for fault in given if isinstance(fault, Fault))
     processes = tuple(str(fault) for fault in given if not isinstance(fault, Fault))
     result: dict[str, Any] = {}
@@ -510,12 +542,20 @@ def drill(
         result |= _drill_numbers(job, numbers, seed)
     if processes:
         result["processes"] = _drill_processes(job, job_file, settings, processes)
-    if output is not None and result:
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _code_of_faults(result: dict[str, Any]) -> int:
     if not result.get("processes", {}).get("bits_equal", True):
-        raise typer.Exit(EXIT_CRASHED)
-    if not result.get("bits_equal", True):
-        raise typer.Exit(EXIT_DATA_CORRUPTION)
+        return EXIT_CRASHED
+    return EXIT_DONE if result.get("bits_equal", True) else EXIT_DATA_CORRUPTION
+
+
+def _code_of_processes(result: dict[str, Any]) -> int:
+    # Survivors that continue without the dead sum up in another order, unless it is fixed.
+    near = result["comparison"] == ROUNDING and math.isfinite(result["largest_difference"])
+    same = result["bits_equal"] or near
+    return EXIT_DONE if same and result["survived"] >= result["struck"] else EXIT_CRASHED
 
 
 def _check_output(file: Path) -> None:
@@ -525,26 +565,7 @@ def _check_output(file: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "it is no name of a file in a folder")
         check_writable(file)
     except OSError as error:
-        raise OutlastError(f"--json = {file}: {error.strerror}; name another file") from None
-
-
-def _strike_processes(
-    job_file: Path | None,
-    settings: list[str],
-    asked: DrillOptions,
-    nproc: int | None,
-    output: Path | None,
-) -> None:
-    if nproc is not None:
-        settings = [*settings, f"launch.nproc={nproc}"]
-    result = drill_processes(job_file, settings, asked)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    # Survivors that continue without the dead sum up in another order, unless it is fixed.
-    near = result["comparison"] == ROUNDING and math.isfinite(result["largest_difference"])
-    same = result["bits_equal"] or near
-    if not same or result["survived"] < result["struck"]:
-        raise typer.Exit(EXIT_CRASHED)
+        raise OutlastError(f"--output = {file}: {error.strerror}; name another file") from None
 
 
 def _named(job: Job, name: str) -> Job:
@@ -580,16 +601,7 @@ def _drill_numbers(job: Job, faults: tuple[str, ...], seed: int) -> dict[str, An
 
 def print_drill(result: dict[str, Any]) -> None:
     """The table of a drill, and in words what it means."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"drill, policy {result['policy']}: counts, and 95 % intervals in per cent",
-        title_justify="left",
-    )
-    table.add_column("site", no_wrap=True)
-    for name in ("injected", *_COLUMNS, "latency"):
-        table.add_column(name, justify="right")
+    table = []
     for row in result["rows"]:
         latency = row["longest_latency_steps"]
         rates = [row[name] for name in _COLUMNS]
@@ -599,14 +611,14 @@ def print_drill(result: dict[str, Any]) -> None:
             else "-"
             for rate in rates
         ]
-        table.add_row(
-            row["site"],
-            str(row["injected"]),
-            *cells,
-            ("" if latency is None else f"{latency} step{'' if latency == 1 else 's'}"),
-        )
+        latency_words = "" if latency is None else f"{latency} step{'' if latency == 1 else 's'}"
+        table.append([row["site"], str(row["injected"]), *cells, latency_words])
+    console = console_of()
     # A table that is cut off is of no use in a log.
-    Console(width=max(Console().width, _TABLE_WIDTH)).print(table)
+    console.width = max(console.width, _TABLE_WIDTH)
+    columns = [Column("site", number=False), *map(Column, ("injected", *_COLUMNS, "latency"))]
+    title = f"drill, policy {result['policy']}: counts, and 95 % intervals in per cent"
+    print_table(console, columns, table, title)
     alarms = result["false_alarms"]
     print(
         f"false alarms: {alarms['count']} in {alarms['total']:,} checks, at most "

@@ -14,13 +14,16 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast.cli.console import Column, json_text, print_json, print_table
+from outlast.cli.console import output as console_of
+from outlast.cli.options import AsJson
 from outlast.errors import EXIT_BAD_INPUT, EXIT_CRASHED, EnergyError
 from outlast.paths import check_writable, read_text
 
@@ -49,9 +52,14 @@ CATALOGUE = {"a100": "a100-sxm-80"}
 
 
 def _advice_row(deadline: str, plan: ClockPlan) -> list[str]:
-    clocks = list(dict.fromkeys(clock for clock in plan.clocks_mhz if clock))
+    clocks = _clocks(plan)
     shown = str(clocks[0]) if len(clocks) == 1 else f"{min(clocks)} to {max(clocks)}"
     return [deadline, f"{plan.seconds:.4g}", f"{plan.joules:,.4g}", f"{plan.saving:.1%}", shown]
+
+
+def _clocks(plan: ClockPlan) -> list[int]:
+    """The different clocks of a plan, in the order in which operations ask for them."""
+    return list(dict.fromkeys(clock for clock in plan.clocks_mhz if clock))
 
 
 def _step_schedule(job: Job, checked: Plan) -> Schedule:
@@ -226,14 +234,21 @@ def frontier(
     blocking_watts: BlockingWatts = None,
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Write frontiers, plans and a picture here."),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Write frontiers, plans and a picture here."
+        ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Plan the whole time-energy frontier of a measured profile.
 
     Every plan says how far it can be at most from the best one that changes clocks no more freely:
     a linear or integer programme over the profile is a lower bound. Figures are predictions from
     the profile.
+
+    --json: {"kind", "device", "profile_kind", "notes", "frontiers": {switches:
+    {"longest_useful_seconds", "plans": [{"deadline_seconds", "seconds", "joules", "saving",
+    "budget_gap", "switches", "clocks_mhz"}]}}, "files"}.
     """
     from outlast.energy import EnergyPlanner
     from outlast.energy.plan import save_picture
@@ -270,15 +285,38 @@ def frontier(
                 raise
             notes.append(f"switches = {budget}: not possible: {error}")
             continue
-        for note in notes:
-            print(f"{note}\n")
-        notes = []
-        _print_frontier(budget, found[budget])
+        if not as_json:
+            print("".join(f"{note}\n\n" for note in notes), end="")
+            notes = []
+            _print_frontier(budget, found[budget])
+    files = []
     if output is not None:
         for name, plans in found.items():
-            plans.save(output / f"frontier-{name}.json")
-        save_picture(found, output / "frontier.html")
+            files.append(output / f"frontier-{name}.json")
+            plans.save(files[-1])
+        files.append(output / "frontier.html")
+        save_picture(found, files[-1])
+    if as_json:
+        facts = {"device": measured.device, "profile_kind": measured.kind, "notes": notes}
+        frontiers = {name: _frontier_facts(plans) for name, plans in found.items()}
+        print_json({"kind": "predicted", **facts, "frontiers": frontiers, "files": files})
+    elif output is not None:
         print(f"wrote {output}/frontier.html and {len(found)} frontiers")
+
+
+def _frontier_facts(plans: Frontier) -> dict[str, Any]:
+    return {
+        "longest_useful_seconds": plans.longest_useful_seconds,
+        "plans": [
+            {
+                **asdict(plan),
+                "saving": plan.saving,
+                "gap": plan.gap,
+                "budget_gap": max(plan.budget_gap, 0.0),
+            }
+            for plan in plans.plans
+        ],
+    }
 
 
 def replay(
@@ -297,11 +335,15 @@ def replay(
     switch_seconds: Annotated[
         float | None, typer.Option(help="What a change of a clock takes; default: the plan's own.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run a plan operation by operation on devices that repeat a measured profile.
 
     Shows what the plan is worth on another profile than its own, and what slow changes of clocks
     cost. The result is replayed, not measured.
+
+    --json: {"kind", "seconds", "joules", "switches", "deadline_seconds", "on_time",
+    "device_joules", "planned": {"kind", "seconds", "joules"}}.
     """
     from outlast.energy.plan import ClockPlan, Frontier, replay_profile
 
@@ -315,6 +357,11 @@ def replay(
         chosen = ClockPlan.load(plan, plain)
     latency = chosen.switch_seconds if switch_seconds is None else switch_seconds
     run = replay_profile(chosen, plain, measured, switch_seconds=latency)
+    if as_json:
+        planned = {"kind": chosen.kind, "seconds": chosen.seconds, "joules": chosen.joules}
+        facts = {**asdict(run), "joules": run.joules, "on_time": run.on_time}
+        print_json({**facts, "planned": planned})
+        return
     print(f"planned   {chosen.seconds:.6g} s, {chosen.joules:,.6g} J ({chosen.kind} profile)")
     print(
         f"{run.kind:<9} {run.seconds:.6g} s, {run.joules:,.6g} J, {run.switches} changes of clock"
@@ -341,13 +388,16 @@ def advise(
     ] = None,
     blocking_watts: BlockingWatts = None,
     deadline: Deadline = "+2%",
+    as_json: AsJson = False,
 ) -> None:
     """Say which clocks would save how much energy of a job, and print what would set them.
 
     Without a profile, time and power are modelled from the FLOPs and bytes of one step: good for
     an order of magnitude. Nothing is set.
+
+    --json: {"kind", "device", "rows": [{"deadline", "seconds", "joules", "saving", "clocks_mhz"}],
+    "deadline", "clocks_mhz", "commands", "slurm"}; the last four are what would be set.
     """
-    from outlast.cli.console import Column, output, print_table
     from outlast.energy import EnergyPlanner
     from outlast.energy.control import DryRun, batch_lines, device_settings
     from outlast.job import load_job
@@ -361,29 +411,47 @@ def advise(
     if known is None:
         known = _modelled_profile(settings, checked, device)
     planner = EnergyPlanner(known)
-    rows = [
-        _advice_row(str(limit), planner.plan(schedule, limit, switches="per_stage"))
+    plans = {
+        str(limit): planner.plan(schedule, limit, switches="per_stage")
         for limit in dict.fromkeys([*DEADLINES, asked])
-    ]
-    chosen = planner.plan(schedule, asked, switches="per_stage")
+    }
+    chosen = plans[str(asked)]
+    clocks: list[int] = []
+    commands: list[str] = []
+    for number, setting in enumerate(device_settings(chosen, schedule)):
+        if setting.clock_mhz is not None:
+            clocks.append(setting.clock_mhz)
+            DryRun(f"<GPU {number}>", write=commands.append).lock_clock(setting.clock_mhz)
+    slurm = batch_lines(clocks, gpus_per_node=len(clocks))
+    if as_json:
+        rows = [
+            {
+                "deadline": limit,
+                "seconds": plan.seconds,
+                "joules": plan.joules,
+                "saving": plan.saving,
+                "clocks_mhz": _clocks(plan),
+            }
+            for limit, plan in plans.items()
+        ]
+        wanted = {"deadline": str(asked), "clocks_mhz": clocks, "commands": commands}
+        facts = {"kind": known.kind, "device": known.device, "rows": rows}
+        print_json({**facts, **wanted, "slurm": slurm.splitlines()})
+        return
     heads = ["deadline", "step s", "energy J", "saving", "clocks MHz"]
     title = f"one clock per device, {known.device}, {known.kind}"
-    print_table(output(), [Column(head) for head in heads], rows, title)
+    cells = [_advice_row(limit, plan) for limit, plan in plans.items()]
+    print_table(console_of(), [Column(head) for head in heads], cells, title)
     if known.kind == "modelled":
         print(
             "modelled from the FLOPs and bytes of a step alone: times within about 30 %, savings "
             "an order of magnitude; give --profile for a plan to act on"
         )
     print(f"\nfor deadline {asked}, on each replica (nothing is set now):")
-    clocks = []
-    for number, setting in enumerate(device_settings(chosen, schedule)):
-        if setting.clock_mhz is not None:
-            clocks.append(setting.clock_mhz)
-            DryRun(f"<GPU {number}>", write=lambda text: print(f"  {text}")).lock_clock(
-                setting.clock_mhz
-            )
+    for command in commands:
+        print(f"  {command}")
     print("\nwith Slurm:")
-    print(batch_lines(clocks, gpus_per_node=len(clocks)))
+    print(slurm)
 
 
 def _profile(name: str, blocking_watts: float | None) -> Profile:
@@ -454,7 +522,7 @@ def _check_folder(folder: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "it is a file")
         check_writable(folder)
     except OSError as error:
-        raise EnergyError(f"--out = {folder}: {error.strerror}; name another folder") from None
+        raise EnergyError(f"--output = {folder}: {error.strerror}; name another folder") from None
 
 
 def _budget(name: str) -> Switches:
@@ -465,8 +533,6 @@ def _budget(name: str) -> Switches:
 
 
 def _print_frontier(budget: str, plans: Frontier) -> None:
-    from outlast.cli.console import Column, output, print_table
-
     heads = ["deadline s", "step s", "energy J", "saving", "gap at most", "switches"]
     rows = [
         [
@@ -482,7 +548,7 @@ def _print_frontier(budget: str, plans: Frontier) -> None:
     ]
     first = plans.plans[0]
     title = f"switches = {budget}: {first.device}, predicted from a {first.kind} profile"
-    print_table(output(), [Column(head) for head in heads], rows, title)
+    print_table(console_of(), [Column(head) for head in heads], rows, title)
 
 
 energy = typer.Typer(
@@ -497,6 +563,9 @@ EXIT_CANNOT_RUN = 126
 
 EXIT_NO_COMMAND = 127
 """As shells end where a command cannot be run, or is not there."""
+
+
+_STDERR = 2
 
 
 for command in (advise, frontier, replay):
@@ -516,7 +585,7 @@ def monitor(
     every: Annotated[float, typer.Option(help="Seconds between two lines.", min=0.1)] = 5.0,
     output: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the figures here too, as JSON."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write the figures here too, as JSON."),
     ] = None,
     port: Annotated[
         int | None,
@@ -524,13 +593,16 @@ def monitor(
             min=0, max=65535, help="Also serve them to Prometheus at http://HOST:PORT/metrics."
         ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine's GPUs, CPUs and memory, alone or while a command runs.
 
     Reads counters only. Ends with the command's exit code; 127 where there is no such command, 126
     where it cannot be run; 1 where nothing can be measured and no command was given.
+
+    --json: {"name", "seconds", "joules", "parts", "states", "missing"} on a line now and then, and
+    of the whole time at the end; what the command prints goes to stderr.
     """
-    from outlast.cli.console import output as console_of
     from outlast.energy.meter import EnergyMeter
 
     if output is not None:
@@ -538,20 +610,22 @@ def monitor(
         no_file = output.is_dir() or not (output.is_file() or asked.is_dir())
         if no_file or not os.access(asked, os.W_OK):
             raise EnergyError(
-                f"--out = {output} cannot be written: name a file in a directory of yours"
+                f"--output = {output} cannot be written: name a file in a directory of yours"
             )
-    console = console_of()
+    console = None if as_json else console_of()
     with EnergyMeter("monitor") as meter:
-        if not meter.sources:
+        if not meter.sources and console is not None:
             console.print(str(meter.total()))
         code = _watch(console, meter, command, seconds=seconds, every=every, port=port)
     window = meter.read()
-    if meter.sources:
+    if console is None:
+        print_json(window.as_json(), line=True)
+    elif meter.sources:
         console.print(f"{window.seconds:.1f} s in all")
         for line in _lines(window, {name: state.end for name, state in window.states.items()}):
             console.print(line)
     if output is not None:
-        output.write_text(json.dumps(window.as_json(), indent=1) + "\n")
+        output.write_text(json_text(window.as_json()) + "\n")
     raise typer.Exit(code if command or meter.sources else EXIT_CRASHED)
 
 
@@ -571,12 +645,15 @@ def report(
     loss: Annotated[
         float | None, typer.Option(help="Also the joules until this training loss was reached.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a run's energy was spent on, with cost, carbon and joules per token.
 
     Prices are those of the run's section energy where no option says otherwise.
     ``outlast report RUN`` draws it.
+
+    --json: each figure with its interval, kind and source, or why it is not known; "by_purpose",
+    "pue" and "notes".
     """
     from outlast.hardware.figure import Unavailable
     from outlast.records import read_run
@@ -600,7 +677,11 @@ def report(
     if isinstance(found, Unavailable):
         from outlast.report.energy import missing_energy
 
-        print(f"energy {missing_energy(recorded)}")
+        if as_json:
+            why = missing_energy(recorded) or found.reason
+            print_json(Unavailable(why.removeprefix("unavailable: ")))
+        else:
+            print(f"energy {missing_energy(recorded)}")
         raise typer.Exit(EXIT_CRASHED)
     print(found.to_json() if as_json else "\n".join(found.lines()))
 
@@ -617,36 +698,43 @@ def restore(
     force: Annotated[
         bool, typer.Option("--force", help="Also when the process that holds it is alive.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give clocks and power limits back that a killed process left set.
 
     Tries all leases, says which could not be given back, and ends with 2 if one could not.
+
+    --json: {"folder", "restored": [{"lease", "devices"}], "failed": [{"lease", "reason"}]}.
     """
     from outlast.energy.lease import DIRECTORY_VARIABLE, lease_directory, leases
     from outlast.energy.lease import restore as give_back
 
     found = [lease] if lease is not None else list(leases())
-    if not found:
+    if not found and not as_json:
         print(
             f"no lease of this user in {lease_directory()}: jobs that were given another "
             f"{DIRECTORY_VARIABLE} have theirs there"
         )
-    failed = False
+    restored, failed = [], []
     for path in found:
         try:
             given_back = give_back(path, force=force)
         except EnergyError as error:
             print(f"outlast: {error}", file=sys.stderr, flush=True)
-            failed = True
+            failed.append({"lease": path, "reason": str(error)})
             continue
-        devices = ", ".join(held.uuid for held in given_back.devices)
-        print(f"{path}: gave back {devices}")
+        devices = [held.uuid for held in given_back.devices]
+        restored.append({"lease": path, "devices": devices})
+        if not as_json:
+            print(f"{path}: gave back {', '.join(devices)}")
+    if as_json:
+        print_json({"folder": lease_directory(), "restored": restored, "failed": failed})
     if failed:
         raise typer.Exit(EXIT_BAD_INPUT)
 
 
 def _watch(
-    console: Console,
+    console: Console | None,
     meter: EnergyMeter,
     command: list[str] | None,
     *,
@@ -654,7 +742,10 @@ def _watch(
     every: float,
     port: int | None,
 ) -> int:
-    """Run the command, if any, and serve meanwhile where a port is given; the exit code."""
+    """Run the command, if any, and serve meanwhile where a port is given; the exit code.
+
+    Without a console lines are JSON, and stdout is for them alone.
+    """
     from outlast.energy.prometheus import Exporter
 
     if not command and not meter.sources:
@@ -662,9 +753,13 @@ def _watch(
     with contextlib.ExitStack() as open_parts:
         if port is not None:
             exporter = open_parts.enter_context(Exporter(lambda: _samples(meter), port=port))
-            console.print(f"serving {exporter.url}")
+            if console is None:
+                print(f"serving {exporter.url}", file=sys.stderr)
+            else:
+                console.print(f"serving {exporter.url}")
         try:
-            process = subprocess.Popen(command) if command else None
+            stdout = _STDERR if console is None else None
+            process = subprocess.Popen(command, stdout=stdout) if command else None
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
             words = f"{shlex.join(command or [])} cannot be run: {error.strerror}"
@@ -677,7 +772,7 @@ def _watch(
 
 
 def _print_laps(
-    console: Console,
+    console: Console | None,
     meter: EnergyMeter,
     process: subprocess.Popen[bytes] | None,
     end: float,
@@ -697,7 +792,11 @@ def _print_laps(
             # A lap has joules only: reading states takes longer, and is done for the line alone.
             known = {one.name: state_of(one) for one in meter.sources}
             states = {name: state for name, state in known.items() if state is not None}
-            console.print("  ".join(_lines(meter.lap(), states)))
+            lap = meter.lap()
+            if console is None:
+                print_json({**lap.as_json(), "states": states}, line=True)
+            else:
+                console.print("  ".join(_lines(lap, states)))
 
 
 def _lines(window: Window, states: Mapping[str, DeviceState]) -> list[str]:

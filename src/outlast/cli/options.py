@@ -56,7 +56,9 @@ def _parameters(kind: type[Any]) -> list[inspect.Parameter]:
     ]
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document instead of words and tables.")
+]
 
 _SETUP = "The training"
 

@@ -65,7 +65,7 @@ def explain(asked: PlanOptions, layout: Layout, json: AsJson = False) -> None:
     --json: {"planned", "origin", "layout", "configuration", "settings",
     "estimate", "warnings", "assumed", "cluster"}.
     """
-    from outlast.cli.plan_pareto import answers, chosen
+    from outlast.cli.plan_pareto import answers, chosen, chosen_facts
     from outlast.cli.plan_rank import print_planned
     from outlast.cli.plan_source import planned
     from outlast.hardware.figure import Unavailable
@@ -78,12 +78,7 @@ def explain(asked: PlanOptions, layout: Layout, json: AsJson = False) -> None:
             {
                 "kind": "predicted",
                 "planned": {"source": asked.source, "model": read.training.model},
-                "origin": found.origin,
-                "layout": layout_words(found.run),
-                "configuration": found.run,
-                "settings": found.settings,
-                "estimate": found.estimate,
-                "warnings": list(found.warnings),
+                **chosen_facts(found),
                 "assumed": list(read.assumed),
                 "cluster": read.cluster,
             }

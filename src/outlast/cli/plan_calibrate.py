@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.console import Column, output, print_json, print_table
+from outlast.cli.console import Column, output, print_json, print_table, stdout_kept
 from outlast.cli.options import AsJson
 from outlast.errors import OutlastError, PlanError
 
@@ -79,9 +79,11 @@ def calibrate(
         Path | None,
         typer.Option(metavar="DIR", help="With --run: keeps the probes, to continue from."),
     ] = None,
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(
+            "--output",
+            "-o",
             metavar="FILE",
             help="Write the calibration here, as TOML. With --run, default: where `outlast train` "
             "and --cluster here look for it.",
@@ -101,12 +103,14 @@ def calibrate(
 
     Example: outlast plan calibrate --run
 
-    Example: outlast plan calibrate runs/a runs/b --cluster mine.toml --out
+    Example: outlast plan calibrate runs/a runs/b --cluster mine.toml --output
     mine.calibration.toml
 
     --json: {"rows", "used", "refused", "flagged", "constants": [{"name", "unit",
     "before", "after", "log_deviation"}], "errors", "intervals", "memory": {framework:
-    {"rows", "constants", "unseen_error", "error_before", "log_deviation"}}, "out"}.
+    {"rows", "constants", "unseen_error", "error_before", "log_deviation"}},
+    "output"}; with --run {"kind", "probes": [{"name", "seconds", "steps"}], "seconds", "failures",
+    "output", "cluster"}.
     """
     if run:
         others = {"settings": settings, "table": table, "cluster": cluster, "force": force}
@@ -121,7 +125,10 @@ def calibrate(
             raise PlanError(
                 f"--minutes = {minutes:g}: give more than 0, {SECONDS / 60:g} are usual"
             )
-        calibrate_here(job, out or calibration_home(), 60.0 * minutes, keep)
+        with stdout_kept(json):
+            here, files = calibrate_here(job, output or calibration_home(), 60.0 * minutes, keep)
+        if json:
+            print_json(_document_here(here, files))
         return
     if keep is not None:
         raise PlanError(f"--keep = {keep} is of probes: leave it out, or give --run")
@@ -129,13 +136,13 @@ def calibrate(
     rows, refused = _rows(paths or [], settings, table or [], cluster)
     found = _fitted(rows, alone=bool(table), force=force)
     memory = fitted_memory(found.rows, alone=bool(table))
-    if out is not None:
-        found.write(out, memory)
-    document = {**_document(found, refused, out), "memory": memory_document(memory)}
+    if output is not None:
+        found.write(output, memory)
+    document = {**_document(found, refused, output), "memory": memory_document(memory)}
     if json:
         print_json(document)
     else:
-        _print(found, refused, document, memory_lines(memory), out)
+        _print(found, refused, document, memory_lines(memory), output)
 
 
 def _fitted(rows: list[Row], *, alone: bool, force: bool) -> Fitted:
@@ -214,7 +221,21 @@ def _document(found: Fitted, refused: list[Refused], out: Path | None) -> dict[s
         "constants": constants_of(found),
         "errors": errors_of(found),
         "intervals": intervals_of(found),
-        "out": None if out is None else str(out),
+        "output": out,
+    }
+
+
+def _document_here(found: Here, files: list[Path]) -> dict[str, Any]:
+    return {
+        "kind": "measured",
+        "probes": [
+            {"name": probe.setting.name, "seconds": probe.seconds, "steps": probe.steps}
+            for probe in found.probes
+        ],
+        "seconds": found.seconds,
+        "failures": found.failures,
+        "output": files[0],
+        "cluster": files[1] if len(files) > 1 else None,
     }
 
 
@@ -271,7 +292,7 @@ def _print(
     )
     for text in memory:
         console.print(text, markup=False, soft_wrap=True)
-    console.print(f"wrote {out}" if out is not None else "nothing was written: give --out FILE")
+    console.print(f"wrote {out}" if out is not None else "nothing was written: give --output FILE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,7 +564,7 @@ class Here:
 
 def calibrate_here(
     job: Path | None, out: Path, seconds: float = SECONDS, keep: Path | None = None
-) -> Here:
+) -> tuple[Here, list[Path]]:
     """Run probes of this machine, fit the model to them, and write both files down.
 
     Args:
@@ -553,6 +574,9 @@ def calibrate_here(
         keep: Folder for the probes' runs; what it holds already is not run again. None for a
             temporary one.
 
+    Returns:
+        What was found; the files that were written, the calibration first.
+
     Raises:
         PlanError: The machine or the job cannot be probed, or too few probes finish in time.
     """
@@ -561,7 +585,9 @@ def calibrate_here(
     try:
         calibration.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanError(f"--out = {out} cannot be made: {error.strerror}; give another") from None
+        raise PlanError(
+            f"--output = {out} cannot be made: {error.strerror}; give another"
+        ) from None
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -569,11 +595,10 @@ def calibrate_here(
     say("measuring products and memory of this machine")
     found, text = probed(job, seconds, keep, say)
     write(found, text, (calibration, cluster))
-    say(
-        f"{len(found.probes)} probes took {found.seconds:.0f} s; wrote {calibration}"
-        + (f" and {cluster}" if text else "")
-    )
-    return found
+    files = [calibration, *([cluster] if text else [])]
+    names = " and ".join(map(str, files))
+    say(f"{len(found.probes)} probes took {found.seconds:.0f} s; wrote {names}")
+    return found, files
 
 
 def places(out: Path) -> tuple[Path, Path]:

@@ -296,7 +296,10 @@ def emit(
     target: Annotated[
         str, typer.Option(help="Framework: see `outlast plan targets`.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder; made where it is missing.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder; made where it is missing."),
+    ],
     launches: Annotated[
         str | None, typer.Option(help="Of sbatch: the target that it starts; default: outlast.")
     ] = None,
@@ -312,8 +315,10 @@ def emit(
         bool, typer.Option("--own", help="Write the job's own configuration, not the best.")
     ] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Overwrite files that are there and differ.")
+        bool,
+        typer.Option("--force", "--replace", help="Replace files that are there and differ."),
     ] = False,
+    json: AsJson = False,
 ) -> None:
     """Write a plan out as a framework's files, the prediction in their head.
 
@@ -323,7 +328,10 @@ def emit(
     that the plan does not change.
 
     Example: outlast plan emit llama-3-8b --cluster h100x64 --target torchtitan
-    --out run/
+    --output run/
+
+    --json: {"kind", "target", "files", "origin", "layout", "configuration", "settings", "estimate",
+    "warnings"}.
     """
     from dataclasses import fields
     from dataclasses import replace as with_fields
@@ -371,8 +379,26 @@ def emit(
         replace=replace,
     )
     model = read.training.model
-    for path in write(target, model, found.run, read.cluster, out=out, settings=settings):
-        print(f"wrote {path}")
+    files = list(write(target, model, found.run, read.cluster, out=output, settings=settings))
+    if not json:
+        for path in files:
+            print(f"wrote {path}")
+        return
+    print_json({"kind": "predicted", "target": target, "files": files, **chosen_facts(found)})
+
+
+def chosen_facts(found: Chosen) -> dict[str, Any]:
+    """One way to run and what is predicted of it, for --json."""
+    from outlast.plan.configuration import layout_words
+
+    return {
+        "origin": found.origin,
+        "layout": layout_words(found.run),
+        "configuration": found.run,
+        "settings": found.settings,
+        "estimate": found.estimate,
+        "warnings": list(found.warnings),
+    }
 
 
 def targets(json: AsJson = False) -> None:

@@ -64,7 +64,7 @@ def rank(
     d"
 
     --json: {"planned", "assumed", "searched", "allowed", "within", "front",
-    "axes", "knee", "choices": [{"number", "layout", "configuration", "settings",
+    "axes", "limits", "choices": [{"number", "layout", "configuration", "settings",
     "on_front", "knee", "estimate"}], "own", "own_problem", "what_ifs", "advice",
     "settings", "queue", "file_system"}; an estimate holds figures as {"low",
     "middle", "high", "coverage", "extrapolated"}, totals with their terms, in s,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.console import LINE_SECONDS, size_text
+from outlast.cli.console import LINE_SECONDS, print_json, size_text
+from outlast.cli.options import AsJson
 from outlast.errors import RecoverError, TensorizeError
 
 if TYPE_CHECKING:
@@ -25,10 +26,13 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder to write; default: RUN/model.")
     ] = None,
+    json: AsJson = False,
 ) -> None:
     """Write the newest checkpoint as a Hugging Face directory for from_pretrained.
 
     Works on any checkpoint, whatever number of processes wrote it.
+
+    --json: {"run", "step", "folder", "bytes"}, the bytes of weights.
     """
     from outlast.job import job_from_text
     from outlast.records import RunDirectory, read_run
@@ -38,7 +42,14 @@ def export(
     target = output or RunDirectory(run).model
     job = job_from_text(found.job_text, str(run / "job.toml"))
     step = export_model(job, RunDirectory(run), target)
-    typer.echo(f"wrote the model of step {step} to {target}")
+    if json:
+        print_json({"run": run, "step": step, "folder": target, "bytes": _weight_bytes(target)})
+    else:
+        typer.echo(f"wrote the model of step {step} to {target}")
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def report(
@@ -54,6 +65,7 @@ def report(
             help="HTML file to write; default: RUN/report.html, or report.html for several runs.",
         ),
     ] = None,
+    json: AsJson = False,
 ) -> None:
     """Show runs as pictures: an HTML file that needs no network.
 
@@ -62,10 +74,31 @@ def report(
 
     Loss, throughput, step times, where the time went, events, attempts, warnings, the model's
     sample and the job. Works while the run continues and after it was killed.
+
+    --json: {"file", "bytes", "runs": [{"run", "name", "outcome", "step", "steps", "warnings"}]}.
     """
+    from outlast.records import AttemptStarted, Warned, read_run
     from outlast.report import write_report
 
-    typer.echo(write_report(runs, output))
+    file = write_report(runs, output)
+    if not json:
+        typer.echo(file)
+        return
+    shown = []
+    for path in dict.fromkeys(runs):
+        found = read_run(path)
+        done, started = found.steps(), found.of(AttemptStarted)
+        shown.append(
+            {
+                "run": path,
+                "name": found.name,
+                "outcome": found.attempts[-1].outcome if found.attempts else "not started",
+                "step": done[-1][1].step if done else 0,
+                "steps": started[-1][1].total_steps if started else None,
+                "warnings": [event.message for _, event in found.of(Warned)],
+            }
+        )
+    print_json({"file": file, "bytes": file.stat().st_size, "runs": shown})
 
 
 _LOOK_SECONDS = 0.2
@@ -76,17 +109,23 @@ _RESTART_SECONDS = 5.0
 
 def resize(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that is running.")],
-    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="How many continue.")],
+    processes: Annotated[
+        int, typer.Option("--nproc", "--processes", "-n", min=1, help="How many continue.")
+    ],
     wait: Annotated[
         float,
         typer.Option("--wait", min=0.0, help="Seconds to wait until they do; 0: do not wait."),
     ] = 120.0,
+    json: AsJson = False,
 ) -> None:
     """Let a run on this machine continue with another number of processes, without losing a step.
 
     All processes stop at the next step boundary; so many as wished for start, take the state from
     memory (or from a checkpoint made for it), and do the next step with the same global batch. The
     run must have been started by ``outlast train --nproc``.
+
+    --json: {"run", "processes", "before", "state", "step"}; the state is unchanged, continues (from
+    this step), or asked (with --wait 0).
     """
     from outlast.records import RunDirectory, read_run
     from outlast.recover.resize import ask, is_wanted
@@ -94,8 +133,16 @@ def resize(
     directory = RunDirectory(run)
     _check(directory, processes)
     before = read_run(run).attempts[-1]
+
+    def tell(state: str, step: int | None, words: str) -> None:
+        facts = {"run": run, "processes": processes, "before": before.world_size}
+        if json:
+            print_json({**facts, "state": state, "step": step})
+        else:
+            print(f"{run} {words}")
+
     if before.world_size == processes:
-        print(f"{run} has {processes} processes already")
+        tell("unchanged", None, f"has {processes} processes already")
         return
     ask(run, processes)
     deadline = time.monotonic() + wait
@@ -104,12 +151,13 @@ def resize(
         for attempt in found.attempts:
             ready = attempt.first_step is not None and attempt.world_size == processes
             if attempt.number > before.number and ready:
-                print(f"{run} continues from step {attempt.first_step} with {processes} processes")
+                step = attempt.first_step
+                tell("continues", step, f"continues from step {step} with {processes} processes")
                 return
         _refuse_ended(run, found)
         time.sleep(_LOOK_SECONDS)
     if not wait:
-        print(f"{run} continues with {processes} processes after its present step")
+        tell("asked", None, f"continues with {processes} processes after its present step")
     elif is_wanted(run):
         raise RecoverError(
             f"{run} has not stopped within {wait:g} s (--wait); it will at its next step boundary"
@@ -164,7 +212,7 @@ def _check(directory: RunDirectory, processes: int) -> None:
     devices = torch.cuda.device_count()
     if devices and processes > devices:
         raise RecoverError(
-            f"--processes {processes} exceeds the {devices} GPUs that this machine shows"
+            f"--nproc {processes} exceeds the {devices} GPUs that this machine shows"
         )
     preflight(job_from_text(directory.job_file.read_text(encoding="utf-8")), processes)
 
@@ -248,6 +296,7 @@ def convert(
     ] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1.")] = "cpu",
     force: Annotated[bool, typer.Option("--force", help="Replace a model in OUT.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Replace a model's linear layers by ones with fewer parameters, nearest to them.
 
@@ -255,6 +304,10 @@ def convert(
     text that was held out. Downloads nothing. OUT appears whole or not at all.
 
     Example: outlast convert llama/ small/ --rank 0.5 --calibrate text.txt
+
+    --json: {"source", "folder", "as", "bytes", "source_bytes", "error_of", "perplexity",
+    "replaced": [{"name", "form", "rank", "parameters", "dense_parameters", "error"}], "kept",
+    "refused", "parameters", "dense_parameters"}; errors and perplexities are measured.
     """
     from outlast.tensorize import conversion
 
@@ -284,7 +337,10 @@ def convert(
         done = conversion.convert_model(model, settings, text, progress)
         progress("writing the model", 0, 1)
         _write(done.model, target, written_as, dtype=dtype, tokenizer=source, overwrite=force)
-    _tell(done, text, source, target, written_as)
+    if json:
+        print_json(_document(done, text, source, target, written_as))
+    else:
+        _tell(done, text, source, target, written_as)
 
 
 def _check_output(source: Path, target: Path, form: str, written_as: str, force: bool) -> None:
@@ -347,6 +403,34 @@ def _rank(form: str, rank: str | None, error: float | None) -> Rank:
     return rank
 
 
+def _document(
+    done: ConvertedModel,
+    text: CalibrationText | None,
+    source: Path,
+    target: Path,
+    written_as: str,
+) -> dict[str, Any]:
+    perplexity = None
+    if text is not None and done.perplexities is not None:
+        perplexity = {
+            "kind": "measured",
+            "unit": "byte" if text.tokens_are_bytes else "token",
+            "held_out": text.held_out.numel(),
+            "before": done.perplexities[0],
+            "after": done.perplexities[1],
+        }
+    return {
+        "source": source,
+        "folder": target,
+        "as": written_as,
+        "bytes": _weight_bytes(target),
+        "source_bytes": _weight_bytes(source),
+        "error_of": "weights" if perplexity is None else "outputs",
+        "perplexity": perplexity,
+        **done.report.to_dict(),
+    }
+
+
 def _tell(
     done: ConvertedModel,
     text: CalibrationText | None,
@@ -368,13 +452,11 @@ def _tell(
             f"{before:.4g} -> {after:.4g}"
         )
 
-    def size(folder: Path) -> str:
-        return size_text(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-
+    sizes = [size_text(_weight_bytes(folder)) for folder in (target, source)]
     load = f'outlast.tensorize.export.load_factored("{target}")'
     if written_as == "dense":
         load = f'AutoModelForCausalLM.from_pretrained("{target}")'
-    typer.echo(f"wrote {target}: {size(target)} of weights, {source} has {size(source)}")
+    typer.echo(f"wrote {target}: {sizes[0]} of weights, {source} has {sizes[1]}")
     typer.echo(f"load it with {load}")
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.cli.console import print_json
+from outlast.cli.options import AsJson
 from outlast.cli.train import JobFile, Overrides, job_arguments
 from outlast.errors import ClusterError
 from outlast.paths import read_text
@@ -191,12 +193,16 @@ def submit(
     keep: Annotated[
         int | None, typer.Option(min=1, help="With --script: newest versions kept.")
     ] = None,
+    json: AsJson = False,
 ) -> None:
     """Train on a Slurm cluster, as a chain of batch jobs within its time limits.
 
     Run it on a login node and walk away: each job saves before its time limit, the next one goes
     on. What it asks Slurm for is in the section slurm of the job. Nothing stays behind on the
     login node; all state is in files beside the checkpoints.
+
+    --json: {"jobs", "chain", "run", "reason", "plan", "script"}; the script is that of --dry-run,
+    which has no jobs.
     """
     from outlast.cluster.chain import begin, move_aside, next_number, refuse_second
     from outlast.cluster.choosing import choose_first
@@ -236,12 +242,20 @@ def submit(
     plan = dataclasses.replace(plan, work_seconds=seconds or 0.0)
     step = 0 if fresh else None
     chosen = choose_first(files, plan.from_link(number), number, seconds=seconds, step=step)
-    if dry_run:
-        print(script_text(files, plan, number, chosen), end="")
+    script_of_link = script_text(files, plan, number, chosen) if dry_run else None
+    if script_of_link is not None and not json:
+        print(script_of_link, end="")
         return
-    if fresh:
-        move_aside(files)
-    jobs = begin(files, plan, to_toml(job), chosen)
+    jobs: list[str] = []
+    if script_of_link is None:
+        if fresh:
+            move_aside(files)
+        jobs = begin(files, plan, to_toml(job), chosen)
+    if json:
+        used = plan.from_link(number) if chosen is None else chosen.plan
+        submitted = {"jobs": jobs, "chain": plan.chain, "run": files.run, "reason": used.reason}
+        print_json({**submitted, "plan": used, "script": script_of_link})
+        return
     print(f"submitted {', '.join(jobs)}: chain {plan.chain} of {files.run}")
     if chosen is not None:
         print(f"chosen: {chosen.plan.reason}")

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast.cli.console import facts_table, print_facts, print_json
+from outlast.cli.options import AsJson
 from outlast.errors import EXIT_DONE, MissingExtraError, OutlastError, RecoverError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.table import Table
+    from rich.console import Console
 
     from outlast.job import Job, Section
     from outlast.records import GuardTotals, Run, RunDirectory, Tensorized
@@ -215,29 +217,19 @@ def print_settings() -> None:
     for name, field in Job.model_fields.items():
         section = field.default
         assert isinstance(section, Section)
-        console.print(_section_table(name, section))
+        _print_section(console, name, section)
 
 
-def _section_table(name: str, section: Section) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
+def _print_section(console: Console, name: str, section: Section) -> None:
+    from rich.padding import Padding
 
     headline = (type(section).__doc__ or "").strip().splitlines()[0]
-    table = Table(
-        title=f"\\[{name}] {escape(headline)}",
-        title_justify="left",
-        title_style="bold",
-        show_header=False,
-        box=None,
-        padding=(0, 2, 0, 2),
-    )
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(style="green", max_width=16, overflow="fold")
-    table.add_column()
-    for key, field in type(section).model_fields.items():
-        table.add_row(key, escape(_shown(field.default)), escape(field.description or ""))
-    table.add_row("", "", "")
-    return table
+    console.print(f"[{name}] {headline}", style="bold", markup=False, highlight=False)
+    rows = [
+        (key, _shown(field.default), field.description or "")
+        for key, field in type(section).model_fields.items()
+    ]
+    console.print(Padding(facts_table(rows), (0, 0, 1, 2)))
 
 
 def _shown(default: Any) -> str:
@@ -260,31 +252,24 @@ def print_summary(
     from rich.console import Console
     from rich.markup import escape
     from rich.panel import Panel
-    from rich.table import Table
 
     from outlast.records import Sampled, read_run
 
     console = Console()
     run = read_run(directory.path)
-    table = Table(
-        title=f"{run.name}: {_outcome(run)}", title_justify="left", title_style="bold", box=None
-    )
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")  # a path cut short is of no use
-    for name, value in _rows(job, run):
-        table.add_row(name, escape(value))
+    facts = list(_rows(job, run))
     if unpredicted:
-        table.add_row("prediction", escape(f"none: {unpredicted}"))
-    table.add_row("run directory", escape(str(directory.path)))
+        facts.append(("prediction", f"none: {unpredicted}"))
+    facts.append(("run directory", str(directory.path)))
     if directory.model.exists():
-        table.add_row("model", escape(str(directory.model)))
-    table.add_row("report", escape(str(report)))
+        facts.append(("model", str(directory.model)))
+    facts.append(("report", str(report)))
     console.print()
     if sampled := run.of(Sampled):
         _, event = sampled[-1]
         text = f"[bold]{escape(event.prompt)}[/bold]{escape(event.text)}"
         console.print(Panel(text, title="a sampled continuation", title_align="left"))
-    console.print(table)
+    print_facts(console, f"{run.name}: {_outcome(run)}", facts)
 
 
 def _outcome(run: Run) -> str:
@@ -427,10 +412,13 @@ def init(
     loop: Annotated[
         bool, typer.Option("--loop", help="For outlast.Run and the adapters: what they follow.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a commented job file with every setting: the embedded default, ready to change.
 
     With --loop it has the settings that outlast.Run and the adapters of other frameworks follow.
+
+    --json: {"file", "name", "loop", "bytes"}.
     """
     from outlast.job import load_job, load_loop_job, loop_template, to_toml
     from outlast.records import replace_file
@@ -451,5 +439,8 @@ def init(
         replace_file(path, text.encode())
     except OSError as error:
         raise OutlastError(f"{path} cannot be written: {error.strerror}") from None
+    if as_json:
+        print_json({"file": path, "name": name, "loop": loop, "bytes": len(text.encode())})
+        return
     use = f'outlast.Run("{path}", ...) in your loop' if loop else f"outlast train {path}"
     typer.echo(f"wrote {path}; train with: {use}")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast.cli.console import print_json, seconds_words, size_text
+from outlast.cli.console import facts_table, print_json, seconds_words, size_text
+from outlast.cli.options import AsJson
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -40,13 +41,14 @@ def watch(
         float, typer.Option("--every", min=0.1, help="Seconds from one look to the next.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the state now, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The state now, as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a run while it trains: loss, speed, checkpoints, processes, events.
 
     It reads the run directory alone, so it works from a login node for a Slurm job, and disturbs
     nothing. It waits over the end of one start for the next one, and ends when the run is complete,
-    or with Ctrl-C. Without a terminal it prints a line for each event.
+    or with Ctrl-C. Without a terminal it prints a line for each event. With --json it prints the
+    state now, and ends.
     """
     from rich.console import Console
     from rich.live import Live
@@ -190,23 +192,18 @@ class RunState:
     def view(self, console: Console) -> RenderableType:
         """All figures as a terminal shows them."""
         from rich.console import Group
-        from rich.markup import escape
         from rich.progress_bar import ProgressBar
-        from rich.table import Table
+        from rich.text import Text
 
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(style="cyan", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in self._figures(console.encoding.startswith("utf")):
-            table.add_row(name, escape(value))
-        parts: list[RenderableType] = [table]
+        figures = self._figures(console.encoding.startswith("utf"))
+        parts: list[RenderableType] = [facts_table(figures)]
         if self._started is not None and self._started.total_steps:
             total = self._started.total_steps
             parts.append(ProgressBar(total, self._step, width=min(console.width, 72)))
-        events = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        for when, text in self._events:
-            events.add_row(f"[dim]{_clock(when)}[/dim]", escape(text))
-        return Group(*parts, "", events) if self._events else Group(*parts)
+        if self._events:
+            rows = [(Text(_clock(when), "dim"), text) for when, text in self._events]
+            parts += ["", facts_table(rows)]
+        return Group(*parts)
 
     def _eta_seconds(self) -> float | None:
         if self._done is None or self._started is None or not self._started.total_steps:
