@@ -523,7 +523,7 @@ CASES: dict[str, list[tuple[str, str]]] = {
             "step 6 in store has no tensor whose name begins with",
         ),
         ("export store notes.txt/below", "notes.txt/below cannot be written: File exists"),
-        ("export missing out", "there is no checkpoint in missing; give a store or a run"),
+        ("export missing out", "missing does not exist, is empty or is a file; give a"),
         ("export no_packs out", "no_packs/step-00000006-a1/rank-00000-of-00001.pack cannot"),
         ("import missing out", "missing does not exist; give the checkpoint of another"),
         ("import folder out", "folder is no checkpoint of a known kind: a folder of DCP"),

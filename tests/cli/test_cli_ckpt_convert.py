@@ -43,7 +43,7 @@ def test_a_model_goes_in_and_out(app: typer.Typer, tmp_path: Path) -> None:
 
 
 def test_errors_are_for_main_to_print(app: typer.Typer, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with pytest.raises(CheckpointError, match="does not exist, is empty or is a file"):
         CliRunner().invoke(
             app, ["export", str(tmp_path), str(tmp_path / "x")], catch_exceptions=False
         )

@@ -291,7 +291,7 @@ def test_the_table_is_whole_in_a_narrow_log(capsys, monkeypatch):
     out = capsys.readouterr().out
     [line] = [line for line in out.splitlines() if "linear.output" in line]
     assert line.count("3 (25-75)") == 5
-    assert "1 step " in line
+    assert line.endswith(" 1 step")
     [line] = [line for line in out.splitlines() if "all " in line and "3 (25-75)" in line]
     assert " - " in line
     assert "false alarms: 2 in 1,234,567 checks, at most 5.1e-06 per check (95 %)" in out

@@ -40,13 +40,22 @@ if TYPE_CHECKING:
     )
 
 
+Store = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE",
+        help="Checkpoint store or run directory (e.g. runs/quickstart), or an fsspec URL.",
+    ),
+]
+
+
 ExportedStep = Annotated[
     int | None, typer.Option("--step", help="Which step; default: the newest whole one.", min=0)
 ]
 
 
 def export(
-    store: Annotated[str, typer.Argument(help="Store: a directory or fsspec URL.")],
+    store: Store,
     target: Annotated[Path, typer.Argument(help="File or folder to make; must not exist.")],
     *,
     kind: Annotated[
@@ -61,13 +70,14 @@ def export(
 ) -> None:
     """Write a version of a store in another program's format.
 
-    Example: outlast ckpt export runs/a/checkpoints model/ --prefix model.
+    Example: outlast ckpt export runs/a model/ --prefix model.
 
     --json: {"step", "tensors", "bytes", "notes"}.
     """
     from outlast.checkpoint.convert import export_checkpoint
+    from outlast.checkpoint.inspection import open_store
 
-    done = export_checkpoint(store, target, kind=kind, step=step, prefix=prefix)
+    done = export_checkpoint(open_store(store).location, target, kind=kind, step=step, prefix=prefix)
     _tell(done, f"wrote step {done.step} of {store} to {target}", json=json)
 
 
@@ -117,15 +127,6 @@ ckpt = typer.Typer(
     help="Look into checkpoints: list, verify, compare, measure, extract and prune them.",
     no_args_is_help=True,
 )
-
-
-Store = Annotated[
-    str,
-    typer.Argument(
-        metavar="STORE",
-        help="Checkpoint store or run directory (e.g. runs/quickstart), or an fsspec URL.",
-    ),
-]
 
 
 Step = Annotated[
