@@ -7,6 +7,7 @@ job, and `api.md` names the packages whose docstrings Sphinx puts there.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 import typing
@@ -72,7 +73,8 @@ def _add_command(lines: list[str], path: str, command: Any) -> None:
     if command.help and path != "outlast":
         paragraphs = inspect.cleandoc(command.help).split("\f")[0].split("\n\n")
         for paragraph in paragraphs:
-            lines += [" ".join(paragraph.split()), ""]
+            text = " ".join(paragraph.split())
+            lines += [re.sub("^--json: ", "`--json`: ", text), ""]
     rows = [_option_row(option) for option in command.params if not _hidden(option)]
     if rows and path != "outlast":
         lines += ["| argument or option | meaning |", "|---|---|", *rows, ""]

@@ -77,7 +77,9 @@ def export(
     from outlast.checkpoint.convert import export_checkpoint
     from outlast.checkpoint.inspection import open_store
 
-    done = export_checkpoint(open_store(store).location, target, kind=kind, step=step, prefix=prefix)
+    done = export_checkpoint(
+        open_store(store).location, target, kind=kind, step=step, prefix=prefix
+    )
     _tell(done, f"wrote step {done.step} of {store} to {target}", json=json)
 
 

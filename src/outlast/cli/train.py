@@ -226,7 +226,7 @@ def _print_section(console: Console, name: str, section: Section) -> None:
     headline = (type(section).__doc__ or "").strip().splitlines()[0]
     console.print(f"[{name}] {headline}", style="bold", markup=False, highlight=False)
     rows = [
-        (key, _shown(field.default), field.description or "")
+        (key, _shown(field.default), " ".join((field.description or "").split()))
         for key, field in type(section).model_fields.items()
     ]
     console.print(Padding(facts_table(rows), (0, 0, 1, 2)))
