@@ -305,15 +305,12 @@ def convert(
 
     Example: outlast convert llama/ small/ --rank 0.5 --calibrate text.txt
 
-    --json: {"source", "folder", "as", "bytes", "source_bytes", "error_of", "perplexity",
-    "replaced": [{"name", "form", "rank", "parameters", "dense_parameters", "error"}], "kept",
-    "refused", "parameters", "dense_parameters"}; errors and perplexities are measured.
+    --json: {"source", "folder", "as", "bytes", "source_bytes", "error_of", "perplexity", "replaced",
+    "kept", "refused", "parameters", "dense_parameters"}; errors and perplexities are measured.
     """
     from outlast.tensorize import conversion
 
-    for option, value, known in (("as", written_as, WRITTEN_AS), ("dtype", dtype, DTYPES)):
-        if value is not None and value not in known:
-            raise TensorizeError(f"--{option} {value} is not one of {', '.join(known)}")
+    _check_kinds(written_as, dtype)
     settings = conversion.ConversionSettings(
         form=form,
         rank=_rank(form, rank, error),
@@ -326,10 +323,10 @@ def convert(
     )
     conversion.check(settings, calibrates=calibrate is not None)
     _check_output(source, target, form, written_as, force)
+    text = None
     with _progress() as progress:
         progress("loading the model", 0, 1)
         model = _on(conversion.load_dense(source), device)
-        text = None
         if calibrate is not None:
             text = conversion.read_text(
                 calibrate, source, model.config, tokens=tokens, window=window
@@ -337,10 +334,13 @@ def convert(
         done = conversion.convert_model(model, settings, text, progress)
         progress("writing the model", 0, 1)
         _write(done.model, target, written_as, dtype=dtype, tokenizer=source, overwrite=force)
-    if json:
-        print_json(_document(done, text, source, target, written_as))
-    else:
-        _tell(done, text, source, target, written_as)
+    _tell(done, text, source, target, written_as, json=json)
+
+
+def _check_kinds(written_as: str, dtype: str | None) -> None:
+    for option, value, known in (("as", written_as, WRITTEN_AS), ("dtype", dtype, DTYPES)):
+        if value is not None and value not in known:
+            raise TensorizeError(f"--{option} {value} is not one of {', '.join(known)}")
 
 
 def _check_output(source: Path, target: Path, form: str, written_as: str, force: bool) -> None:
@@ -437,7 +437,12 @@ def _tell(
     source: Path,
     target: Path,
     written_as: str,
+    *,
+    json: bool,
 ) -> None:
+    if json:
+        print_json(_document(done, text, source, target, written_as))
+        return
     typer.echo(str(done.report))
     if text is None or done.perplexities is None:
         typer.echo("errors are the shares of the weights' norms that are lost")
