@@ -305,8 +305,8 @@ def convert(
 
     Example: outlast convert llama/ small/ --rank 0.5 --calibrate text.txt
 
-    --json: {"source", "folder", "as", "bytes", "source_bytes", "error_of", "perplexity", "replaced",
-    "kept", "refused", "parameters", "dense_parameters"}; errors and perplexities are measured.
+    --json: {"source", "folder", "as", "bytes", "source_bytes", "error_of", "perplexity", "kept",
+    "replaced", "refused", "parameters", "dense_parameters"}; errors, perplexities are measured.
     """
     from outlast.tensorize import conversion
 
