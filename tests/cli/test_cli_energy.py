@@ -128,6 +128,18 @@ def test_every_line_of_the_monitor_shows_temperature_and_clock(
     assert all("61 C" in lap and "1410 MHz" in lap and "power cap" in lap for lap in laps)
 
 
+def test_the_monitor_in_json_is_a_line_for_each_look(energy: Any, sources: list[Any]) -> None:
+    sources.append(Clocked())
+    code, out, _ = energy("monitor", "--every", 0.1, "--json")
+    assert code == 0
+    *laps, whole = map(json.loads, out.splitlines())
+    assert len(laps) == 2
+    assert all(lap["states"]["gpu 0"]["celsius"] == 61.0 for lap in laps)
+    assert all(lap["joules"]["gpu 0"]["kind"] == "measured" for lap in laps)
+    assert whole["name"] == "monitor"
+    assert whole["seconds"] >= sum(lap["seconds"] for lap in laps)
+
+
 def served() -> bool:
     return any(each.name == "outlast-energy-exporter" for each in threading.enumerate())
 
