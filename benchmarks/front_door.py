@@ -107,8 +107,7 @@ def passed(*pytest_arguments: str) -> tuple[int, int]:
 
 def count_bars() -> list[Bar]:
     """Examples that run, and wrong inputs that are answered with one sentence."""
-    documents = "tests/docs/test_documents.py"
-    readme = passed(documents, "-k", "readme or own_loop or README")
+    readme = passed("tests/docs/test_documents.py", "-k", "readme or README")
     parts = passed("tests/docs/test_pages.py", "-k", "part_used_alone")
     inputs = passed("tests/cli/test_cli_bad_inputs.py", "-k", "wrong_input")
     pages = passed("tests/docs/test_pages.py", "-k", "no_page_is_without")
