@@ -2,7 +2,7 @@
 #
 #   docker build --build-arg TORCH_FLAGS="--index-url <PyTorch's index of CPU wheels>" -t outlast .
 #   docker build -t outlast:cuda .                  # torch's default wheels bring CUDA; run it with --gpus all
-#   docker run --rm -v "$PWD/runs:/training/runs" outlast train
+#   docker run --rm --shm-size=1g --user "$(id -u):$(id -g)" -v "$PWD/runs:/training/runs" outlast train
 FROM python:3.11-slim
 
 # Triton and torch.compile compile at run time.

@@ -43,6 +43,17 @@ class Slotted:
     history: list
 
 
+class Fraction:
+    __slots__ = ("p", "q")
+
+
+class Whole(Fraction):
+    """As SymPy's Integer: its class says what q is, so that its objects have no such slot."""
+
+    __slots__ = ()
+    q = 1
+
+
 class Phase(enum.Enum):
     WARM = 1
     MAIN = 2
@@ -129,6 +140,19 @@ def test_containers_of_all_kinds_change_in_place():
     assert run["bytes"] == b"abc"
     assert run["space"].b is run["list"]
     assert run["arguments"].rate == 0.2
+
+
+def test_a_slot_that_a_subclass_hides_is_no_attribute():
+    def setup():
+        whole = Whole()
+        whole.p = 1
+        return {"whole": whole}
+
+    def train(run):
+        run["whole"].p = 2
+
+    _, run = both(setup, train)
+    assert (run["whole"].p, run["whole"].q) == (2, 1)
 
 
 def test_objects_made_after_set_up_come_back():

@@ -65,12 +65,14 @@ class Example:
 
 
 EXAMPLES = {
+    "architecture": Example(),
     "autosave": Example(TRAINED),
     "checkpoint": Example(TRAINED),
     "cluster": Example(CHAIN),
     "coding": Example("survivors = [0, 1, 2, 5, 7, 8, 10]", (1,)),
     "data": Example(blocks=(0, 1)),
     "energy": Example("def train_some_steps(): sum(range(10**5))", (0, 1)),
+    "glossary": Example(),
     "guard": Example(TRAINED),
     "hardware": Example('import os; os.mkdir("checkpoints")'),
     "integrations/megatron": Example(
@@ -81,7 +83,9 @@ EXAMPLES = {
         (1,),
         language="diff",
     ),
+    "index": Example(),
     "job": Example(JOB),
+    "lab-notes": Example(),
     "plan": Example(),
     "quickstart": Example(f'{LLAMA}\nmodel.save_pretrained("models/continued")'),
     "records": Example(needs_run=True),
@@ -124,11 +128,16 @@ RUN_BY_OTHERS = {
     "integrations/tracking": "tests/docs/test_pages.py",
     "launch": "tests/train/test_launch.py",
     "parity": "tests/recover/test_parity_group.py",
+    "parts": "tests/docs/test_pages.py",
 }
 """Pages whose examples other tests run, and which."""
 
-# Prose.
-WITHOUT = {"index", "architecture", "glossary", "lab-notes"}
+PARTS = re.findall(
+    r"^## (.*?)\n.*?^```python\n(.*?)^```$",
+    (DOCS / "parts.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+"""Title and program of each part that can be used alone."""
 
 
 def code_of(name: str, example: Example) -> str:
@@ -188,7 +197,20 @@ def _has_a_tested_script(page: Path) -> bool:
     return any(pattern.search(text) for pattern in quoted for text in tests)
 
 
-def test_pages_without_an_example_that_a_test_runs() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("title", "program"), PARTS, ids=[title for title, _ in PARTS])
+def test_a_part_used_alone_runs_twice(title: str, program: str, tmp_path: Path) -> None:
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_every_part_has_a_program() -> None:
+    headings = re.findall(r"^## (.*)$", (DOCS / "parts.md").read_text(), re.MULTILINE)
+    assert [title for title, _ in PARTS] == headings
+    assert len(headings) == 10
+
+
+def test_no_page_is_without_an_example_that_a_test_runs() -> None:
     run = {*EXAMPLES, *RUN_BY_OTHERS}
     without = set()
     for page in DOCS.glob("**/*.md"):
@@ -198,4 +220,4 @@ def test_pages_without_an_example_that_a_test_runs() -> None:
         if _has_a_tested_script(page):
             continue
         without.add(name)
-    assert without == WITHOUT
+    assert without == set()

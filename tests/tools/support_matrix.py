@@ -224,13 +224,13 @@ def paragraph(support: Support) -> str:
     for framework, title in FRAMEWORKS.items():
         there = [each for each in MECHANISMS if support.works(framework, each)]
         missing = [each for each in MECHANISMS if each not in there]
-        what = "all" if not missing else f"all but {', '.join(missing)}"
+        what = "everything" if not missing else f"everything but {', '.join(missing)}"
         if len(missing) > len(there) / 2:
-            what = ", ".join(there)
+            what = ", ".join(there).replace("malleable", "resizing")
         if there:
             titles[what].append(f"[{title}](docs/integrations/{framework}.md)")
     groups = "; ".join(f"{what} in {', '.join(found)}" for what, found in titles.items())
-    return f"Of {', '.join(MECHANISMS)}, tests show {groups}."
+    return f"Tests show {groups}."
 
 
 def with_block(text: str, block: str) -> str:

@@ -500,9 +500,9 @@ class Run:
             return
         found = read_run(self.directory).completion() or f"{self.directory} is complete"
         print(
-            f"outlast: {found}; nothing is left to do. To continue with it, give a larger "
-            f"{'epochs' if self._steps is None else 'steps (or epochs)'}; to begin anew, fresh=True"
-            ", which moves it aside, or another run.name",
+            f"outlast: {found}; nothing is left to do. To continue it, give a larger "
+            f"{'epochs' if self._steps is None else 'steps (or epochs)'}; to start over, "
+            "fresh=True, which moves the old run aside; or give another directory",
             flush=True,
         )
 

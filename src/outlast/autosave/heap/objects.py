@@ -14,6 +14,7 @@ import copyreg
 import functools
 import gc
 import importlib
+import inspect
 import itertools
 import pickle
 import sys
@@ -166,9 +167,18 @@ _slots: dict[type, tuple[str, ...]] = {}
 
 
 def slot_names(kind: type) -> tuple[str, ...]:
-    """Names of the attributes that objects of a class keep outside their dictionary."""
+    """Names of the attributes that objects of a class keep outside their dictionary.
+
+    Without those that a subclass hides behind an attribute of its own, as SymPy's ``Integer`` does
+    with ``q``: an object of it has no such slot.
+    """
     if kind not in _slots:
-        _slots[kind] = tuple(copyreg._slotnames(kind))  # type: ignore[attr-defined]
+        names = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+        _slots[kind] = tuple(
+            name
+            for name in names
+            if inspect.isdatadescriptor(inspect.getattr_static(kind, name, None))
+        )
     return _slots[kind]
 
 

@@ -152,8 +152,9 @@ _MADE: Owner = ("sys", "modules")
 
 _OF_PROCESS = frozenset({
     *sys.stdlib_module_names, "torch", "torchgen", "functorch", "numpy", "outlast", "triton",
+    "sympy", "mpmath",
 }) - {"__main__"}  # fmt: skip
-"""Packages that hold a process's own state."""
+"""Packages that hold a process's own state, or what follows from their inputs alone (SymPy)."""
 
 
 _FUNCTIONS = (
