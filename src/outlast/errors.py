@@ -14,6 +14,10 @@ EXIT_GIVE_UP = 5
 EXIT_HUNG = 6
 EXIT_INTERRUPTED = 130
 
+RECORD_TELLS = "OUTLAST_LINK_RECORD"
+"""Environment variable set where ranks that stop to be continued end with 0, since srun ends the
+others after any other code: the link of a chain takes it from the run's record."""
+
 
 class OutlastError(Exception):
     """Base of every error that a user can act on."""

@@ -23,7 +23,6 @@ from outlast.cluster.chain_files import (
     write_progress,
 )
 from outlast.cluster.slurm import ENDED
-from outlast.cluster.stopping import RECORD_TELLS
 from outlast.cluster.verdict import Verdict, fruitless_links, verdict_of, verdict_of_lost
 from outlast.errors import (
     EXIT_BAD_INPUT,
@@ -32,6 +31,7 @@ from outlast.errors import (
     EXIT_DONE,
     EXIT_GIVE_UP,
     EXIT_TO_BE_CONTINUED,
+    RECORD_TELLS,
     LeaseLostError,
 )
 

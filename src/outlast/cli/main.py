@@ -18,6 +18,7 @@ from outlast.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_TO_BE_CONTINUED,
+    RECORD_TELLS,
     DataCorruptionError,
     LeaseLostError,
     OutlastError,
@@ -35,7 +36,6 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupted)
     try:
         from outlast.cli.app import app
-        from outlast.cluster.stopping import RECORD_TELLS
 
         # Of this process alone: what a script starts is no rank of the link.
         record_tells = os.environ.pop(RECORD_TELLS, "")

@@ -15,7 +15,7 @@ import typer
 from outlast.cli.console import print_json
 from outlast.cli.options import AsJson
 from outlast.cli.train import JobFile, Overrides, job_arguments
-from outlast.errors import ClusterError
+from outlast.errors import RECORD_TELLS, ClusterError
 from outlast.paths import read_text
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def job_of_script(job: Job, text: str, *, every: str | None = None, keep: int | 
     """
     from outlast.autosave.libraries import read_and_rewrite
     from outlast.cluster.planning import run_path
-    from outlast.cluster.stopping import RECORD_TELLS
     from outlast.job.sections import CHOSEN
     from outlast.runtime.cadence import every_of
 

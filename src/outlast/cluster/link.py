@@ -55,7 +55,6 @@ from outlast.cluster.slurm import (
     state_now,
 )
 from outlast.cluster.stopping import (
-    RECORD_TELLS,
     LinkClock,
     countdown,
     known_left_seconds,
@@ -70,7 +69,14 @@ from outlast.cluster.verdict import (
     verdict_of,
     verdict_on_previous,
 )
-from outlast.errors import EXIT_DONE, EXIT_GIVE_UP, EXIT_TO_BE_CONTINUED, ClusterError, OutlastError
+from outlast.errors import (
+    EXIT_DONE,
+    EXIT_GIVE_UP,
+    EXIT_TO_BE_CONTINUED,
+    RECORD_TELLS,
+    ClusterError,
+    OutlastError,
+)
 from outlast.records.directory import replace_file
 
 if TYPE_CHECKING:

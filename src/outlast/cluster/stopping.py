@@ -217,9 +217,6 @@ CHAIN = "OUTLAST_CHAIN"
 """Environment variable of a link's processes: the folder of the chain."""
 JOB = "OUTLAST_LINK_JOB"
 """And the number of the link's job."""
-RECORD_TELLS = "OUTLAST_LINK_RECORD"
-"""Set where ranks that stop to be continued end with 0, since srun ends the others after any other
-code: the link takes it from the run's record."""
 OUTCOMES = ("completed", "to_be_continued", "failed", "running")
 """How a program stands, as it reports it."""
 DEFAULT_LEAD_SECONDS = 120.0
