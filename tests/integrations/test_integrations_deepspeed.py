@@ -206,7 +206,7 @@ def _fail_to_save_last(place):
     inputs, targets = training.data()
     training.learn(engine, inputs, targets)
     store = keeper.directory / STORE
-    shutil.rmtree(store)
+    shutil.rmtree(store, ignore_errors=True)
     store.touch()
     warnings.simplefilter("ignore")
     engine.save_checkpoint(place)

@@ -102,10 +102,10 @@ def test_a_program_that_ends_itself_ends_with_its_save(tmp_path: Path) -> None:
 
 
 class Crowded(Weighted):
-    """A trainer whose second step does not fit into memory with more than four samples."""
+    """A trainer whose second step does not fit into memory with eight samples."""
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any) -> Any:
-        if self.state.global_step == 1 and len(inputs["input_ids"]) > 4:
+        if self.state.global_step == 1 and len(inputs["input_ids"]) == 8:
             raise RuntimeError("CUDA out of memory.")
         return super().training_step(model, inputs, *arguments)
 
@@ -126,7 +126,7 @@ def test_a_batch_that_does_not_fit_begins_another_attempt(tmp_path: Path) -> Non
     assert alone_with(finds_its_batch_size, str(tmp_path)) == (4, 0, [2, 4])
     run = read_run(tmp_path)
     assert [attempt.outcome for attempt in run.attempts] == ["failed", "completed"]
-    assert [event.samples_per_step for _, event in run.of(AttemptStarted)] == [8, 4]
+    assert [event.samples_per_step for _, event in run.of(AttemptStarted)] == [8, 7]
     assert [step for step, _ in run.losses()] == [1, 2, 3, 4]
 
 
