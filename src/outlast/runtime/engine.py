@@ -16,7 +16,7 @@ A driver (the trainer, `outlast.Run`, an adapter in `outlast.integrations`, `out
 | `evaluating` | tells time apart that is no part of a step |
 | `save` | looks whether the state is what the last step has left, and begins a save of it |
 | `evaluated` | takes in a metric, by which the best versions are kept |
-| `stop` | the run ends before its last step, after a save: makes the guard's last checks |
+| `stop` | the run is to end after this step and its save: makes the guard's last checks |
 | `end_steps` | the last step is done: meets the other ranks, makes the guard's last checks |
 | `finish` | the last save, awaited: here a failure must not be passed over |
 | `leave` | ends the program before its last step, saved and to be continued |
