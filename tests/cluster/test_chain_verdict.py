@@ -210,11 +210,12 @@ def test_a_run_is_complete_by_its_own_record(
     assert words in found if words else not found
 
 
-def test_a_loop_of_ones_own_may_end_before_its_last_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outcome", ["completed", "left"])
+def test_a_loop_of_ones_own_may_end_before_its_last_step(tmp_path: Path, outcome: str) -> None:
     files = chain_files(tmp_path / "run")
     put(files, begins(1), saved(1, 100))
     assert unfinished(files, OWN)
-    put(files, ends(1, "completed"))
+    put(files, ends(1, outcome))
     assert unfinished(files, OWN) == ""
 
 

@@ -246,6 +246,11 @@ def alone(plan: Plan) -> Outcome | None:
     return found
 
 
+def alone_with(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do `work` in a process of its own."""
+    return run_ranks(1, _alone, work, *arguments)[0]
+
+
 def together(ranks: int, plan: Plan) -> list[Outcome | None]:
     """Train on several ranks with DDP; None for those that have died."""
     return run_ranks(ranks, train, plan, may_die=set(range(ranks)))

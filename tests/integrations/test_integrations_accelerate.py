@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import signal
 import time
@@ -39,6 +40,7 @@ from outlast.records import (
     CorruptionDetected,
     EnergyMeasured,
     Guarded,
+    StepsDone,
     read_run,
 )
 
@@ -325,6 +327,22 @@ def _plain(work: Any, *arguments: Any) -> Any:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name, None)
     return work(*arguments)
+
+
+def test_a_loss_that_is_no_number_is_passed_over(tmp_path: Path) -> None:
+    def work() -> list[float]:
+        accelerator, saving = prepared(tmp_path)
+        settings = [f'run.directory="{tmp_path}"', "energy.measure=false", "log.every_steps=1"]
+        add_records(accelerator, load_loop_job(None, settings), saving=saving)
+        for loss in (2.0, "nan?", torch.ones(2)):
+            accelerator._models[0](torch.ones(2)).sum().backward()
+            accelerator._optimizers[0].step()
+            accelerator.log({"loss": loss, "lr": 0.5, "grad_norm": None})
+        accelerator.end_training()
+        return [event.loss for _, event in read_run(tmp_path / "run").of(StepsDone)]
+
+    [losses] = run_ranks(1, _plain, work)
+    assert losses == pytest.approx([2.0, math.nan, math.nan], nan_ok=True)
 
 
 def test_folders_of_accelerate_itself_are_loaded(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """DeepSpeed's engine with Outlast's checkpoints: ZeRO on the CPU, killed and continued with."""
 
+import shutil
 import warnings
 
 import pytest
@@ -18,6 +19,7 @@ from outlast.checkpoint import CheckpointStore, list_versions, storage_of
 from outlast.checkpoint.convert import import_checkpoint
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.deepspeed import STORE, OutlastCheckpointEngine
+from outlast.runtime import saves
 from outlast.tensorize import tensorize
 
 pytestmark = pytest.mark.distributed
@@ -195,6 +197,28 @@ def test_a_save_that_fails_stops_no_training_and_is_told(tmp_path):
     # By the save itself where it fails at once, else by the next one.
     assert [len(each) for each in told] in ([0, 0, 1], [0, 1, 0])
     assert steps == [1, 3]
+
+
+def _fail_to_save_last(place):
+    training.begin()
+    engine = training.engine_of(1)
+    keeper = engine.checkpoint_engine = OutlastCheckpointEngine(place)
+    inputs, targets = training.data()
+    training.learn(engine, inputs, targets)
+    store = keeper.directory / STORE
+    shutil.rmtree(store, ignore_errors=True)
+    store.touch()
+    warnings.simplefilter("ignore")
+    engine.save_checkpoint(place)
+    # As at the script's end.
+    keeper._close_at_exit()
+    said, saves._failed_at_exit[:] = saves._failed_at_exit[:], []
+    return said
+
+
+def test_a_last_save_that_fails_ends_the_script_as_failed(tmp_path):
+    ((said,),) = run_ranks(1, _fail_to_save_last, str(tmp_path))
+    assert STORE in said
 
 
 def _make_engine_again(place):

@@ -14,7 +14,17 @@ import torch
 pytest.importorskip("accelerate")
 
 from forked import run_ranks
-from hf_training import LENGTH, Plan, alone, together, trainer_of
+from hf_training import (
+    LENGTH,
+    QUIET,
+    Plan,
+    Weighted,
+    alone,
+    alone_with,
+    kept,
+    together,
+    trainer_of,
+)
 from transformers import Trainer
 
 from outlast.autosave.libraries import HandedOver
@@ -30,6 +40,7 @@ from outlast.integrations.hf_trainer import (
 )
 from outlast.job import load_loop_job
 from outlast.records import (
+    AttemptStarted,
     CheckpointRestored,
     CheckpointSaved,
     CorruptionDetected,
@@ -88,6 +99,35 @@ def test_a_program_that_ends_itself_ends_with_its_save(tmp_path: Path) -> None:
     ended = alone(Plan(str(tmp_path), exits_at=2))
     assert ended is not None
     assert (ended.code, ended.saved) == (4, [2])
+
+
+class Crowded(Weighted):
+    """A trainer whose second step does not fit into memory with eight samples."""
+
+    def training_step(self, model: Any, inputs: Any, *arguments: Any) -> Any:
+        if self.state.global_step == 1 and len(inputs["input_ids"]) == 8:
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, *arguments)
+
+
+def finds_its_batch_size(folder: str) -> tuple[int, int, list[int]]:
+    """Steps done, hooks that are left on the layers, and steps that were saved."""
+    options = {"auto_find_batch_size": True}
+    trainer = trainer_of(Plan(folder, steps=4, batch=8, options=options), Crowded)
+    saving = add_outlast(trainer, load_loop_job(None, [*QUIET, "guard.policy=linear"]))
+    kept.append(trainer)
+    trainer.train()
+    hooks = sum(len(module._forward_pre_hooks) for module in trainer.model.modules())
+    return trainer.state.global_step, hooks, [result.step for result in saving.results]
+
+
+@pytest.mark.supports("transformers", "records", "guard")
+def test_a_batch_that_does_not_fit_begins_another_attempt(tmp_path: Path) -> None:
+    assert alone_with(finds_its_batch_size, str(tmp_path)) == (4, 0, [2, 4])
+    run = read_run(tmp_path)
+    assert [attempt.outcome for attempt in run.attempts] == ["failed", "completed"]
+    assert [event.samples_per_step for _, event in run.of(AttemptStarted)] == [8, 7]
+    assert [step for step, _ in run.losses()] == [1, 2, 3, 4]
 
 
 def test_an_error_of_a_training_keeps_no_tensors_alive(tmp_path: Path) -> None:

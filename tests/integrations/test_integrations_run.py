@@ -78,7 +78,7 @@ def test_a_loop_that_is_left_is_saved_and_one_that_fails_is_not(
     assert_same(tmp_path, whole)
     ends = [(end.outcome, end.reason) for _, end in records(tmp_path).of(AttemptEnded)]
     failed = ("failed", "ValueError: it went wrong")
-    assert ends == [("completed", ""), ("completed", ""), failed, ("completed", "")]
+    assert ends == [("left", ""), ("left", ""), failed, ("completed", "")]
 
 
 @pytest.mark.supports("pytorch", "resume")

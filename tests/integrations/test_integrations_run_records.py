@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from outlast.records import (
     CheckpointRestored,
     CorruptionDetected,
     Guarded,
+    MemoryMeasured,
     RunDirectory,
     StepsDone,
     Warned,
@@ -314,7 +317,7 @@ def test_a_meter_that_is_refused_leaves_nothing_open(
     # Its lock is given up.
     with outlast.Run(**small(), settings=[*quick, "energy.measure=false"]):
         pass
-    assert read_run(directory.path).attempts[-1].outcome == "completed"
+    assert read_run(directory.path).attempts[-1].outcome == "left"
 
 
 @pytest.mark.distributed
@@ -355,6 +358,75 @@ def test_a_run_that_stops_records_the_last_copy_before_its_end(tmp_path: Path) -
     copied, copy = run.of(CheckpointCopied)[-1]
     assert copy.step == end.step
     assert copied.monotonic <= ended.monotonic
+
+
+def test_a_copy_that_fails_is_told_on_the_way(tmp_path: Path) -> None:
+    mirror, parts = tmp_path / "mirror", small()
+    mirror.write_text("")
+    settings = [f'run.directory="{tmp_path}"', "energy.measure=false", "checkpoint.every_steps=1"]
+    settings += ["log.every_steps=1", f'checkpoint.mirror="{mirror}"', "checkpoint.writer=thread"]
+    parts["loader"] = [torch.ones(2)] * 400
+    with outlast.Run(**parts, settings=settings) as run:
+        for _ in trained(run, parts):
+            time.sleep(0.01)
+            if any("mirror" in event.message for _, event in read_run(run.directory).of(Warned)):
+                break
+        else:
+            pytest.fail("nothing was told before the end")
+
+
+def test_memory_is_measured_on_the_way(tmp_path: Path) -> None:
+    parts = small()
+    settings = [f'run.directory="{tmp_path}"', "energy.measure=false", "log.every_steps=1"]
+    parts["loader"] = [torch.ones(2)] * 400
+    with outlast.Run(**parts, settings=settings) as run:
+        for _ in trained(run, parts):
+            time.sleep(0.01)
+            if read_run(run.directory).of(MemoryMeasured):
+                break
+        else:
+            pytest.fail("nothing was measured before the end")
+
+
+def test_the_learning_rate_is_that_of_the_step(tmp_path: Path) -> None:
+    parts = small()
+    schedule = torch.optim.lr_scheduler.LambdaLR(parts["optimizer"], lambda step: 1 / (step + 1))
+    settings = [f'run.directory="{tmp_path}"', "energy.measure=false", "log.every_steps=1"]
+    with outlast.Run(**parts, settings=settings, state={"schedule": schedule}) as run:
+        for _ in trained(run, parts):
+            schedule.step()
+    steps = [event for _, event in read_run(run.directory).of(StepsDone)]
+    assert [step.learning_rate for step in steps] == pytest.approx([0.1, 0.05, 0.1 / 3])
+
+
+def test_an_evaluation_counts_for_no_step(tmp_path: Path) -> None:
+    parts = small()
+    settings = [f'run.directory="{tmp_path}"', "energy.measure=false", "log.every_steps=1"]
+    with outlast.Run(**parts, settings=settings) as run:
+        for _ in trained(run, parts):
+            with run.evaluating():
+                time.sleep(0.3)
+    steps = [event for _, event in read_run(run.directory).of(StepsDone)]
+    assert all(step.seconds["evaluation"] >= 0.3 for step in steps)
+    assert all(max(step.step_seconds) < 0.3 for step in steps)
+
+
+@pytest.mark.distributed
+def test_a_run_in_a_thread_trains_and_says_what_it_cannot(tmp_path: Path) -> None:
+    parts = small()
+    settings = [f'run.directory="{tmp_path}"', "energy.measure=false"]
+
+    def work() -> None:
+        with (
+            pytest.warns(RuntimeWarning, match="outside of the main thread"),
+            outlast.Run(**parts, settings=settings) as run,
+        ):
+            list(trained(run, parts))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert read_run(tmp_path / "run").attempts[-1].outcome == "completed"
 
 
 def trained(run: outlast.Run, parts: dict[str, Any]) -> Iterator[None]:

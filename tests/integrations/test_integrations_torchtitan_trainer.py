@@ -131,6 +131,12 @@ def my_run():
 """
 
 
+def test_a_signal_before_the_first_step_completes_nothing(tmp_path: Path) -> None:
+    found = run_ranks(2, train, Plan(tmp_path / "run", QUIET, signals_loading=True))
+    assert [outcome.code for outcome in found] == [EXIT_TO_BE_CONTINUED] * 2
+    assert [attempt.outcome for attempt in read_run(tmp_path / "run").attempts] == ["failed"]
+
+
 def test_torchtitan_s_parser_takes_the_recipe_and_the_settings_of_its_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ class Plan:
         texts: That each rank has; None: they do not end.
         load_step: At which the recipe begins; -1: at the newest.
         model_only: Whether the last save is of the model alone.
+        signals_loading: Whether SIGTERM comes while the checkpoint is loaded.
         by_name: Whether the trainer tells its figures by their names, as one of one's own may.
     """
 
@@ -179,6 +180,7 @@ class Plan:
     texts: int | None = None
     load_step: int = -1
     model_only: bool = False
+    signals_loading: bool = False
     by_name: bool = False
 
     def trainer(self) -> Any:
@@ -235,6 +237,14 @@ def train(plan: Plan) -> Outcome:
     found = Outcome()
     trainer = plan.trainer()
     _watch(trainer, plan, found)
+    if plan.signals_loading:
+        own_load = trainer.checkpointer._load
+
+        def load(*arguments: Any, **options: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return own_load(*arguments, **options)
+
+        trainer.checkpointer._load = load
     try:
         trainer.train()
     except Exception:

@@ -110,6 +110,7 @@ def broken(driver: Driver, folder: Path, whole: Whole) -> None:
     driver.finish(way)
     assert_same(way, whole())
     assert lines(way) == STEPS
+    assert outcomes(driver, way) == ["left", "completed"]
 
 
 def failed(driver: Driver, folder: Path, whole: Whole) -> None:
@@ -166,6 +167,15 @@ def wrong(driver: Driver, folder: Path, whole: Whole) -> None:
     driver.finish(replace(way, fault=""))
     assert_same(way, whole())
     assert not driver.records(way).of(StateRecovered)
+
+
+def flipped(driver: Driver, folder: Path, whole: Whole) -> None:
+    """Weights that change in memory behind the last update before a stop are not saved."""
+    way = Way(folder, settings=("guard.policy=full",))
+    assert driver.start(way, "6 flip") not in ([0], [3])
+    assert 6 not in versions(folder)
+    driver.finish(way)
+    assert_same(way, whole())
 
 
 def resized(driver: Driver, folder: Path, whole: Whole) -> None:
@@ -241,7 +251,7 @@ CASES: dict[str, Callable[[Driver, Path, Whole], None]] = {
     case.__name__: case
     for case in (
         *(killed, damaged, stopped, job_ends, broken, failed, failed_on_one_rank, accumulated),
-        *(corrected, wrong, resized, kept, complete, extended, metrics, full),
+        *(corrected, wrong, flipped, resized, kept, complete, extended, metrics, full),
     )
 }
 """By name."""

@@ -99,8 +99,6 @@ TRAINER = Driver(
         "kept": "its launcher's tests show that",
         "metrics": "it logs what it knows",
     },
-    # Its launcher's do.
-    sees_errors=False,
 )
 
 
@@ -231,8 +229,8 @@ def train_by_accelerate(way: Way) -> int:
     memory = add_recover(accelerator, saving, job) if way.kept else None
     if saving.newest() is not None:
         accelerator.load_state()
-    if "guard.policy=linear" in way.settings:
-        guard = add_guard(accelerator, "linear")
+    for setting in way.settings:
+        guard = add_guard(accelerator, setting.removeprefix("guard.policy="))
         if way.fault:
             inject(guard.guard, parse_faults([way.fault]), rank=accelerator.process_index)
     add_records(accelerator, job, steps=way.total, saving=saving)
@@ -423,7 +421,7 @@ def train_by_deepspeed(way: Way) -> int:
 DEEPSPEED = Driver(
     "deepspeed",
     train_by_deepspeed,
-    {},
+    {"flipped": "DeepSpeed keeps the weights in parts that the guard does not know"},
     alone=False,
     counts_batches=True,
     loads=("deepspeed_training",),
@@ -552,7 +550,7 @@ OUTLAST_RUN = Driver(
     train_by_run,
     dict.fromkeys(("broken", "extended"), "a script says itself how far it trains")
     | dict.fromkeys(("job_ends", "kept"), "tests/autosave show that")
-    | dict.fromkeys(("corrected", "wrong", "full"), "there is nobody to inject it")
+    | dict.fromkeys(("corrected", "wrong", "flipped", "full"), "there is nobody to inject it")
     | dict.fromkeys(("failed_on_one_rank", "resized"), "the script is of one process")
     | {"metrics": "a script logs what it likes"},
     kills=("3 SIGKILL", "7 SIGKILL", "11 kill_saved"),

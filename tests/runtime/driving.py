@@ -22,7 +22,10 @@ from typing import Any
 import torch
 from forked import run_ranks
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from outlast import cluster
@@ -218,7 +221,8 @@ class Driver:
             way: How it goes.
             plan: Steps done, what happens then, and optionally to which rank: the name of a signal;
                 ``raise``; ``break``; ``end``, of its job's time; ``update`` or ``save``, in which
-                it is killed; ``kill_saved``, as soon as its last save is complete.
+                it is killed; ``kill_saved``, as soon as its last save is complete; ``flip``: a bit
+                of a weight flips behind the update, and SIGTERM comes.
         """
         way.folder.mkdir(exist_ok=True)
         if plan:
@@ -287,6 +291,16 @@ def accidents(way: Way) -> Iterator[None]:
         if updates[0] == int(at):
             die()
 
+    def flip(optimizer: Any, *_: Any) -> None:
+        updates[0] += 1
+        if updates[0] == int(at):
+            plan.unlink()
+            weight = optimizer.param_groups[0]["params"][0]
+            own = weight.to_local() if hasattr(weight, "to_local") else weight
+            # A view of its own: the program has not written to the weight.
+            own.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def sealed(place: Place, version: Any) -> None:
         if what == "full" and version.step == int(at):
             plan.unlink(missing_ok=True)
@@ -298,6 +312,8 @@ def accidents(way: Way) -> Iterator[None]:
     hook = None
     if what == "update" and rank == int(of_rank):
         hook = register_optimizer_step_pre_hook(update)
+    if what == "flip":
+        hook = register_optimizer_step_post_hook(flip)
     if what in ("save", "full") and rank == 0:
         Place.seal = sealed  # type: ignore[method-assign]
     own = {name: getattr(cluster, name) for name in ("should_stop", "report_progress")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import conformance
 import drivers
 import pytest
 from driving import Driver, Way
+
+from outlast.records import StateRecovered
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
@@ -49,6 +52,17 @@ def test_pytorch(
     tmp_path: Path, tmp_path_factory: Any, wholes: dict[Any, Way], driver: Driver, case: str
 ) -> None:
     check(tmp_path, tmp_path_factory, wholes, driver, case)
+
+
+@pytest.mark.supports("pytorch", "recover")
+def test_what_is_rarely_kept_in_memory_waits_for_an_update(tmp_path: Path) -> None:
+    rare = ("recover.every_steps=3",)
+    way = Way(tmp_path / "way", rare, accumulate=4, every=100, kept=True)
+    assert drivers.RUN.start(way, "10 SIGKILL") == [None]
+    drivers.RUN.finish(replace(way, start=1))
+    [(_, recovered)] = drivers.RUN.records(way).of(StateRecovered)
+    # The last update before may not have been kept yet.
+    assert recovered.step in (4, 8)
 
 
 def check(folder: Path, factory: Any, wholes: dict[Any, Way], driver: Driver, case: str) -> None:

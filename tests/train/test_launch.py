@@ -8,16 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from runs import start_process
 from tiny import losses, tiny_job
 
-from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED
+from outlast.distributed.ranks import ALONE
+from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, CheckpointError, OutlastError
 from outlast.job import Job, to_toml
-from outlast.records import AttemptStarted, StepsDone, read_run
+from outlast.records import AttemptStarted, RunDirectory, StepsDone, read_run
+from outlast.train import run as train_run
 from outlast.train.export import load_trained
-from outlast.train.run import run_directory
+from outlast.train.loop import Trainer
+from outlast.train.run import Start, run_directory, work
 
 # Training loss (nats) between one and two processes; measured: see docs/train.md.
 TOLERANCE = 2e-5
@@ -181,6 +186,47 @@ def test_the_launcher_hands_signals_on(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == EXIT_TO_BE_CONTINUED, output
     assert read_run(run_directory(job).path).attempts[-1].outcome == "to_be_continued"
+
+
+@pytest.mark.distributed
+def test_what_another_rank_finds_wrong_is_the_group_s_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Trainer.run
+
+    def fails(trainer: Trainer, *arguments: Any) -> Any:
+        outcome = run(trainer, *arguments)
+        if trainer.runtime.ranks.rank == 1:
+            raise CheckpointError("its part could not be saved")
+        return outcome
+
+    monkeypatch.setattr(Trainer, "run", fails)
+    job = tiny_job(tmp_path, "parts", "train.steps=2", "launch.nproc=2", "export.huggingface=false")
+    process = start_process(job, tmp_path)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "its part could not be saved" in output
+
+
+@pytest.mark.distributed
+def test_a_directory_without_a_run_is_deleted_under_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    remove = train_run.remove_unused
+
+    def watched(directory: RunDirectory, *, with_parent: bool) -> None:
+        held.append(directory.lock().is_held())
+        remove(directory, with_parent=with_parent)
+
+    monkeypatch.setattr(train_run, "remove_unused", watched)
+    settings = ("data.sequence_length=30000", "model.settings.max_position_embeddings=40000")
+    job = tiny_job(tmp_path, "late", *settings)
+    with pytest.raises(OutlastError, match="too few for one sample"):
+        work(Start(job), ALONE)
+    assert held == [True]
+    folder = run_directory(job).path
+    assert not [*folder.parent.glob("*late*")]
 
 
 @pytest.mark.distributed

@@ -35,7 +35,7 @@ from outlast.errors import (
 )
 from outlast.records import replace_file
 from outlast.runtime.cadence import cadence_of, every_of, seconds_of
-from outlast.runtime.stop import say_interrupted
+from outlast.runtime.stop import say_interrupted, signals_taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -390,10 +390,9 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
         # The stop signals are ours: elastic would end the processes before they have saved.
         signals_to_handle="SIGQUIT",
     )
-    taken = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    previous = {number: signal.signal(number, _forward) for number in taken}
     try:
-        elastic_launch(config, sys.executable)("-m", "outlast", "run", *arguments)
+        with signals_taken(_forward):
+            elastic_launch(config, sys.executable)("-m", "outlast", "run", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode >= 0:
@@ -403,9 +402,6 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
             f"rank {rank} was killed by {name}; the same command continues from the newest version"
         )
         return EXIT_CRASHED
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return EXIT_DONE
 
 

@@ -462,9 +462,9 @@ def unfinished(files: ChainFiles, plan: ChainPlan) -> str | None:
     log = run_log(files)
     at = f"step {log.step} of {log.steps}" if log.steps else f"step {log.step}"
     if log.attempt:
-        if log.outcome != "completed":
+        if log.outcome not in ("completed", "left"):
             return f"the run's record ends at {at} ({log.outcome or 'without an end'})"
-        # A loop of one's own may end before its last step.
+        # A loop of one's own may be left before its last step, which is its end.
         short = not plan.command and log.step < max(log.steps, plan.steps)
         return f"the run's newest checkpoint is of {at}" if short else ""
     words = _script_outcomes(files.run / "script")

@@ -92,16 +92,16 @@ class OutlastTracker(GeneralTracker):  # type: ignore[misc]
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         """Figures of the step that was done last."""
-        figures: dict[str, Any] = {
-            figure: float(values[name]) for name, figure in _FIGURES.items() if name in values
-        }
         # Scripts log texts and pictures, too, for trackers that show them.
-        metrics = {
+        numbers = {
             name: number
             for name, value in values.items()
-            if name not in _FIGURES and (number := number_in(value)) is not None
+            if (number := number_in(value)) is not None
         }
-        self._records.amend(StepResult(self.step, **figures, metrics=metrics))
+        figures: dict[str, Any] = {
+            figure: numbers.pop(name) for name, figure in _FIGURES.items() if name in numbers
+        }
+        self._records.amend(StepResult(self.step, **figures, metrics=numbers))
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """A run's settings are in its job.toml; the script's own are not recorded."""
@@ -133,7 +133,6 @@ class AskStop:
         self._accelerator = accelerator
         self._runtime = runtime_of(accelerator)
         self._consensus = self._runtime.consensus = PeriodicConsensus(limit_seconds, cluster)
-        self._why = ""
         self._calls = 0
         self._runtime.take_signals()
         self._consensus.begin(0)
@@ -152,11 +151,16 @@ class AskStop:
         Args:
             step: Whatever the loop calls the step. It may begin anew in each epoch, so the calls
                 are counted in its place.
+
+        Raises:
+            DataCorruptionError: On all processes, when it is to stop and the last step's numbers
+                are wrong.
         """
         self._calls += 1
-        result = StepResult(self._calls)
-        self._why = self._why or self._consensus.decide(self._runtime, result).stop
-        return bool(self._why)
+        decision = self._consensus.decide(self._runtime, StepResult(self._calls))
+        if decision.stop and not self._runtime.stopped:
+            self._runtime.stop(decision)
+        return bool(self._runtime.stopped)
 
     def leave(self) -> None:
         """End the program, to be continued; the state was saved by `save_state`.
@@ -165,10 +169,10 @@ class AskStop:
             SystemExit: With exit code 3.
             CheckpointError: When the state could not be saved.
         """
-        self._runtime.stopped = self._why
         self._accelerator.end_training()
         if self._runtime.ranks.is_first:
-            print(f"outlast: stopped ({self._why}); the same command continues", flush=True)
+            why = self._runtime.stopped
+            print(f"outlast: stopped ({why}); the same command continues", flush=True)
         raise SystemExit(EXIT_TO_BE_CONTINUED)
 
 

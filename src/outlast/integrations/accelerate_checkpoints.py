@@ -65,7 +65,8 @@ _HIDDEN = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_obj
 def runtime_of(accelerator: Accelerator) -> Runtime:
     """The runtime of an accelerator, made when it is asked for first.
 
-    `Accelerator.end_training` ends it: the save under way is waited for.
+    `Accelerator.end_training` ends it: the guard makes its last checks, and the save under way is
+    waited for.
     """
     found: Runtime | None = getattr(accelerator, "_outlast", None)
     if found is not None:
@@ -75,6 +76,8 @@ def runtime_of(accelerator: Accelerator) -> Runtime:
 
     def end_training() -> None:
         with runtime:
+            if not runtime.stopped and sys.exception() is None:
+                runtime.last_checks()
             runtime.finish()
             own_end()
 
@@ -560,10 +563,7 @@ class Saving:
         Raises:
             CheckpointError: When the last save has failed.
         """
-        try:
-            self._saves.wait()
-        finally:
-            self._saves.close(failed=False)
+        self._saves.close(failed=False)
 
     def _close_at_exit(self) -> None:
         # After an error, other processes may never finish the save under way.

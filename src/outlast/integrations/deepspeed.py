@@ -57,7 +57,7 @@ from outlast.integrations.entries import Entry
 from outlast.records import StepsDone, Warned, read_run, replace_file
 from outlast.runtime.memory import places_of, settled
 from outlast.runtime.recording import directory_of
-from outlast.runtime.saves import RunSaves
+from outlast.runtime.saves import RunSaves, close_at_exit
 
 require("deepspeed", "0.19", "0.20")
 
@@ -343,7 +343,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._elements: list[int] = []
         raise_together(self._mend)
         # DeepSpeed tells other engines than its own nothing of the end.
-        atexit.register(self.cleanup)
+        atexit.register(self._close_at_exit)
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """A save begins."""
@@ -429,10 +429,17 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Wait for the last save and give the store up, at the latest at the script's end.
 
         To be called before the process group is destroyed, where the script does that.
+
+        Raises:
+            CheckpointError: When the last save has failed; at the script's end it ends with exit
+                code 1 then.
         """
-        atexit.unregister(self.cleanup)
-        self._saves.close(failed=False)
+        atexit.unregister(self._close_at_exit)
         self._reader.close()
+        self._saves.close(failed=False)
+
+    def _close_at_exit(self) -> None:
+        close_at_exit(self.cleanup)
 
     def _ended(self, result: SaveResult, told: bool) -> None:
         if result.error is not None:

@@ -20,7 +20,7 @@ from outlast.integrations import in_folder, loop_job_of, require, unfollowed, wi
 from outlast.job import CheckpointSection
 from outlast.job.section import toml_value
 from outlast.runtime.energy import TrainingEnergy
-from outlast.runtime.engine import GOES_ON, Decision, PeriodicConsensus, Runtime, StepResult
+from outlast.runtime.engine import GOES_ON, PeriodicConsensus, Runtime, StepResult
 from outlast.runtime.place import device_of, ranks_here
 from outlast.runtime.recording import LoopFacts
 
@@ -215,7 +215,6 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         self._result = StepResult(0)
         self._losses: list[torch.Tensor] = []
         self._pending = 0
-        self._stop: Decision | None = None
         self._logged: dict[str, float] = {}
         # Before the callbacks that send logs to others, and behind the one that says what is due.
         trainer.callback_handler.callbacks.insert(0, LogFigures(self._figures))
@@ -239,7 +238,6 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
     ) -> Any:
         """The trainer's own `train` within all that was added."""
         runtime = self.runtime = Runtime(ranks_here(), chain=cluster, keeps_later=True)
-        self._stop, self._pending = None, 0
         with runtime:
             if self.stops:
                 runtime.consensus = PeriodicConsensus(self.limit_seconds, cluster)
@@ -253,9 +251,13 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """The Trainer has made or restored everything; the first step comes."""
+        """The Trainer has made or restored everything; the first step comes.
+
+        With ``auto_find_batch_size`` it comes again after a batch that did not fit.
+        """
         trainer, runtime = self._trainer, self.runtime
-        self._result, self._losses = StepResult(0), []
+        runtime.abandon("the Trainer begins anew with smaller batches")
+        self._result, self._losses, self._pending = StepResult(0), [], 0
         if self.guarded is not None:
             optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
             runtime.install_guard(*self.guarded, trainer.model_wrapped, [optimizer])
@@ -303,8 +305,11 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
         if self.handed is not None:
             self.handed.step = step
         if decision.stop and step < state.max_steps:
-            self._stop = decision
+            runtime.stop(decision)
             control.should_save = control.should_log = True
+        elif step >= state.max_steps:
+            # The Trainer saves before it says that the training is at its end.
+            runtime.check_state(last=True)
         elif decision.save:
             control.should_save = True
         if runtime.guard is not None and control.should_log:
@@ -323,8 +328,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             SystemExit: When the training is to stop, and all is on disk.
             CheckpointError: When it is to stop and could not be saved.
         """
-        if self._stop is not None:
-            self.runtime.stop(self._stop)
+        if self.runtime.stopped:
             self.runtime.leave(f"{GOES_ON} with resume_from_checkpoint=True")
 
     def on_train_end(
@@ -372,7 +376,7 @@ class Adapter(TrainerCallback):  # type: ignore[misc]
             return own(*arguments, **options)
 
     def _evaluate(self, own: Any, *arguments: Any, **options: Any) -> Any:
-        with self.runtime.watch("evaluation"):
+        with self.runtime.evaluating():
             return own(*arguments, **options)
 
     def _figures(self, _: int) -> dict[str, float]:

@@ -357,6 +357,17 @@ class OutlastCallback(Callback):  # type: ignore[misc]
             return {}
         return {"places": gather_objects(self.places_here())}
 
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Look whether the checkpoint is of what the last step has left.
+
+        Raises:
+            DataCorruptionError: On all ranks, when it is not.
+        """
+        if self._runtime is not None and not self._is_keeping:
+            self._runtime.check_state()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over where the ranks stood."""
         self._places = state_dict["places"]
@@ -461,7 +472,7 @@ class OutlastCallback(Callback):  # type: ignore[misc]
         assert runtime is not None
         assert trainer is not None
         step, memory = trainer.global_step, runtime.memory
-        if memory is None or step == self._kept_step or step % self._job.recover.every_steps:
+        if memory is None or step == self._kept_step or not memory.due(step):
             return
         self._kept_step = step
         if not self._is_followed(trainer):

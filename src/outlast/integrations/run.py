@@ -42,6 +42,7 @@ from outlast.runtime.saves import open_store
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Container, Iterable, Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
@@ -335,6 +336,7 @@ class Run:
         self._ranks_before = self._ranks.world_size
         self._without_update = 0
         self._logged = StepResult(0)
+        self._learning_rate: torch.Tensor | float = math.nan
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -393,6 +395,10 @@ class Run:
                 setattr(self._logged, name, figure)
             else:
                 self._logged.metrics = {**(self._logged.metrics or {}), str(name): figure}
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context between two steps, for an evaluation, whose time counts for no step."""
+        return self._engine.evaluating()
 
     def __enter__(self) -> Run:
         runtime = self._runtime = Runtime(self._ranks, PeriodicConsensus(chain=cluster), cluster)
@@ -585,6 +591,9 @@ class Run:
         return self._position.skip(self._loader, count)
 
     def _before_update(self, *_: Any) -> None:
+        # A scheduler sets that of the next step before this one is recorded.
+        rate = self._optimizers[0].param_groups[0]["lr"]
+        self._learning_rate = number_of("learning_rate", rate)
         self._engine.before_update()
 
     def _after_update(self, *_: Any) -> None:
@@ -596,7 +605,7 @@ class Run:
         self._progress.count += 1
         result, self._logged = self._logged, StepResult(0)
         result.step, result.updated = self.step, not self._without_update
-        result.learning_rate = self._optimizers[0].param_groups[0]["lr"]
+        result.learning_rate = self._learning_rate
         return result
 
     def _after_step(self, runtime: Runtime) -> None:
@@ -647,6 +656,7 @@ class Run:
             runtime.finish()
         else:
             runtime.finish(self.step)
+        runtime.left = not self._is_complete()
 
     def _go_back(self, unused: int) -> bool:
         """Go back to the last update: what was done since then has changed no weight.

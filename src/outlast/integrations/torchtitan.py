@@ -189,9 +189,9 @@ class OutlastTrainer(Trainer):  # type: ignore[misc]
         closing = contextlib.closing(manager) if ours else runtime
         with closing, contextlib.ExitStack() as undo:
             undo.callback(setattr, self, "_runtime", None)
-            self._time(undo, manager, "save", "checkpoint")
+            self._time(undo, manager, "save", partial(runtime.watch, "checkpoint"))
             if hasattr(self, "validator"):
-                self._time(undo, self.validator, "validate", "evaluation")
+                self._time(undo, self.validator, "validate", runtime.evaluating)
             self._replace(undo, self.metrics_processor, "log", self._note_figures)
             super().train()
             # The loop has come to its end; what the guard's last checks find is told.
@@ -269,11 +269,17 @@ class OutlastTrainer(Trainer):  # type: ignore[misc]
         """A context whose time counts for `purpose`."""
         return contextlib.nullcontext() if self._runtime is None else self._runtime.watch(purpose)
 
-    def _time(self, undo: contextlib.ExitStack, owner: Any, name: str, purpose: str) -> None:
-        """Let the time in a method count for `purpose`."""
+    def _time(
+        self,
+        undo: contextlib.ExitStack,
+        owner: Any,
+        name: str,
+        timing: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        """Let a method run in a context of `timing`."""
 
         def timed(own: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            with self._watch(purpose):
+            with timing():
                 return own(*arguments, **options)
 
         self._replace(undo, owner, name, timed)

@@ -45,7 +45,6 @@ from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import (
     EXIT_TO_BE_CONTINUED,
     CheckpointError,
-    DataCorruptionError,
     IntegrationError,
     RecoverError,
 )
@@ -529,6 +528,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
         Raises:
             CheckpointError: When the last save fails, or one before a stop.
+            DataCorruptionError: When what is to be saved is not what the last step has left.
             SystemExit: With code 3, when the run is to stop and is saved.
         """
         if self.config.load_only:
@@ -543,7 +543,11 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             or curr_step % self.config.interval == 0
             or (curr_step == 1 and self.config.enable_first_step_checkpoint)
         )
-        if not decision.stop and not last_step:
+        if decision.stop:
+            runtime.stop(decision)
+        elif last_step:
+            runtime.check_state(last=True)
+        else:
             runtime.keep(curr_step)
         if due or decision.stop:
             self.maybe_wait_for_saving()
@@ -556,7 +560,6 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 elif self._saves.newest != curr_step:
                     self._save_all(curr_step, wait=bool(decision.stop) or last_step)
         if decision.stop:
-            runtime.stop(decision)
             _logger.warning(
                 "stopped after step %d (%s): run the same again", curr_step, decision.stop
             )
@@ -623,10 +626,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if not failed:
             self.maybe_wait_for_saving()
         # Where the data ran out, nothing was saved of the last step, which stays in memory.
-        is_saved = not failed and self._saves.newest == self.runtime.step
-        if is_saved or isinstance(error, DataCorruptionError):
+        if not failed and self._saves.newest == self.runtime.step:
             self.runtime.forget()
-        self.runtime.close(error if failed else None)
+        self.runtime.close(error)
 
     def _opened(self, place: str) -> CheckpointStore:
         """A store with the run's settings; `keep_latest_k` = 0 keeps everything."""

@@ -121,7 +121,7 @@ class RecoverSection(ChangeableSection):
     memory; live: survivors continue with the dead ones' share (needs the extra ft); off: from the
     newest checkpoint"""
     every_steps: Positive = 1
-    """restart: keep the state in memory after every so many steps"""
+    """restart: keep the state in memory after every so many steps, or at the next update"""
     memory: str = "/dev/shm"
     """restart: directory in each node's memory (tmpfs) that outlives a process"""
     parity: Literal["auto", 0, 1, 2] = "auto"

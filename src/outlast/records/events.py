@@ -523,7 +523,8 @@ class AttemptEnded(Event):
     """The attempt ended in an orderly way.
 
     Attributes:
-        outcome: ``completed``, ``to_be_continued`` or ``failed``.
+        outcome: ``completed``, ``left`` (its program has left its loop before the last step),
+            ``to_be_continued`` or ``failed``.
         seconds: Wall time since the last StepsDone (or TrainingStarted), by purpose.
     """
 

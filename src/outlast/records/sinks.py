@@ -191,7 +191,12 @@ def notes(event: Event) -> dict[str, str]:
 
 _NAME_TAG = "outlast.run"
 _LONGEST_TEXT = 500
-_STATUS = {"completed": "FINISHED", "failed": "FAILED", "to_be_continued": "SCHEDULED"}
+_STATUS = {
+    "completed": "FINISHED",
+    "left": "FINISHED",
+    "failed": "FAILED",
+    "to_be_continued": "SCHEDULED",
+}
 
 
 @contextlib.contextmanager

@@ -424,7 +424,7 @@ class Keeper:
         run: Name of the run, for its folder below `memory`.
         identity: Of the job and the code: what was kept under another one is not restored.
         memory: A directory on tmpfs.
-        every_steps: Keep the state after every so many steps.
+        every_steps: Keep the state after every so many steps, or at the next chance after that.
         peers: The processes; None: all of the default group, or this one alone.
         redundancy: Parity across nodes, which makes good lost nodes.
 
@@ -524,13 +524,18 @@ class Keeper:
         source = "parity" if self._rebuilt else "peer" if moved else "memory"
         return Recovered(whole.step, source, time.perf_counter() - begun, moved)
 
+    def due(self, step: int) -> bool:
+        """Return whether the state after `step` steps is to be kept; the same on all processes."""
+        every = self._every_steps
+        return not self._over and step // every != max(self.kept, 0) // every
+
     def look(self, step: int) -> bool:
         """Return whether `keep` needs a new plan for the state after `step` steps.
 
         For callers that have a collective of their own between the optimizer step and `keep`: they
         tell all processes whether any needs one.
         """
-        if not self._due(step):
+        if not self.due(step):
             return False
         try:
             if self._claim is None:
@@ -555,7 +560,7 @@ class Keeper:
             step: Steps done.
             plan: Whether `look` was true on any process; None: look and agree here.
         """
-        if not self._due(step):
+        if not self.due(step):
             return
         if plan is None:
             plan = self._peers.any(self.look(step))
@@ -591,9 +596,6 @@ class Keeper:
         self._let_go()
         if forget_run:
             remove_run(self._run_folder)
-
-    def _due(self, step: int) -> bool:
-        return not self._over and step % self._every_steps == 0
 
     def _begin_generation(self) -> None:
         def claimed() -> tuple[Claim, list[int]]:

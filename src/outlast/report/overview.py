@@ -295,6 +295,7 @@ if TYPE_CHECKING:
 OUTCOME_WORDS = {
     "completed": "completed",
     "to_be_continued": "to be continued",
+    "left": "left before its last step",
     "failed": "failed",
     "died": "died",
 }

@@ -12,12 +12,15 @@ A driver (the trainer, `outlast.Run`, an adapter in `outlast.integrations`, `out
 | `after_update` | a step is done: `agree`, `keep` and `record`, where all have one place |
 | `agree` | stop, save, resize: the same decision on all ranks |
 | `keep` | begins to keep the state in memory |
-| `record` | writes down the steps that are due, with findings of the guard, energy, peak memory |
-| `save` | begins a save, and sees how earlier ones went |
+| `record` | writes down what is due: steps, findings of the guard, energy, peak memory, copies |
+| `evaluating` | tells time apart that is no part of a step |
+| `save` | looks whether the state is what the last step has left, and begins a save of it |
 | `evaluated` | takes in a metric, by which the best versions are kept |
+| `stop` | the run is to end after this step and its save: makes the guard's last checks |
 | `end_steps` | the last step is done: meets the other ranks, makes the guard's last checks |
 | `finish` | the last save, awaited: here a failure must not be passed over |
 | `leave` | ends the program before its last step, saved and to be continued |
+| `abandon` | ends an attempt whose loop begins anew in this process |
 | `close` | gives everything back in order, also after an error |
 
 A framework that decides itself when and where to save calls `save` then; one that writes files of
@@ -327,6 +330,7 @@ class Runtime:
         step: The last step that was done.
         early: The newest events from before the records were open.
         stopped: Why the run has ended before its last step; empty: it has not.
+        left: Whether the program has left its loop before the last step.
         resizing: The run stops to continue with a different number of processes.
     """
 
@@ -345,6 +349,7 @@ class Runtime:
     step: int = 0
     early: list[Event] = field(default_factory=list)
     stopped: str = ""
+    left: bool = False
     resizing: bool = False
     _told_step: int = field(default=0, init=False)
     _told_seconds: float = field(default=0.0, init=False)
@@ -557,6 +562,9 @@ class Runtime:
         decision = self.consensus.decide(self, result)
         if decision.findings:
             self.gather_findings()
+        if decision.memory_grown:
+            assert self.records is not None
+            self.write(self.records.memory.measured(result.step))
         for message in decision.messages:
             self.write(message)
         return decision
@@ -598,12 +606,14 @@ class Runtime:
         return due
 
     def record_steps(self) -> None:
-        """Record the steps since the last record, and what the guards have found, if it is time.
+        """Record the steps since the last record, and which checkpoints were copied on meanwhile.
 
-        The trainer's ranks tell each other of findings at every step.
+        If it is time, also what the guards have found, and peak memory that has grown; the
+        trainer's ranks tell each other of these at every step.
         """
         assert self.records is not None
         self.records.record_steps()
+        self.record_copies()
         if self._every_step:
             return
         if self.ranks.world_size > 1:
@@ -613,13 +623,13 @@ class Runtime:
             tells = time.monotonic() - self._told_seconds >= _TELL_SECONDS
         if tells:
             self.tell_findings()
+            self.write(self.records.memory.grown_anywhere(self.step))
 
     def tell_findings(self) -> None:
         """Write down what the guards of all ranks have found, and checked; all ranks together."""
-        if self.guard is not None:
-            self._told_step, self._told_seconds = self.step, time.monotonic()
-            self.gather_findings()
-            self.record_guard()
+        self._told_step, self._told_seconds = self.step, time.monotonic()
+        self.gather_findings()
+        self.record_guard()
 
     def gather_findings(self) -> None:
         """Write down what the guards of all ranks have found; all ranks together."""
@@ -640,8 +650,13 @@ class Runtime:
         metrics: Mapping[str, float] | None = None,
         late: Collection[str] | Callable[[str], bool] = (),
     ) -> SaveHandle | None:
-        """Begin a save of `step`; see `RunSaves.begin`."""
+        """Begin a save of `step`, all ranks together; see `RunSaves.begin`.
+
+        Raises:
+            DataCorruptionError: As `check_state`.
+        """
         assert self.saves is not None
+        self.check_state()
         self.mark("save")
         handle = self.saves.begin(step, state, metrics=metrics, late=late)
         self.clock.begin()
@@ -683,11 +698,28 @@ class Runtime:
         assert self.saves is not None
         self.saves.metrics = metrics
 
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context between two steps whose time counts for evaluation, and for no step."""
+        self.mark("evaluate")
+        begun = time.monotonic()
+        try:
+            with self.watch("evaluation"):
+                yield
+        finally:
+            seconds = time.monotonic() - begun
+            self.clock.leave_out(seconds)
+            if self.records is not None:
+                self.records.leave_out(seconds)
+
     def check_state(self, *, last: bool = False) -> None:
-        """Refuse to save weights or moments that have changed in memory since the last step.
+        """Refuse weights or moments that have changed in memory since the last step; all ranks.
+
+        Args:
+            last: Make the checks that wait for a next step, too.
 
         Raises:
-            DataCorruptionError: When they have.
+            DataCorruptionError: On all ranks, when they have.
         """
         if self.guard is None:
             return
@@ -696,10 +728,27 @@ class Runtime:
         finally:
             self.gather_findings()
 
+    def last_checks(self) -> None:
+        """Make the guard's last checks, behind the last step; all ranks together.
+
+        Raises:
+            DataCorruptionError: On all ranks, when the last step's numbers are wrong.
+        """
+        self.before_update()
+        try:
+            self.check_state(last=True)
+        finally:
+            self.record_guard()
+
     def stop(self, decision: Decision) -> None:
-        """Record that the run stops after this step."""
+        """The run stops after this step, and a save follows; all ranks together.
+
+        Raises:
+            DataCorruptionError: On all ranks, when the last step's numbers are wrong.
+        """
         self.stopped, self.resizing = decision.stop, decision.resizing
         self.write(StopRequested(self.step, decision.stop))
+        self.last_checks()
 
     def end_steps(self, step: int) -> None:
         """The last step is done: meet the other ranks, and make the guard's last checks.
@@ -711,11 +760,8 @@ class Runtime:
         self.step = step
         if self.consensus is not None:
             self.consensus.end(step)
-        self.before_update()
-        try:
-            self.check_state(last=True)
-        finally:
-            self.record_guard()
+        if not self.stopped:
+            self.last_checks()
 
     def remove_guard(self) -> None:
         """Give the model back as it was."""
@@ -741,7 +787,8 @@ class Runtime:
             if self.resizing and self.memory is not None:
                 self.saves.collect(wait=True)
                 if self.memory.holds(step):
-                    # Those that continue take it from memory.
+                    # Those that continue take it from memory, whatever became of the last save.
+                    self.saves.problem = ""
                     return
             if made and self.saves.newest < step:
                 self.mark("save")
@@ -774,6 +821,19 @@ class Runtime:
             print(f"outlast: stopped after step {self.step} ({self.stopped}); {remedy}", flush=True)
         raise SystemExit(code)
 
+    def abandon(self, reason: str) -> None:
+        """End the attempt so far: the loop begins anew in this process, with `begin`.
+
+        Args:
+            reason: Why it does.
+        """
+        self.remove_guard()
+        records, self.records = self.records, None
+        if records is not None:
+            records.close("failed", reason)
+        if self.saves is not None:
+            self.saves.begun = -1
+
     def give_back_signals(self) -> None:
         """Let signals do again what they did before `take_signals`."""
         self._signals.close()
@@ -792,8 +852,8 @@ class Runtime:
             CheckpointError: When the last save has failed, and there is no other error.
         """
         # A run that is to stop ends by an exit; another error has come between.
-        failed = error is not None and not (self.stopped and isinstance(error, SystemExit))
-        wrong = isinstance(error, DataCorruptionError)
+        exits, wrong = isinstance(error, SystemExit), isinstance(error, DataCorruptionError)
+        failed = error is not None and not (self.stopped and exits)
         reason = f"{type(error).__name__}: {error}" if failed else self.stopped
         with self._signals:
             try:
@@ -804,8 +864,13 @@ class Runtime:
                     # A restart must not continue from what may be wrong.
                     self.memory.close(forget=wrong)
                 if self.saves is not None:
-                    self.saves.close(failed=failed and not isinstance(error, SystemExit))
-                    self.record_copies()
+                    try:
+                        self.saves.close(failed=failed and not exits)
+                    except CheckpointError:
+                        if not (failed and exits):
+                            raise
+                    finally:
+                        self.record_copies()
             except BaseException as late:
                 # Not the error itself, which would keep all that its frames hold.
                 reason = reason if failed else f"{type(late).__name__}: {late}"
@@ -813,8 +878,9 @@ class Runtime:
                 raise
             finally:
                 self.remove_guard()
-                if isinstance(self.records, Recording):
-                    ended = "to_be_continued" if self.stopped else "completed"
+                if self.records is not None:
+                    ended = "left" if self.left else "completed"
+                    ended = "to_be_continued" if self.stopped else ended
                     self.records.close("failed" if failed else ended, reason)
 
     @property

@@ -163,7 +163,6 @@ class MemoryCheckpoint:
         self.saved = -1
         self.unsaved = False
         self._otherwise = otherwise
-        self._every_steps = job.recover.every_steps
         self._store = store
         self._state = state
         self._note = note
@@ -258,6 +257,10 @@ class MemoryCheckpoint:
         """
         return self._filled(None)
 
+    def due(self, step: int) -> bool:
+        """Return whether the state after `step` steps is to be kept; the same on all ranks."""
+        return self._keeper is not None and self._keeper.due(step)
+
     def look(self, step: int) -> bool:
         """Return whether this rank wants what is kept to be planned anew; see `Keeper.look`."""
         return self._keeper is not None and self._keeper.look(step)
@@ -280,11 +283,9 @@ class MemoryCheckpoint:
         Raises:
             IntegrationError: When a rank does not come to this step.
         """
-        if self._keeper is None:
+        if self._keeper is None or not self._keeper.due(step):
             return None
         if plan is None:
-            if step % self._every_steps:
-                return None
             self._note()
             plan = self.look(step)
             if self._several:
@@ -408,7 +409,7 @@ class MemoryCheckpoint:
         before = [] if history is None else history.attempts[-2:-1]
         if not before or before[0].world_size == self._peers.size:
             return []
-        reason = "resized" if before[0].outcome == "to_be_continued" else "lost"
+        reason = "lost" if before[0].outcome in ("died", "failed") else "resized"
         seconds = max(time.time() - before[0].end_time, 0.0)
         return [MembershipChanged(step, before[0].world_size, self._peers.size, reason, seconds)]
 

@@ -82,6 +82,10 @@ class MemoryWatch:
             peak > _GROWTH * self._recorded.get(name, 0) for name, peak in self._peaks().items()
         )
 
+    def grown_anywhere(self, step: int) -> MemoryMeasured | None:
+        """As `measured`, where a peak is worth a record on any rank; all ranks call it together."""
+        return self.measured(step) if any(gather_objects(self.grown())) else None
+
     def measured(self, step: int) -> MemoryMeasured:
         """The peaks of all processes since they began; all ranks call it together."""
         self._recorded = self._peaks()
@@ -275,6 +279,10 @@ class StepRecords:
         """Forget the steps since the last record, which are done again."""
         self._losses, self._step_seconds, self._metrics = [], [], {}
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count `seconds` of the step under way, which were spent on something else."""
+        self._boundary += seconds
+
     def write(self, event: Event | None) -> None:
         """Write any other event down."""
         if self._writer is not None and event is not None:
@@ -294,6 +302,16 @@ class StepRecords:
         if self.meter is not None:
             self._measured(self.meter.finish(step, self.watch.so_far()))
         self.write(self.memory.measured(step))
+
+    def close(self, outcome: str, reason: str = "") -> None:
+        """Give up the meter; a second call does nothing.
+
+        Args:
+            outcome: As which the attempt ends, which whoever made the writer writes down.
+            reason: Why it ends before its last step.
+        """
+        if self.meter is not None:
+            self.meter.close()
 
     def _measured(self, event: Event | None) -> None:
         assert self.meter is not None
@@ -379,8 +397,9 @@ class Recording(StepRecords):
         """The attempt ends; all ranks call it together, and a second call does nothing.
 
         Args:
-            outcome: ``completed``, ``to_be_continued``, or ``failed``: then this process may be
-                the only one that calls it, and nobody is waited for.
+            outcome: ``completed``; ``left`` before the last step, which for a chain is the end,
+                too; ``to_be_continued``; or ``failed``: then this process may be the only one that
+                calls it, and nobody is waited for.
             reason: Why it ends before its last step.
         """
         if self._closed:
@@ -392,10 +411,9 @@ class Recording(StepRecords):
                 self.finish(self._step)
             self.write(AttemptEnded(self._step, outcome, reason, self.watch.lap()))
             if self._ranks.is_first and self._chain is not None:
-                self._chain.report_outcome(outcome)
+                self._chain.report_outcome("completed" if outcome == "left" else outcome)
         finally:
-            if self.meter is not None:
-                self.meter.close()
+            super().close(outcome, reason)
             if self._writer is not None:
                 self._writer.close()
             if self._lock is not None:

@@ -138,6 +138,7 @@ class RunSaves:
         newest: Steps of the newest version that is known to be published, -1: none.
         begun: Steps of the newest version that was begun and has not failed, -1: none.
         results: Of the last saves that have ended, 1000 at most.
+        problem: Why the last save has failed; empty: it has not, or nobody minds.
         closed: Whether the store was given up.
     """
 
@@ -157,6 +158,7 @@ class RunSaves:
         self.metrics: Mapping[str, float] = {}
         self.newest = self.begun = -1
         self.results: deque[SaveResult] = deque(maxlen=1000)
+        self.problem = ""
         self.closed = False
         self._ended = ended
         self.state = state or {}
@@ -164,7 +166,6 @@ class RunSaves:
         self._note = note
         self._raises = raises
         self._handles: list[tuple[SaveHandle, float]] = []
-        self._problem = ""
         self._last_copied: DrainResult | None = None
 
     @property
@@ -241,8 +242,8 @@ class RunSaves:
             CheckpointError: When the last one has failed.
         """
         self.collect(wait=True)
-        if self._problem:
-            raise CheckpointError(self._problem)
+        if self.problem:
+            raise CheckpointError(self.problem)
 
     def end(self, step: int, *, made: bool = True) -> None:
         """Save where the run ends and wait for it: here a failure must not be passed over.
@@ -254,14 +255,14 @@ class RunSaves:
         Raises:
             CheckpointError: When the newest state is not on disk.
         """
-        self._problem = ""
+        self.problem = ""
         self.collect(wait=True)
         if made and self.newest < step:
-            self._problem = ""
+            self.problem = ""
             self.begin(step)
             self.collect(wait=True)
-        if self.newest < step and (made or self._problem):
-            error = self._problem or "the save was skipped"
+        if self.newest < step and (made or self.problem):
+            error = self.problem or "the save was skipped"
             raise CheckpointError(
                 f"step {step} could not be saved: {error}; {unsaved_remedy(self.newest)}"
             )
@@ -272,6 +273,9 @@ class RunSaves:
         Args:
             failed: The run has ended by an error: no save is waited for, since other ranks may
                 never finish it.
+
+        Raises:
+            CheckpointError: When the last save has failed; the store is given up.
         """
         if self.closed:
             return
@@ -282,6 +286,8 @@ class RunSaves:
         if self.cadence is not None:
             self.cadence.close()
         self.store.close(drain=not failed, failed=failed)
+        if self.problem and not failed:
+            raise CheckpointError(self.problem)
 
     def copies(self) -> list[Event]:
         """Events of the checkpoints that were copied on to lower tiers since the last call.
@@ -308,9 +314,9 @@ class RunSaves:
             self.cadence.ended()
         self.results.append(result)
         if result.error is not None:
-            self._problem, self.begun = result.error, -1
+            self.problem, self.begun = result.error, -1
         elif not result.skipped:
-            self._problem, self.newest = "", result.step
+            self.problem, self.newest = "", result.step
             if self.cadence is not None:
                 self.cadence.observe_save(result)
         self._ended(result, told)

@@ -10,16 +10,20 @@ which nothing can be saved before its first training step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
+import warnings
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from outlast.errors import EXIT_CRASHED, EXIT_TO_BE_CONTINUED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -33,6 +37,29 @@ _FIRST_LEAD_PART = 0.1
 
 _SAVES_WORTH = 1.5
 _STEPS_REMEMBERED = 20
+
+
+@contextlib.contextmanager
+def signals_taken(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A context in which the stop signals call `handler`.
+
+    Python takes signals in the main thread alone: elsewhere a warning says so.
+    """
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        previous = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    else:
+        warnings.warn(
+            "this training runs outside of the main thread, where no signal can be taken: SIGTERM, "
+            "SIGUSR1 and Ctrl-C do not save it; start it in the main thread if they shall",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 class JobChain(Protocol):
@@ -71,7 +98,7 @@ class Stop:
         self._training = False
         self._signal = ""
         self._interrupts = 0
-        self._previous: dict[int, object] = {}
+        self._signals = contextlib.ExitStack()
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._save_seconds: float | None = None
 
@@ -116,13 +143,11 @@ class Stop:
         return ""
 
     def __enter__(self) -> Stop:
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+        self._signals.enter_context(signals_taken(self._handle))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._signals.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -169,19 +194,17 @@ class StopFlag:
         self.reason: str | None = None
         self._launcher = launcher
         self._interrupts = 0
-        self._previous: dict[int, object] = {}
+        self._signals = contextlib.ExitStack()
 
     def __enter__(self) -> StopFlag:
-        for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+        self._signals.enter_context(signals_taken(self._handle))
         if self._launcher is not None:
             # While its processes are started anew, the launcher has nobody to pass a signal to.
             self.reason = self.reason or os.environ.get(TOLD_TO_STOP)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._signals.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

@@ -34,7 +34,7 @@ from outlast.records import AttemptEnded, read_run
 from outlast.recover.resize import RESIZE, met, wish
 from outlast.recover.slot import remove_run, run_folder
 from outlast.runtime.memory import kept_run
-from outlast.runtime.stop import TOLD_TO_STOP
+from outlast.runtime.stop import TOLD_TO_STOP, signals_taken
 from outlast.runtime.watching import Watcher
 from outlast.train.model import load_code
 from outlast.train.run import Start, run_directory, work
@@ -66,11 +66,7 @@ def launch_group(start: Start) -> int:
     if (old := wish(directory.path)) is not None:
         # Who starts the run says with how many processes.
         met(directory.path, old)
-    forwarding = {
-        number: signal.signal(number, forward_signal)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    }
-    try:
+    with signals_taken(forward_signal):
         while True:
             code = _launch(start)
             wished = wish(directory.path)
@@ -87,9 +83,6 @@ def launch_group(start: Start) -> int:
             launch = start.job.launch.model_copy(update={"nproc": wished.processes})
             job = start.job.model_copy(update={"launch": launch})
             start = replace(start, job=job, fresh=False, again=True)
-    finally:
-        for number, handler in forwarding.items():
-            signal.signal(number, handler)
 
 
 def _launch(start: Start) -> int:
@@ -118,10 +111,10 @@ def _launch(start: Start) -> int:
             outcomes = elastic_launch(config, _worker)(start)
     except ChildFailedError as error:
         raise OutlastError(_last_failure(error, settings.restarts)) from None
-    code, problem = outcomes[0]
+    problem = next((said for _, said in outcomes.values() if said is not None), None)
     if problem is not None:
         raise OutlastError(problem)
-    return int(code)
+    return int(outcomes[0][0])
 
 
 @record

@@ -40,35 +40,25 @@ from outlast.errors import (
 from outlast.job import fingerprint
 from outlast.records import (
     AttemptEnded,
-    AttemptStarted,
     Event,
     MemberLost,
     RecordWriter,
     StateRecovered,
     StepsDone,
-    Warned,
     read_run,
 )
 from outlast.recover.live import Lighthouse, LiveGroups, SavedElsewhere, require_torchft
 from outlast.recover.phase_page import pages_folder, remove_dead_pages
 from outlast.runtime.agreement import StepAgreement, StepMessage
 from outlast.runtime.memory import from_disk
-from outlast.runtime.stop import StopFlag
+from outlast.runtime.stop import StopFlag, signals_taken
 from outlast.runtime.watching import under_watch
-from outlast.train.build import SetUp, build, configure_torch, load_data
+from outlast.train.build import SetUp, configure_torch, load_data
 from outlast.train.launch import forward_signal
 from outlast.train.loop import StateMovedError
 from outlast.train.model import load_code
 from outlast.train.preflight import preflight
-from outlast.train.run import (
-    attempt_started,
-    claim,
-    end_run,
-    notes_of,
-    process_faults,
-    run_directory,
-    sinks_of,
-)
+from outlast.train.run import claim, end_run, run_directory, sinks_of, trainer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -437,27 +427,8 @@ def train_group(start: Start, post: Post) -> int:
 
 def _train(setup: SetUp, start: Start, post: Post, records: GroupRecords, began: float) -> int:
     data = load_data(setup)
-    trainer, size = build(setup, data, records)
-    trainer.consensus.stop_when = start.stop_when
+    trainer = trainer_of(setup, start, data, records, post.groups)
     engine = LiveEngine(trainer, post, records)
-    if start.process_faults:
-        as_rank = replace(setup, ranks=replace(setup.ranks, rank=post.number))
-        trainer.before_step = process_faults(as_rank, start)
-    for note in notes_of(setup, data):
-        records.write(note)
-    opening, *changed = attempt_started(setup, data, size)
-    assert isinstance(opening, AttemptStarted)
-    records.write(
-        replace(
-            opening, world_size=post.groups, parallel={**opening.parallel, "replicate": post.groups}
-        )
-    )
-    for event in changed:
-        records.write(event)
-    if start.prediction is not None:
-        records.write(start.prediction)
-    for message in trainer.guard.warnings if trainer.guard is not None else []:
-        records.write(Warned(message))
     try:
         outcome = trainer.run(began, setup.parts)
         # A group that comes back after the others have done all takes the end from the disk.
@@ -541,28 +512,22 @@ def launch_live(start: Start) -> int:
     groups = group_count(start.job)
     preflight(job_of_group(start.job), 1)
     lock = claim(start)
-    forwarding = {
-        number: signal.signal(number, forward_signal)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    }
-    # Import what takes seconds once, for all processes that are forked, also after a death.
-    job = start.job
-    import torchft.checkpointing
-    import torchft.process_group  # noqa: F401
+    with signals_taken(forward_signal):
+        # Import what takes seconds once, for all processes that are forked, also after a death.
+        import torchft.checkpointing
+        import torchft.process_group  # noqa: F401
 
-    load_code(job.model)
-    crew = Crew(start, groups)
-    try:
-        crew.prepare()
-        _train_groups(crew, start.job)
-    finally:
-        # Whatever has gone wrong, no process stays behind.
-        crew.end()
-        with contextlib.suppress(OutlastError):
-            remove_dead_pages(pages_folder(start.job.recover.memory, run_directory(start.job)))
-        for number, handler in forwarding.items():
-            signal.signal(number, handler)
-        lock.release()
+        load_code(start.job.model)
+        crew = Crew(start, groups)
+        try:
+            crew.prepare()
+            _train_groups(crew, start.job)
+        finally:
+            # Whatever has gone wrong, no process stays behind.
+            crew.end()
+            with contextlib.suppress(OutlastError):
+                remove_dead_pages(pages_folder(start.job.recover.memory, run_directory(start.job)))
+            lock.release()
     return crew.outcome()
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore, ReplayLog
     from outlast.data import BatchLoader, MicroBatch
     from outlast.job import Job, ScheduleSection
-    from outlast.runtime.engine import Decision
     from outlast.runtime.guarding import RunGuard
     from outlast.runtime.recording import StepRecords
     from outlast.train.adapt_rank import RankAdaptation
@@ -237,7 +236,9 @@ class Trainer:
                         self.consensus.stop.reason or "train.stop_after_steps"
                     )
                 decision = runtime.after_update(result)
-                self._record_more(decision, done)
+                if self.coding is not None and (self.records.is_due(done) or decision.stop):
+                    for event in self.coding.take(done):
+                        self.records.write(event)
                 if done == job.train.steps:
                     break
                 if decision.stop:
@@ -295,19 +296,9 @@ class Trainer:
             raise
         return loss
 
-    def _record_more(self, decision: Decision, done: int) -> None:
-        """Record what is written down with steps, and which checkpoints were copied on."""
-        if self.records.is_due(done) or decision.stop:
-            for event in self.coding.take(done) if self.coding is not None else ():
-                self.records.write(event)
-            if decision.memory_grown:
-                self.records.write(self.records.memory.measured(done))
-        self.runtime.record_copies()
-
     def _save(self, done: int) -> None:
-        self.runtime.check_state()
-        self.runtime.record_guard()
         self.runtime.save(done)
+        self.runtime.record_guard()
         # To wait for copies is no communication.
         self.consensus.waits.take()
 
@@ -315,8 +306,7 @@ class Trainer:
         if self.evaluation is None:
             return
         begun = time.perf_counter()
-        self.runtime.mark("evaluate")
-        with self.runtime.watch("evaluation"):
+        with self.runtime.evaluating():
             loss = self.evaluation.measure(self.model, self.engine, self.consensus.agreement)
             self.consensus.waits.take()
         self.runtime.evaluated({"validation_loss": loss})

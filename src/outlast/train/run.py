@@ -38,6 +38,7 @@ from outlast.job import (
     to_toml,
 )
 from outlast.records import (
+    AttemptEnded,
     AttemptStarted,
     DataStaged,
     OwnerLock,
@@ -261,14 +262,17 @@ def remove_unused(directory: RunDirectory, *, with_parent: bool) -> None:
     """Delete the directory where nothing was trained, so that another job can have its name.
 
     Kept are checkpoints, and a corpus whose preparation took a while. Where `with_parent`, the
-    folder above goes too, if it is empty.
+    folder above goes too, if it is empty. Its lock is held: it goes under another name, so that
+    nobody takes it before all of it has gone.
     """
     with contextlib.suppress(OSError, RunError):
         kept = [file for file in directory.checkpoints.rglob("*") if file.is_file()]
         corpus_bytes = sum(file.stat().st_size for file in directory.data.rglob("*"))
         begun = any(one.first_step is not None for one in read_run(directory.path).attempts)
         if not (kept or begun or corpus_bytes > _CORPUS_WORTH_KEEPING):
-            shutil.rmtree(directory.path)
+            unused = directory.path.with_name(f".{directory.path.name}-unused-{os.getpid()}")
+            directory.path.rename(unused)
+            shutil.rmtree(unused)
             if with_parent:
                 directory.path.parent.rmdir()
 
@@ -354,9 +358,9 @@ def work(start: Start, ranks: Ranks) -> int:
         finally:
             watch.close()
             if lock is not None:
-                lock.release()
                 if is_new and refused:
                     remove_unused(directory, with_parent=parent_is_new)
+                lock.release()
             leave()
 
 
@@ -373,22 +377,19 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
             )
         )
         data = _load_data(setup, start.stager, records)
-        trainer, size = build(setup, data, records)
-        trainer.consensus.stop_when = start.stop_when
+        trainer = trainer_of(setup, start, data, records)
         if ranks.is_first and ranks.launch == "nproc":
             trainer.consensus.resize_wanted = partial(is_wanted, setup.directory.path)
-        if start.process_faults:
-            trainer.before_step = process_faults(setup, start)
-        if records is not None:
-            for note in notes_of(setup, data):
-                records.write(note)
-            for event in attempt_started(setup, data, size):
-                records.write(event)
-            if start.prediction is not None:
-                records.write(start.prediction)
-            for message in trainer.guard.warnings if trainer.guard is not None else []:
-                records.write(Warned(message))
-        outcome = trainer.run(began, setup.parts)
+        try:
+            outcome = trainer.run(began, setup.parts)
+        except Exception as error:
+            # Where a peer has died, torch's error says nothing about this rank.
+            peer_died = ranks.world_size > 1 and isinstance(error, RuntimeError)
+            if records is not None and not peer_died:
+                reason = f"{type(error).__name__}: {error}"
+                seconds = trainer.records.watch.lap()
+                records.write(AttemptEnded(trainer.runtime.step, "failed", reason, seconds))
+            raise
         if records is not None:
             end_run(setup, data, trainer, records, outcome)
             # Print the prediction of this attempt beside what was measured.
@@ -399,6 +400,32 @@ def _train(setup: SetUp, start: Start, began: float) -> int:
         if records is not None:
             records.close()
     return EXIT_DONE if outcome.completed else EXIT_TO_BE_CONTINUED
+
+
+def trainer_of(
+    setup: SetUp, start: Start, data: Prepared, records: RecordWriter | None, groups: int = 0
+) -> Trainer:
+    """Build this process's trainer, and record how the attempt begins.
+
+    Args:
+        setup: Of this process.
+        start: Of the run.
+        data: Of the run.
+        records: Of the run; None: another process writes them.
+        groups: Replica groups of a live run, of which this process is one; 0: it is none.
+    """
+    trainer, size = build(setup, data, records)
+    trainer.consensus.stop_when = start.stop_when
+    if start.process_faults:
+        rank = setup.ranks.local_rank if groups else setup.ranks.rank
+        trainer.before_step = process_faults(setup, start, rank)
+    if records is not None:
+        predicted = [] if start.prediction is None else [start.prediction]
+        warned = [] if trainer.guard is None else map(Warned, trainer.guard.warnings)
+        begun = attempt_started(setup, data, size, groups)
+        for event in (*notes_of(setup, data), *begun, *predicted, *warned):
+            records.write(event)
+    return trainer
 
 
 def _load_data(setup: SetUp, stager: Stager | None, records: RecordWriter | None) -> Prepared:
@@ -426,13 +453,13 @@ def notes_of(setup: SetUp, data: Prepared) -> list[Warned]:
     return [Warned(note) for note in notes if note]
 
 
-def process_faults(setup: SetUp, start: Start) -> Callable[[int], None]:
-    """Faults that happen to this process on purpose, by the number of steps done."""
+def process_faults(setup: SetUp, start: Start, rank: int) -> Callable[[int], None]:
+    """Faults that happen to this process, `rank`, on purpose, by the number of steps done."""
     from outlast.guard.inject import ProcessFaults, parse_faults
 
     faults = parse_faults(start.process_faults)
     marks = setup.directory.path / "faults"
-    return ProcessFaults(faults, rank=setup.ranks.rank, marks=marks).at
+    return ProcessFaults(faults, rank=rank, marks=marks).at
 
 
 def end_run(
@@ -484,16 +511,16 @@ def sinks_of(setup: SetUp) -> list[Sink]:
     return [display, *open_sinks(job.log, directory, name, job.model_dump())]
 
 
-def attempt_started(setup: SetUp, data: Prepared, size: ModelSize) -> list[Event]:
+def attempt_started(setup: SetUp, data: Prepared, size: ModelSize, groups: int) -> list[Event]:
     """The event that opens an attempt, and one of settings that have changed since the last."""
-    job = setup.job
+    job, parallel = setup.job, setup.plan.layout.to_dict()
     tokens = job.train.batch_size * job.data.sequence_length
     settings = identity(job)
     started = AttemptStarted(
         fingerprint=fingerprint(job),
-        world_size=setup.ranks.world_size,
+        world_size=groups or setup.ranks.world_size,
         launch=setup.ranks.launch,
-        parallel=setup.plan.layout.to_dict(),
+        parallel={**parallel, "replicate": groups} if groups else parallel,
         machine=_machine_facts(setup),
         versions=versions(),
         total_steps=job.train.steps,
