@@ -144,7 +144,10 @@ def newcomers_clone(folder: Path) -> Path:
 
 def start_and_kill(script: str, clone: Path) -> None:
     with subprocess.Popen([sys.executable, script], cwd=clone) as killed:
-        while not list(clone.glob("runs/a/checkpoints/step-*")) and killed.poll() is None:
+        events = clone / "runs" / "a" / "events.jsonl"
+        while killed.poll() is None:
+            if events.exists() and '"checkpoint_saved"' in events.read_text():
+                break
             time.sleep(0.02)
         killed.kill()
     assert killed.returncode == -signal.SIGKILL, "it was killed in the middle"

@@ -1,5 +1,6 @@
 """Four ways to start a run give the same run: alone, --nproc, torchrun and srun."""
 
+import logging
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from outlast.distributed.ranks import ALONE
 from outlast.errors import EXIT_DONE, EXIT_TO_BE_CONTINUED, CheckpointError, OutlastError
 from outlast.job import Job, to_toml
 from outlast.records import AttemptStarted, RunDirectory, StepsDone, read_run
+from outlast.train import launch
 from outlast.train import run as train_run
 from outlast.train.export import load_trained
 from outlast.train.loop import Trainer
@@ -248,3 +250,30 @@ def test_a_wrong_input_that_rank_0_finds_late_ends_all_ranks_with_its_sentence(
     assert "too few for one sample of data.sequence_length = 30000" in done.stderr
     assert "Traceback" not in done.stderr
     assert time.monotonic() - begun < 60
+
+
+def test_a_process_that_dies_is_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    with launch._failures_told(tmp_path / "failures.log"):
+        logger.warning("Sending process 4711 closing signal SIGTERM")
+        try:
+            raise RuntimeError("Connection closed by peer")
+        except RuntimeError:
+            logger.exception("failed (exitcode: 1) local_rank: 0")
+    said = capsys.readouterr().err
+    assert "closing signal" not in said
+    assert said.count("\n") == 1
+    assert "a process failed: RuntimeError: Connection closed by peer (all of it: " in said
+    kept = (tmp_path / "failures.log").read_text()
+    assert "Traceback" in kept
+    assert "local_rank: 0" in kept
+
+
+def test_what_cannot_be_kept_is_left_to_torch(tmp_path: Path) -> None:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    with launch._failures_told(tmp_path / "missing" / "failures.log"):
+        [told] = logger.filters
+        assert told(logging.makeLogRecord({"levelno": logging.ERROR, "msg": "failed"}))
+    assert not logger.filters

@@ -30,7 +30,11 @@ _EVENTS = 8
 _LOSSES = 40
 # Blocks of one to eight eighths.
 _BARS = "".join(chr(0x2580 + eighths) for eighths in range(1, 9))
-_ENDED = {"completed": "complete", "to_be_continued": "stopped, to be continued"}
+_ENDED = {
+    "completed": "complete",
+    "left": "left before its last step",
+    "to_be_continued": "stopped, to be continued",
+}
 
 
 def watch(

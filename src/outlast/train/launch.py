@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +42,15 @@ from outlast.train.model import load_code
 from outlast.train.run import Start, run_directory, work
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
+FAILURES = "failures.log"
+"""File of a run directory: what ended its processes, with tracebacks."""
 
+
+_TELLERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+_EXITED = "torch.multiprocessing.spawn.ProcessExitedException: "
 _MONITOR_SECONDS = 0.1
 _FORKED_SECONDS = 5.0
 _LOOK_SECONDS = 0.005
@@ -106,8 +114,9 @@ def _launch(start: Start) -> int:
         # The stop signals are ours: elastic would kill the workers before they have saved.
         signals_to_handle="SIGQUIT",
     )
+    directory = run_directory(start.job)
     try:
-        with Watcher(start.job, run_directory(start.job)):
+        with Watcher(start.job, directory), _failures_told(directory.path / FAILURES):
             outcomes = elastic_launch(config, _worker)(start)
     except ChildFailedError as error:
         raise OutlastError(_last_failure(error, settings.restarts)) from None
@@ -115,6 +124,38 @@ def _launch(start: Start) -> int:
     if problem is not None:
         raise OutlastError(problem)
     return int(outcomes[0][0])
+
+
+@contextlib.contextmanager
+def _failures_told(file: Path) -> Iterator[None]:
+    """Torch elastic's reports of a process that has failed: a line on stderr, the rest in `file`.
+
+    The group is mostly restarted. A page of traceback, often of a survivor whose connection broke,
+    would bury what the run itself says of it.
+    """
+
+    def told(entry: logging.LogRecord) -> bool:
+        """Return True where torch must tell it itself."""
+        if entry.levelno < logging.ERROR:
+            return False
+        text = logging.Formatter("%(asctime)s %(message)s").format(entry).strip()
+        try:
+            with file.open("a", encoding="utf-8") as written:
+                written.write(f"{text}\n\n")
+        except OSError:
+            return True
+        line = text.splitlines()[-1].removeprefix(_EXITED)
+        print(f"outlast: a process failed: {line} (all of it: {file})", file=sys.stderr, flush=True)
+        return False
+
+    loggers = [logging.getLogger(name) for name in _TELLERS]
+    for logger in loggers:
+        logger.addFilter(told)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(told)
 
 
 @record
