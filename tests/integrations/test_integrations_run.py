@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 from loop_runs import assert_same, finish, records, saved_steps, start, undisturbed
 
+from outlast.integrations.run import Run
 from outlast.records import AttemptEnded, StopRequested
 
 pytestmark = pytest.mark.distributed
@@ -96,3 +98,22 @@ def test_a_run_that_was_complete_can_be_made_longer(tmp_path: Path, whole: Path)
     assert saved_steps(tmp_path) == [5, 24, 36]
     assert_same(tmp_path, whole)
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 36
+
+
+def test_a_last_step_that_was_saved_on_the_way_completes_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with Run(
+            tmp_path / "run",
+            model=model,
+            optimizer=optimizer,
+            loader=[torch.ones(1, 2)] * 6,
+            checkpoint={"every_steps": 3},
+        ) as run:
+            for batch in run:
+                model(batch).sum().backward()
+                optimizer.step()
+    assert "is complete: step 6, since 20" in capsys.readouterr().out.splitlines()[-1]

@@ -430,7 +430,8 @@ class Run:
             self._resumes, self._began_at = step > 0, step
             self._in_memory = any(isinstance(event, StateRecovered) for event in events)
             self._ranks_before, self._progress.ranks = self._progress.ranks, self._ranks.world_size
-            if step and self._is_complete():
+            # The last step's checkpoint may be one of before the loader said that it has no more.
+            if step and (self._is_complete() or step == self._facts.steps):
                 self._say_complete()
             elif self._shows:
                 self._say_begun(step)

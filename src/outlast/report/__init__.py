@@ -44,7 +44,7 @@ def write_report(runs: Sequence[Path | str], output: Path | None = None) -> Path
     if output is None:
         output = Path("report.html")
         if len(overviews) == 1:
-            output = overviews[0].run.path / "report.html"
+            output = Path(runs[0]) / "report.html"
             library = _shared_library(output.resolve().parent)
     try:
         replace_file(output, render(overviews, library).encode("utf-8", "replace"))
