@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
@@ -355,7 +356,7 @@ def test_where_the_report_is_written(
     one, other = new_run("one"), new_run("other")
     monkeypatch.chdir(tmp_path)
     assert write_report([one.path]) == one.path / "report.html"
-    assert write_report(["one", one.path]) == Path("one/report.html")
+    assert write_report(["one", one.path]) == pathlib.Path("one/report.html")
     assert write_report([one.path, other.path]).resolve() == tmp_path / "report.html"
     monkeypatch.chdir(one.path)
     assert "<h1>one</h1>" in write_report(["."]).read_text(encoding="utf-8")
