@@ -235,7 +235,8 @@ def submit(
     if hours is not None and not plan.chooses:
         raise ClusterError(
             f"--hours = {hours:g} is only used where the time limit is chosen: set "
-            'slurm.wall_time = "auto", or leave it out'
+            'slurm.wall_time = "auto", or leave it out; `outlast cluster plan '
+            f"--hours {hours:g}` says how many links a fixed limit takes"
         )
     seconds = None if hours is None else 3600.0 * hours
     plan = dataclasses.replace(plan, work_seconds=seconds or 0.0)

@@ -201,7 +201,7 @@ class RunState:
 
         figures = self._figures(console.encoding.startswith("utf"))
         parts: list[RenderableType] = [facts_table(figures)]
-        if self._started is not None and self._started.total_steps:
+        if not self._outcome and self._started is not None and self._started.total_steps:
             total = self._started.total_steps
             parts.append(ProgressBar(total, self._step, width=min(console.width, 72)))
         if self._events:

@@ -94,6 +94,8 @@ def batch_script(
     lines.append(
         f"# {which} of chain {plan.chain}, run {plan.name}; `outlast cluster status` tells."
     )
+    runs = " ".join(plan.command.split()) or f"srun outlast train {shlex.quote(str(files.job))}"
+    lines.append(f"# Each link runs: {runs}")
     if plan.reason:
         lines.append(f"# Chosen: {' '.join(plan.reason.split())}.")
     # Elsewhere, relative paths of the job would name another run.

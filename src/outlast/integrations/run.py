@@ -489,7 +489,9 @@ class Run:
             of = f" of {total:,}" if total else ""
             self._say(f"resumed at step {step:,}{of} from {self._source(step)}")
         else:
-            self._say(f"started: {total:,} steps" if total else "started")
+            lost = len(read_run(self.directory).attempts) > 1
+            again = "started again, since nothing was saved before" if lost else "started"
+            self._say(f"{again}: {total:,} steps" if total else again)
 
     def _source(self, step: int) -> str:
         """What was restored, and how old it is."""
@@ -505,7 +507,8 @@ class Run:
     def _say_complete(self) -> None:
         if not self._ranks.is_first:
             return
-        found = read_run(self.directory).completion() or f"{self.directory} is complete"
+        found = read_run(self.directory).completion()
+        found = found or f"{self.directory} is complete: it is at step {self.step:,}"
         print(
             f"outlast: {found}; nothing is left to do. To continue it, give a larger "
             f"{'epochs' if self._steps is None else 'steps (or epochs)'}; to start over, "
