@@ -57,6 +57,7 @@ def test_planes_of_prime_order_exist(order):
     assert differences == set(range(1, points))
 
 
+@pytest.mark.alone
 def test_ten_thousand_workers_are_built_and_decoded_within_a_second():
     begun = time.process_time()
     code = SymmetricDesign(97 * 97 + 97 + 1)
