@@ -304,6 +304,21 @@ def test_a_complete_run_only_shows_its_result(tmp_path, monkeypatch, capsys):
     assert len(read_run(tmp_path / "runs" / "complete").attempts) == attempts == 1
 
 
+def test_a_defect_of_the_report_does_not_make_the_run_fail(tmp_path, monkeypatch, capsys):
+    from tiny import tiny_job
+
+    from outlast import report
+    from outlast.cli.train import run_job
+
+    def broken(runs):
+        raise TypeError("unhashable type")
+
+    monkeypatch.setattr(report, "write_report", broken)
+    assert run_job(tiny_job(tmp_path, "shown"), fresh=False) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "report not written, by a defect: TypeError: unhashable type" in said
+
+
 def test_a_start_that_fails_in_set_up_leaves_nothing_of_its_own_and_all_of_the_users(tmp_path):
     (tmp_path / "mine").mkdir()
     for folder in ("mine", "new"):

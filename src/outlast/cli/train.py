@@ -203,6 +203,8 @@ def show_run(job: Job, directory: RunDirectory, unpredicted: str = "") -> None:
         report: Path | str = write_report([directory.path])
     except MissingExtraError as error:
         report = f"not written: {error}"
+    except OutlastError:
+        raise
     except Exception as error:
         # The run is saved, and must not be told to have failed by a page about it.
         report = f"not written, by a defect: {type(error).__name__}: {error}"
