@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from outlast.cli.main import main
+from in_process import in_process, parsed
 
 SMALL = ("--micro-batch", "1", "--precision", "bf16")
 """Keeps a search short."""
@@ -24,6 +22,19 @@ CONFIG = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+
+CLUSTER = """
+[cluster]
+device = "own-cpu"
+devices_per_node = 1
+nodes = 1
+memory_bytes = 16e9
+memory_bytes_per_s = 5e10
+[cluster.peak_flop_per_s]
+fp32 = 1e12
+[cluster.matmul_flop_per_s]
+fp32 = 5e11
+"""
 
 JOB = """
 [run]
@@ -51,29 +62,18 @@ class Plan:
     """`plan(*arguments)` gives exit code, stdout and stderr of ``outlast plan``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch, self._capfd = monkeypatch, capfd
+        self._outlast = in_process(monkeypatch, capfd)
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        words = ["outlast", "plan", *map(str, arguments)]
-        self._monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = self._capfd.readouterr()
-        assert "Traceback" not in said.out + said.err
-        assert "nan" not in said.out.casefold().split()
-        code = ended.value.code or 0
-        assert isinstance(code, int)
-        return code, said.out, said.err
+        code, out, err = self._outlast("plan", *arguments)
+        assert "nan" not in out.casefold().split()
+        return code, out, err
 
     def json(self, *arguments: object) -> Any:
         """The document that ``--json`` prints."""
         code, out, err = self(*arguments, "--json")
         assert code == 0, err
-
-        def refused(name: str) -> Any:
-            raise AssertionError(f"{name} in JSON")
-
-        return json.loads(out, parse_constant=refused)
+        return parsed(out)
 
     def refused(self, *arguments: object) -> str:
         """The sentence with which wrong input is refused."""

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import typer
+from in_process import in_process
 
 from outlast import __version__
 from outlast.cli.app import app
 from outlast.cli.console import print_json
-from outlast.cli.main import main
 from outlast.hardware.figure import Unavailable
 from outlast.job import Job, load_job
 
@@ -23,16 +23,7 @@ COMMANDS = ("train", "watch", "submit", "init", "export", "report", "doctor", "c
 @pytest.fixture
 def outlast(monkeypatch, capsys):
     """Run the program in this process: `outlast(*arguments)` gives code, stdout and stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        assert "Traceback" not in said.out + said.err
-        return ended.value.code or 0, said.out, said.err
-
-    return run
+    return in_process(monkeypatch, capsys)
 
 
 def test_help_names_every_command(outlast):

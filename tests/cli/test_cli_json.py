@@ -6,18 +6,18 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from plan_commands import CONFIG
+from in_process import Outlast, in_process, parsed
+from plan_commands import CLUSTER, CONFIG
 from tiny import tiny_job, train
 
 from outlast.cli.app import app
 from outlast.cli.console import json_text, print_json, stdout_kept
-from outlast.cli.main import main
 from outlast.job import to_toml
 from outlast.records import RunDirectory
 from outlast.train.export import export_model
@@ -27,8 +27,6 @@ WITHOUT = {
     "run": "runs a script, whose output is its own",
 }
 """Commands without ``--json``, and why."""
-
-Outlast = Callable[..., tuple[int, str, str]]
 
 
 def commands() -> dict[str, Any]:
@@ -75,19 +73,6 @@ def documented(name: str) -> tuple[bool, set[str]]:
     return text.startswith("["), names
 
 
-CLUSTER = """
-[cluster]
-device = "own-cpu"
-devices_per_node = 1
-nodes = 1
-memory_bytes = 16e9
-memory_bytes_per_s = 5e10
-[cluster.peak_flop_per_s]
-fp32 = 1e12
-[cluster.matmul_flop_per_s]
-fp32 = 5e11
-"""
-
 TASKS = "[run]\nsteps = 450\nstep_seconds = 1.0\nnodes = 1\n"
 
 SCENARIO = """
@@ -130,25 +115,7 @@ def outlast(
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("OUTLAST_LEASES", str(tmp_path / "leases"))
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capfd.readouterr()
-        assert "Traceback" not in said.out + said.err
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
-
-
-def parsed(text: str) -> Any:
-    """The one document that a text is."""
-
-    def refused(name: str) -> Any:
-        raise AssertionError(f"{name} in JSON")
-
-    return json.loads(text, parse_constant=refused)
+    return in_process(monkeypatch, capfd)
 
 
 HERE = "--cluster h100x8 --micro-batch 1 --precision bf16"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan_commands import Plan
+from plan_commands import CLUSTER, Plan
 
 from outlast.job import load_job, to_toml
 from outlast.plan.api import published_constants
@@ -36,19 +36,6 @@ from outlast.records import (
     StepsDone,
     TrainingStarted,
 )
-
-CLUSTER = """
-[cluster]
-device = "own-cpu"
-devices_per_node = 1
-nodes = 1
-memory_bytes = 16e9
-memory_bytes_per_s = 5e10
-[cluster.peak_flop_per_s]
-fp32 = 1e12
-[cluster.matmul_flop_per_s]
-fp32 = 5e11
-"""
 
 LOG = "\n".join(
     f" [2026-02-03 10:00:{i:02d}] iteration {i:8d}/     500 | consumed samples: {256 * i:8d} | "

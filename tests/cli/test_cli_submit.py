@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_process import Outlast, in_process
 from rich.text import Text
 from typer.main import get_command
 
 from outlast.cli.cluster import cluster
-from outlast.cli.main import main
 from outlast.cluster.chain_files import (
     ChainFiles,
     ChainPlan,
@@ -29,8 +28,6 @@ from outlast.cluster.fence import Fence
 from outlast.job import LoopJob, load_job, to_toml
 from outlast.job.sections import RunSection
 
-Outlast = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
 def outlast(
@@ -40,16 +37,7 @@ def outlast(
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["outlast", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        assert "Traceback" not in said.out + said.err
-        return int(ended.value.code or 0), said.out, said.err
-
-    return run
+    return in_process(monkeypatch, capsys)
 
 
 def shown(job: str, state: str) -> str:
