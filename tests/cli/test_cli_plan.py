@@ -90,7 +90,18 @@ def test_tables_stay_within_80_columns(
     more = ("--cluster", "h100x8", "--price", "2", *SMALL) if command == ("gpt2",) else ()
     code, out, _ = plan(*command, *more)
     assert code == 0
-    assert max(len(line) for line in out.splitlines()) <= 80
+    # A path stays whole, however long, so that it can be copied.
+    lines = [line for line in out.splitlines() if not line.startswith("files to copy")]
+    assert max(len(line) for line in lines) <= 80
+
+
+def test_the_folder_of_cluster_files_is_never_broken(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    _, out, _ = plan("clusters")
+    line = next(line for line in out.splitlines() if line.startswith("files to copy"))
+    assert Path(line.partition(" in ")[2], "h100x64.toml").is_file()
 
 
 def test_layouts_stay_in_a_narrow_table_of_large_numbers(

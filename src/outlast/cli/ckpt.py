@@ -484,7 +484,11 @@ def prune(
         return
     console = output()
     for folder in found.deleted:
-        console.print(f"{'would delete' if found.dry_run else 'deleted'} {folder}")
+        console.print(
+            f"{'would delete' if found.dry_run else 'deleted'} {folder}",
+            markup=False,
+            soft_wrap=True,
+        )
     verb = "would be" if found.dry_run else "were"
     console.print(
         f"{storage.location}: {count_text(len(found.deleted), 'version')} {verb} deleted, "

@@ -756,7 +756,7 @@ def _watch(
             if console is None:
                 print(f"serving {exporter.url}", file=sys.stderr)
             else:
-                console.print(f"serving {exporter.url}")
+                console.print(f"serving {exporter.url}", soft_wrap=True)
         try:
             stdout = _STDERR if console is None else None
             process = subprocess.Popen(command, stdout=stdout) if command else None

@@ -484,7 +484,9 @@ def clusters(json: AsJson = False) -> None:
         Column("memory"),
     ]
     print_table(console, columns, rows)
-    console.print(f"\nfiles to copy and change, each NAME.toml in {folder}", markup=False)
+    console.print(
+        f"\nfiles to copy and change, each NAME.toml in {folder}", markup=False, soft_wrap=True
+    )
     console.print(f"parts for shorthands such as h100x64: {', '.join(parts)}", markup=False)
 
 

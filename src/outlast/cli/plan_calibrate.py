@@ -292,7 +292,11 @@ def _print(
     )
     for text in memory:
         console.print(text, markup=False, soft_wrap=True)
-    console.print(f"wrote {out}" if out is not None else "nothing was written: give --output FILE")
+    console.print(
+        f"wrote {out}" if out is not None else "nothing was written: give --output FILE",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
