@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from outlast.checkpoint.codec import Coder, Compression, PlaneCoder, PlanePlan, add, subtract
+from outlast.checkpoint.codec import Coder, Compression, add, subtract
+from outlast.checkpoint.planes import PlaneCoder, PlanePlan
 from outlast.errors import CheckpointError
 
 WORDS = {2: np.uint16, 4: np.uint32}
@@ -45,6 +46,50 @@ def test_a_plan_of_another_tensor_costs_bytes_and_never_bits(
     plan = PlanePlan(planes[: words.itemsize], nibbles)
     stored = coder.encode(as_bytes(words), plan, rotate=rotate)
     assert np.array_equal(coder.decode([stored], words.nbytes)[0], as_bytes(words))
+
+
+@pytest.mark.parametrize("kind", ["any", "normal", "sparse"])
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_compiled_code_writes_and_reads_the_bytes_that_numpy_does(
+    kind: str, data: st.DataObject
+) -> None:
+    itemsize, rotate = data.draw(st.sampled_from([2, 4])), data.draw(st.booleans())
+    count = data.draw(st.integers(1, 5000))
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    words = random.integers(0, 2 ** (8 * itemsize), count, dtype=WORDS[itemsize])
+    if kind == "normal":
+        words = random.normal(0, 1, count).astype(f"f{itemsize}").view(WORDS[itemsize])
+    if kind == "sparse":
+        words[random.random(count) < 0.99] = 0
+    compiled, plain = PlaneCoder(itemsize), PlaneCoder(itemsize)
+    if compiled._native is None:
+        pytest.skip("no C compiler, or no zstd to call")
+    plain._native = None
+    plan = PlanePlan(data.draw(st.lists(st.booleans(), min_size=itemsize, max_size=itemsize)))
+    stored = compiled.encode(as_bytes(words), plan, rotate=rotate)
+    assert stored == plain.encode(as_bytes(words), plan, rotate=rotate)
+    for coder in (compiled, plain):
+        assert np.array_equal(coder.decode([stored, stored], words.nbytes)[1], as_bytes(words))
+
+
+@given(st.binary(max_size=200), st.sampled_from([2, 4]), st.integers(1, 40))
+@settings(max_examples=300)
+def test_compiled_code_refuses_what_numpy_refuses(
+    garbage: bytes, itemsize: int, count: int
+) -> None:
+    head = bytes([itemsize, 0, 0, 0, 0, 0])
+    for stored in (garbage, head + garbage):
+        answers = []
+        for native in (True, False):
+            coder = PlaneCoder(itemsize)
+            if not native:
+                coder._native = None
+            try:
+                answers.append(coder.decode([stored], count * itemsize).tobytes())
+            except Exception as error:
+                answers.append(type(error))
+        assert answers[0] == answers[1]
 
 
 @given(small_words)

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from outlast.checkpoint.codec import Bytes, PlanePlan
+    from outlast.checkpoint.codec import Bytes
     from outlast.checkpoint.manifest import TensorFacts
+    from outlast.checkpoint.planes import PlanePlan
     from outlast.checkpoint.storage import PendingFile, Storage
 
 

@@ -1,0 +1,449 @@
+"""Byte planes of 16- and 32-bit numbers: the store's codec of floating-point tiles.
+
+The mantissas of a trained model are noise, the exponents are not. A tile is split into the planes
+of its bytes, the sign turned behind the upper mantissa so that the exponent is one plane; each
+plane goes through zstd, set up so that it looks for hardly any matches and codes the entropy of
+single bytes (the matches that it finds among exponents are mostly false and cost more than they
+save), or stays raw. Differences to a version shortly before are mostly tiny: their upper halves are
+then coded as nibbles, with a list of the exceptions. Layout of a coded tile: parts (uint8), flags
+(uint8), exceptions (uint32), length of each part (uint32), parts. All little-endian.
+
+Compiled code (``native/planes.c``) does most of it, without the interpreter's lock, where there is
+a C compiler and the zstd of blosc2's wheel. NumPy does the rest, and everything elsewhere; the
+bytes are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import weakref
+from dataclasses import dataclass
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from outlast.hardware.native import load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Words: TypeAlias = NDArray[Any]
+"""Unsigned integers of the width of one element."""
+
+ITEM_BYTES = (2, 4)
+_ROTATED, _NIBBLES = 1, 2
+_HEAD = struct.Struct("<BBI")
+_ESCAPE = 15
+_PAYS = 0.985
+_SMALL_HALVES = 0.9
+_ZEROS = 0.98
+
+
+@dataclass
+class PlanePlan:
+    """Choices that pay for one tensor, found on a tile of it.
+
+    Attributes:
+        planes: Whether each byte plane is coded, from the lowest to the highest.
+        nibbles: Whether the upper halves are coded as nibbles.
+    """
+
+    planes: list[bool]
+    nibbles: bool = False
+
+
+@dataclass(frozen=True)
+class _Code:
+    """The parts of a coded tile.
+
+    Attributes:
+        flags: `_ROTATED`, `_NIBBLES`.
+        exceptions: Upper halves that stand in full beside the nibbles.
+        parts: Two for each half: low and high plane, or words and nothing, or nibbles and others.
+    """
+
+    flags: int
+    exceptions: int
+    parts: list[memoryview]
+
+    @classmethod
+    def parse(cls, stored: bytes | memoryview, itemsize: int) -> _Code:
+        """Take a coded tile apart; raises ValueError when its lengths do not add up."""
+        view = memoryview(stored)
+        count, flags, exceptions = _HEAD.unpack_from(view)
+        lengths = struct.unpack_from(f"<{count}I", view, _HEAD.size)
+        start = _HEAD.size + 4 * count
+        if count != itemsize or start + sum(lengths) != len(view):
+            raise ValueError("the lengths of its planes do not add up")
+        parts = []
+        for length in lengths:
+            parts.append(view[start : start + length])
+            start += length
+        return cls(flags, exceptions, parts)
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """Tiles of one kind are decoded together."""
+        return self.flags, *(len(part) == 0 for part in self.parts[1::2])
+
+
+class PlaneCoder:
+    """Codes tiles of one element size; keeps its scratch memory, so use one in each thread.
+
+    Args:
+        itemsize: Bytes of an element: 2 or 4.
+    """
+
+    def __init__(self, itemsize: int) -> None:
+        self._itemsize = itemsize
+        self._type = np.dtype(f"<u{itemsize}")
+        parameters = zstandard.ZstdCompressionParameters(
+            window_log=17,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            target_length=0,
+            strategy=zstandard.STRATEGY_FAST,
+            write_content_size=True,
+            write_checksum=False,
+        )
+        self._compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._room = 0
+        self._native = NativePlanes.new()
+
+    def plan(self, raw: NDArray[np.uint8], *, rotate: bool) -> PlanePlan:
+        """Find out on one tile what pays for its tensor."""
+        lower, upper = self._halves(raw, rotate=rotate)
+        if upper.size == 0:
+            return PlanePlan([False] * self._itemsize)
+        halves = [upper] if lower is None else [lower, upper]
+        planes = [plane for half in halves for plane in (half.astype(np.uint8), half >> 8)]
+        coded = [len(self._compressor.compress(plane.astype(np.uint8).data)) for plane in planes]
+        plan = PlanePlan([size < _PAYS * upper.size for size in coded])
+        small = np.mean(upper < _ESCAPE) > _SMALL_HALVES
+        if not rotate and small and upper.size % 2 == 0:
+            nibbles = PlanePlan(plan.planes, nibbles=True)
+            by_plan, by_nibbles = (
+                len(self.encode(raw, item, rotate=False)) for item in (plan, nibbles)
+            )
+            return nibbles if by_nibbles < by_plan else plan
+        return plan
+
+    def encode(self, raw: NDArray[np.uint8], plan: PlanePlan, *, rotate: bool) -> bytes:
+        """Code a tile.
+
+        Args:
+            raw: Bytes of the tile.
+            plan: What to do with each plane.
+            rotate: Turn the sign bit to the end of the upper half: right for floating-point
+                numbers, not for differences.
+        """
+        if self._native is not None and not plan.nibbles:
+            return self._native.encode(raw, self._itemsize, plan, rotate=rotate)
+        lower, upper = self._halves(raw, rotate=rotate)
+        flags, exceptions = _ROTATED if rotate else 0, 0
+        parts = [] if lower is None else self._split_half(lower, plan.planes[:2])
+        if plan.nibbles and upper.size % 2 == 0:
+            flags |= _NIBBLES
+            # 16-bit words below 15 as nibbles, two to a byte, and the others in full beside them.
+            count = upper.size
+            others = upper[upper >= _ESCAPE]
+            small = self._shifted[:count]
+            np.minimum(upper, _ESCAPE, out=small)
+            pairs = small.view("<u4")
+            packed = pairs | (pairs >> 12)
+            in_full = np.concatenate([others.astype(np.uint8), (others >> 8).astype(np.uint8)])
+            exceptions, nibbles = (
+                others.size,
+                [self._compress(packed.astype(np.uint8)), self._compress(in_full)],
+            )
+            parts += nibbles
+        else:
+            parts += self._split_half(upper, plan.planes[-2:])
+        lengths = struct.pack(f"<{len(parts)}I", *map(len, parts))
+        return b"".join([_HEAD.pack(len(parts), flags, exceptions), lengths, *parts])
+
+    def decode(self, stored: Sequence[bytes | memoryview], size: int) -> NDArray[np.uint8]:
+        """Decode several tiles of one size: together they take less time.
+
+        Args:
+            stored: The codes.
+            size: Bytes of each tile.
+
+        Returns:
+            (tiles, size) bytes.
+
+        Raises:
+            ValueError: When one cannot be the code of so many bytes.
+        """
+        if self._native is not None:
+            tiles = np.empty((len(stored), size), np.uint8)
+            done = self._native.decode(stored, self._itemsize, tiles)
+            if done < len(stored):
+                tiles[done:] = self._decode(stored[done:], size)
+            return tiles
+        return self._decode(stored, size)
+
+    def _decode(self, stored: Sequence[bytes | memoryview], size: int) -> NDArray[np.uint8]:
+        count = size // self._itemsize
+        codes = [_Code.parse(chunk, self._itemsize) for chunk in stored]
+        if any(code.exceptions > count for code in codes):
+            raise ValueError("it names more exceptions than elements")
+        words = np.empty((len(codes), count), self._type)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number, code in enumerate(codes):
+            alike.setdefault(code.kind, []).append(number)
+        for kind, members in alike.items():
+            chosen = [codes[number] for number in members]
+            found = self._decode_alike(chosen, count, kind[0])
+            if len(alike) == 1:
+                return found.view(np.uint8)
+            words[members] = found
+        return words.view(np.uint8)
+
+    def _decode_alike(self, codes: list[_Code], count: int, flags: int) -> Words:
+        """Tiles of which the same planes are coded in the same way: one operation for all."""
+        self._make_room(len(codes) * count)
+        shape = (len(codes), count)
+        if flags & _NIBBLES:
+            upper = self._from_nibbles(codes, shape)
+        else:
+            upper = self._join_half([code.parts[-2:] for code in codes], shape, self._upper)
+        if flags & _ROTATED:
+            turned = self._spare[: upper.size].reshape(shape)
+            # A multiplication, which is quicker than a shift.
+            np.multiply(upper, np.uint16(1 << 15), out=turned)
+            np.right_shift(upper, 1, out=upper)
+            np.bitwise_or(upper, turned, out=upper)
+        if self._itemsize == 2:
+            return upper.copy()
+        lower = self._join_half([code.parts[:2] for code in codes], shape, self._lower)
+        words = lower.astype(self._type)
+        shifted = self._words[: words.size].reshape(shape)
+        np.copyto(shifted, upper)
+        np.left_shift(shifted, 16, out=shifted)
+        np.bitwise_or(words, shifted, out=words)
+        return words
+
+    def _halves(self, raw: NDArray[np.uint8], *, rotate: bool) -> tuple[Words | None, Words]:
+        """The lower (none of 16-bit numbers) and upper 16 bits of the words of a tile."""
+        words = raw.view(self._type)
+        count = words.size
+        self._make_room(count)
+        lower, upper = None, words
+        if self._itemsize == 4:
+            lower, upper, shifted = self._lower[:count], self._upper[:count], self._words[:count]
+            np.copyto(lower, words, casting="unsafe")
+            np.right_shift(words, 16, out=shifted)
+            np.copyto(upper, shifted, casting="unsafe")
+        if rotate:
+            turned, spare = self._upper[:count], self._spare[:count]
+            np.right_shift(upper, 15, out=spare)
+            np.add(upper, upper, out=turned)
+            upper = np.bitwise_or(turned, spare, out=turned)
+        return lower, upper
+
+    def _split_half(self, half: Words, coded: list[bool]) -> list[bytes]:
+        """Two byte planes of 16-bit words; both raw: the words as they are, and nothing."""
+        count = half.size
+        low, high = (plane[:count] for plane in self._bytes)
+        np.copyto(low, half, casting="unsafe")
+        # Rows that were never touched are zeros in every plane.
+        zeros = np.count_nonzero(low) < _ZEROS * count
+        if not (zeros or any(coded)):
+            return [half.tobytes(), b""]
+        np.right_shift(half, 8, out=self._shifted[:count])
+        np.copyto(high, self._shifted[:count], casting="unsafe")
+        return [
+            self._compress(low) if coded[0] or zeros else low.tobytes(),
+            self._compress(high) if coded[1] or zeros else high.tobytes(),
+        ]
+
+    def _join_half(
+        self, halves: list[list[memoryview]], shape: tuple[int, int], room: Words
+    ) -> Words:
+        """16-bit words from their byte planes, or as they were stored."""
+        words = room[: shape[0] * shape[1]].reshape(shape)
+        if len(halves[0][1]) == 0:
+            for row, (stored, _) in zip(words, halves, strict=True):
+                row[:] = np.frombuffer(stored, "<u2")
+            return words
+        low, high = (plane[: words.size].reshape(shape) for plane in self._bytes)
+        for row, (coded, _) in zip(low, halves, strict=True):
+            row[:] = self._decompress(coded, shape[1])
+        for row, (_, coded) in zip(high, halves, strict=True):
+            row[:] = self._decompress(coded, shape[1])
+        np.copyto(words, high)
+        np.left_shift(words, 8, out=words)
+        np.bitwise_or(words, low, out=words)
+        return words
+
+    def _from_nibbles(self, codes: list[_Code], shape: tuple[int, int]) -> Words:
+        packed = np.empty((shape[0], shape[1] // 2), np.uint8)
+        for row, code in zip(packed, codes, strict=True):
+            row[:] = self._decompress(code.parts[-2], shape[1] // 2)
+        pairs = packed.astype("<u4")
+        pairs |= pairs << 12
+        pairs &= 0x000F000F
+        half = pairs.view("<u2")
+        # Those of all tiles stand in the order of the tiles.
+        others = [self._in_full(code) for code in codes if code.exceptions]
+        if others:
+            half.reshape(-1)[np.flatnonzero(half == _ESCAPE)] = np.concatenate(others)
+        return half
+
+    def _in_full(self, code: _Code) -> Words:
+        plain = self._decompress(code.parts[-1], 2 * code.exceptions)
+        return plain[code.exceptions :].astype("<u2") << 8 | plain[: code.exceptions]
+
+    def _compress(self, plane: NDArray[np.uint8]) -> bytes:
+        if plane.size:
+            coded: bytes = self._compressor.compress(plane.data)
+            if len(coded) < plane.size:
+                return coded
+        return plane.tobytes()
+
+    def _decompress(self, coded: memoryview, size: int) -> NDArray[np.uint8]:
+        """`size` bytes; as many stored bytes are not coded."""
+        if len(coded) == size:
+            return np.frombuffer(coded, np.uint8)
+        # The library believes the size that stands in the frame, whatever `max_output_size` says.
+        if zstandard.frame_content_size(coded) != size:
+            raise ValueError(f"the frame of a plane names another size than {size} bytes")
+        plain = self._decompressor.decompress(coded, max_output_size=size)
+        if len(plain) != size:
+            raise ValueError(f"a plane has {len(plain)} bytes instead of {size}")
+        return np.frombuffer(plain, np.uint8)
+
+    def _make_room(self, count: int) -> None:
+        if count <= self._room:
+            return
+        self._room = count
+        self._words = np.empty(count, self._type)
+        self._spare = np.empty(count, "<u2")
+        self._lower = np.empty(count + count % 2, "<u2")
+        self._upper = np.empty(count + count % 2, "<u2")
+        self._shifted = np.empty(count + count % 2, "<u2")
+        self._bytes = (np.empty(count, np.uint8), np.empty(count, np.uint8))
+
+
+_FUNCTIONS = (
+    "ZSTD_createCCtx",
+    "ZSTD_freeCCtx",
+    "ZSTD_CCtx_setParameter",
+    "ZSTD_compress2",
+    "ZSTD_createDCtx",
+    "ZSTD_freeDCtx",
+    "ZSTD_decompressDCtx",
+    "ZSTD_isError",
+)
+"""Of zstd, in the order of ``struct zstd`` in planes.c."""
+
+_PARAMETERS = {101: 17, 102: 6, 103: 6, 104: 1, 105: 7, 106: 0, 107: 1, 200: 1, 201: 0}
+"""What `PlaneCoder` sets, by zstd's numbers: ``ZSTD_c_windowLog`` to ``ZSTD_c_checksumFlag``."""
+
+_POINTER, _INTEGER, _SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_FLAGS = ("-O3", "-march=native")
+
+
+class NativePlanes:
+    """The compiled coder; keeps its scratch memory, so use one in each thread."""
+
+    def __init__(self, library: ctypes.CDLL, coder: int) -> None:
+        self._library = library
+        self._coder = coder
+        self._out = np.empty(0, np.uint8)
+        weakref.finalize(self, library.outlast_planes_free, coder)
+
+    @classmethod
+    def new(cls) -> NativePlanes | None:
+        """A coder, or None where there is no C compiler, or no zstd to call."""
+        found = _library()
+        if found is None:
+            return None
+        library, zstd = found
+        numbers = np.array(list(_PARAMETERS.items()), np.int32)
+        coder = library.outlast_planes_new(zstd, numbers.ctypes.data, len(numbers))
+        return None if coder is None else cls(library, coder)
+
+    def encode(
+        self, raw: NDArray[np.uint8], itemsize: int, plan: PlanePlan, *, rotate: bool
+    ) -> bytes:
+        """As `PlaneCoder.encode`.
+
+        Raises:
+            MemoryError: When there is no room for a tile.
+        """
+        raw = np.ascontiguousarray(raw)
+        room = raw.size + raw.size // 16 + 8192
+        if self._out.size < room:
+            self._out = np.empty(room, np.uint8)
+        coded = sum(pays << number for number, pays in enumerate(plan.planes))
+        out = self._out
+        length = self._library.outlast_planes_encode(
+            self._coder, raw.ctypes.data, raw.size, itemsize, rotate, coded, _ZEROS, out.ctypes.data
+        )
+        if not length:
+            raise MemoryError(f"no memory to code a tile of {raw.size} bytes")
+        return out[:length].tobytes()
+
+    def decode(
+        self, stored: Sequence[bytes | memoryview], itemsize: int, tiles: NDArray[np.uint8]
+    ) -> int:
+        """Decode as many tiles as can be; returns how many: the next one is for `PlaneCoder`."""
+        codes = [np.frombuffer(code, np.uint8) for code in stored]
+        places = np.array([code.__array_interface__["data"][0] for code in codes], np.uint64)
+        lengths = np.array([code.size for code in codes], np.int64)
+        done: int = self._library.outlast_planes_decode(
+            self._coder,
+            places.ctypes.data,
+            lengths.ctypes.data,
+            len(codes),
+            tiles.shape[1],
+            itemsize,
+            tiles.ctypes.data,
+        )
+        return done
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, Any] | None:
+    """The compiled functions, and zstd's as they take them."""
+    spec = find_spec("blosc2")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("lib/libblosc2.so*"))]
+    if not files:
+        return None
+    library, _ = load(
+        resources.files("outlast.checkpoint") / "native", ["planes.c"], _FLAGS, ("-O3",)
+    )
+    if library is None:
+        return None
+    try:
+        zstd = ctypes.CDLL(str(files[0]))
+        functions = [ctypes.cast(getattr(zstd, name), _POINTER) for name in _FUNCTIONS]
+    except (OSError, AttributeError):
+        # blosc2 was built with another zstd, which it does not show.
+        return None
+    library.outlast_planes_new.argtypes = (_POINTER, _POINTER, _INTEGER)
+    library.outlast_planes_new.restype = _POINTER
+    library.outlast_planes_free.argtypes = (_POINTER,)
+    library.outlast_planes_free.restype = None
+    library.outlast_planes_encode.argtypes = (
+        *(_POINTER, _POINTER, _INTEGER, _SMALL, _SMALL, ctypes.c_uint32, ctypes.c_double, _POINTER),
+    )
+    library.outlast_planes_encode.restype = _INTEGER
+    library.outlast_planes_decode.argtypes = (
+        *(_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER, _SMALL, _POINTER),
+    )
+    library.outlast_planes_decode.restype = _INTEGER
+    return library, (_POINTER * len(functions))(*(function.value for function in functions))
