@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,49 @@ DAMAGE: dict[str, Callable[[Path], Path]] = {
     "chunks of the version before": lambda version: copy_from_the_one_before(version / PACK),
     "part of the version before": lambda version: copy_from_the_one_before(version / PART),
 }
+
+
+def test_damaged_versions_that_are_passed_over_are_warned_of_at_once(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    flip(folder(tmp_path, 3) / PACK)
+    flip(folder(tmp_path, 2) / PART)
+    with pytest.warns(
+        UserWarning, match="restored step 1 from .* passed over what is newer"
+    ) as told:
+        restore(tmp_path)
+    [text] = [str(each.message) for each in told]
+    for words in (f"step-00000003-a1/{PACK} is damaged", f"step-00000002-a1/{PART} is damaged"):
+        assert words in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored = open_store(tmp_path).restore({"model": make_model(0.0)}, warn=False)
+    assert restored is not None
+    assert len(restored.skipped) == 2
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.filterwarnings("ignore:restored step 1")
+def test_damaged_versions_that_were_passed_over_are_none_of_those_that_are_kept(
+    tmp_path: Path, kind: str, keep: int
+) -> None:
+    save(tmp_path, 1, 2, 3)
+    for step in (3, 2):
+        DAMAGE[kind](folder(tmp_path, step))
+    with open_store(tmp_path, keep=keep) as store:
+        restored = store.restore({"model": make_model(0.0)})
+        assert restored is not None
+        # What is right is not always told from what is wrong: version 2 may have been mended.
+        first = restored.step
+        for step in (4, 5, 6):
+            store.save(step, {"model": make_model(float(step))})
+            found = open_store(tmp_path)
+            intact = [s for s in (first, 4, 5, 6) if s <= step][-keep:]
+            for each in intact:
+                assert found.restore({"model": make_model(0.0)}, step=each) is not None
+            # The damaged ones stay for as long as what is intact and newer is less than is kept.
+            assert (tmp_path / "step-00000003-a1").exists() == (step - 3 < keep)
+    assert steps_in(tmp_path) == [4, 5, 6][-keep:]
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -635,6 +635,21 @@ def test_good_versions_are_not_deleted_for_a_damaged_one(damaged: Path) -> None:
     assert verify(storage, find_version(storage).version).state == "ok"
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_pruning_leaves_a_version_that_is_right_to_the_last_bit(
+    damaged: Path, dry_run: bool
+) -> None:
+    pack = folder(damaged, 4) / "rank-00000-of-00001.pack"
+    content = pack.read_bytes()
+    pack.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    storage = storage_of(damaged)
+    with pytest.raises(CheckpointError, match=r"none of the versions that would stay .*damaged"):
+        prune_store(storage, Retention(keep=1), dry_run=dry_run)
+    assert len(list_versions(storage)) == 4
+    assert len(prune_store(storage, Retention(keep=2), dry_run=dry_run).deleted) == 2
+    assert find_version(storage, 3).version.step == 3
+
+
 def test_the_best_are_kept_by_a_metric_that_exists(damaged: Path) -> None:
     storage = storage_of(damaged)
     policy = Retention(keep=1, best=1, metric="loss", mode="max")

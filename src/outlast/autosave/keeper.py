@@ -410,8 +410,11 @@ class ScriptKeeper:
             CheckpointError: When there are versions, but none that can be used.
         """
         held = RankState()
-        restored = self._saves.store.restore({self._key: held})
+        store = self._saves.store
+        restored = store.restore({self._key: held}, warn=False)
         if restored is None:
+            if store.unfinished:
+                self.warn(store.unfinished)
             # What is not seeded is not drawn as in the life before.
             for old in self._folder.digests.glob(f"*.rank{self._own_rank()}.jsonl"):
                 with contextlib.suppress(OSError):

@@ -40,6 +40,7 @@ from outlast.checkpoint.foreign_formats import (
     SAFETENSORS_READ,
     STRUCTURE,
     open_source,
+    reading,
     split_rows,
 )
 from outlast.checkpoint.manifest import Catalogue, TensorFacts
@@ -203,6 +204,11 @@ class _Selection:
         found = self.json.get(STRUCTURE)
         if found is None or self.prefix:
             return None
+        if type(found) is not dict or type(found.get("prefix")) is not str or "root" not in found:
+            raise CheckpointError(
+                f"{self.contents.version.folder} is malformed: its value `{STRUCTURE}` does not "
+                "say how it was nested"
+            )
         before = found["prefix"]
         return values.decode(
             found["root"], lambda name, kind: self._stored(before + name[1:], kind)
@@ -470,7 +476,8 @@ def _write(
         for name, box, start in batch:
             entry = source.tensors[name]
             target = memory[start : start + box.elements * facts[name].itemsize]
-            target.view(entry.dtype).view(box.shape).copy_(entry.read(box))
+            with reading(f"`{name}`"):
+                target.view(entry.dtype).view(box.shape).copy_(entry.read(box))
         encoder.write(
             PartJob(
                 arena=0,

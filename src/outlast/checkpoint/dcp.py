@@ -58,6 +58,7 @@ from outlast.checkpoint.version import (
     UnfinishedError,
     Version,
     list_versions,
+    listing,
     load,
     prune,
     read_seal,
@@ -246,7 +247,7 @@ def newest_contents(storage: Storage, step: int | None) -> tuple[Contents, Metad
             damaged = damaged or not isinstance(error, UnfinishedError)
             skipped.append(str(error))
     raise (CheckpointError if damaged else UnfinishedError)(
-        f"no checkpoint in {storage.location} can be used: {'; '.join(skipped)}"
+        f"no checkpoint in {storage.location} can be used: {listing(skipped)}"
         if skipped
         else f"there is no checkpoint in {storage.location}; give a store or a run directory"
     )

@@ -13,9 +13,11 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import pickle
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from outlast.checkpoint.content import SAFETENSORS_TYPES
 from outlast.checkpoint.dcp import DcpContent
-from outlast.checkpoint.manifest import IMPORTED
+from outlast.checkpoint.manifest import IMPORTED, MAX_DIMENSIONS
 from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError
 from outlast.state import values
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint.manifest import TensorFacts
 
+
+# Zeros that are compressed, and views that repeat an element, make tensors larger than their file.
+_LARGEST_SMALL, _LARGEST_RATIO = 1 << 28, 1000
 
 STRUCTURE = IMPORTED
 """Name of the value that holds the nesting of an imported ``torch.save`` file."""
@@ -112,7 +117,10 @@ def load_restricted(path: Path) -> Any:
     """
     try:
         mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        if mapped:
+            _check_storages(path, found)
+        return found
     except pickle.UnpicklingError as error:
         reason = re.search(r"(?:GLOBAL|class|global|type) [`']?([\w.]+\.\w+)", str(error))
         what = f"Python objects ({reason[1]})" if reason else "Python objects"
@@ -126,6 +134,27 @@ def load_restricted(path: Path) -> Any:
             f"{path} is no file of torch.save, or damaged: torch.load cannot read it "
             f"({type(error).__name__})"
         ) from None
+
+
+def _check_storages(path: Path, root: Any) -> None:
+    """See that a mapped file holds what its tensors are made of: torch maps what comes after it."""
+    with zipfile.ZipFile(path) as archive:
+        held = Counter(item.file_size for item in archive.infolist() if "/data/" in item.filename)
+    storages: dict[int, int] = {}
+    left = [root]
+    while left:
+        found = left.pop()
+        if isinstance(found, torch.Tensor) and found.layout == torch.strided:
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(found, Mapping):
+            left.extend(found.values())
+        elif isinstance(found, (list, tuple)):
+            left.extend(found)
+    if missing := Counter(size for size in storages.values() if size) - held:
+        raise CheckpointError(
+            f"{path} is malformed: a tensor needs {max(missing)} bytes, which are not in it"
+        )
 
 
 def split_rows(box: Box, facts: TensorFacts, limit: int) -> Iterator[Box]:
@@ -255,7 +284,8 @@ def open_dcp(path: Path, _: contextlib.ExitStack) -> ForeignCheckpoint:
             continue
         if entry.properties.requires_grad:
             trained.append(name)
-        boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+        chunks = (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
+        boxes = tuple(dict.fromkeys(chunks))
         dtype = entry.properties.dtype
         tensors[name] = ForeignTensor(
             dtype, tuple(entry.size), _dcp_reader(reader, name, dtype, boxes), boxes
@@ -548,11 +578,53 @@ def open_source(path: Path, kind: str) -> Iterator[ForeignCheckpoint]:
     if kind not in openers:
         raise CheckpointError(f'kind = "{kind}" is unknown; take auto, {", ".join(KINDS)}')
     with contextlib.ExitStack() as stack:
-        try:
+        with reading(path):
             source = openers[kind](path, stack)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {sentence_of(error)}") from error
+            _check(path, source)
         yield source
+
+
+@contextlib.contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Within it, whatever a library says to a malformed file is a CheckpointError.
+
+    Args:
+        what: What is read, for the error.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{what} cannot be read: {sentence_of(error)}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} is malformed, or of another kind: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def _check(path: Path, source: ForeignCheckpoint) -> None:
+    """See that what a source says of its tensors can be, before anything is made for them."""
+    size = 0
+    for name, tensor in source.tensors.items():
+        shape = tensor.shape
+        if type(name) is not str or not isinstance(tensor.dtype, torch.dtype):
+            raise CheckpointError(f"{path} is malformed: `{name}` is no tensor with a name")
+        if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+            raise CheckpointError(f"{path} is malformed: `{name}` has the shape {shape!s:.200}")
+        size += math.prod(shape) * tensor.dtype.itemsize
+        for box in tensor.boxes:
+            if len(box.offset) != len(shape) or not (
+                all(type(n) is int and n >= 0 for n in (*box.offset, *box.shape))
+                and all(end <= extent for end, extent in zip(box.end, shape, strict=True))
+            ):
+                raise CheckpointError(f"{path} is malformed: `{name}` has a part outside of it")
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    most = _LARGEST_SMALL + _LARGEST_RATIO * sum(file.stat().st_size for file in files)
+    if size > most:
+        raise CheckpointError(
+            f"{path} is malformed: its tensors have {size:.3g} bytes, which its files cannot hold"
+        )
 
 
 def _kind_of(path: Path) -> str:
@@ -625,7 +697,7 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpo
         try:
             content = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         except SafetensorError as error:
-            raise CheckpointError(f"{file} is no safetensors file: {error}") from None
+            raise CheckpointError(f"{file} is no safetensors file: {error!s:.200}") from None
         for name in content.keys():  # noqa: SIM118 (no mapping)
             if name in tensors:
                 raise CheckpointError(f"`{name}` is in several files of {path}")

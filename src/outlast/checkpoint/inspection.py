@@ -24,6 +24,7 @@ from outlast.checkpoint.version import (
     complete_versions,
     leading_on,
     list_versions,
+    listing,
     load,
     logs_of,
     prune,
@@ -137,7 +138,7 @@ def find_version(storage: Storage, step: int | None = None) -> Contents:
             return load(storage, version)
         except CheckpointError as error:
             problems.append(str(error))
-    raise CheckpointError("; ".join([*problems, "restore the files from a copy"]))
+    raise CheckpointError(f"{listing(problems)}; restore the files from a copy")
 
 
 @dataclass(frozen=True)
@@ -676,8 +677,9 @@ def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -
     Replay logs are left to the store, which deletes those of no more use when it saves.
 
     Raises:
-        CheckpointError: When a live process owns the store, a version that would stay is damaged,
-            no version has the metric by which the best are chosen, or these are replay logs.
+        CheckpointError: When a live process owns the store, the manifests of a version that would
+            stay are damaged, or the content of all of them is, no version has the metric by which
+            the best are chosen, or these are replay logs.
     """
     with contextlib.nullcontext() if dry_run else hold(storage):
         known = complete_versions(storage)
@@ -715,8 +717,11 @@ def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -
             for name, size in storage.files(version.folder).items()
             if f"{version.folder}/{name}" not in packs
         }
-        deleted = prune(storage, policy, dry_run=dry_run)
+        deleted = prune(storage, policy, dry_run=True)
+        if any(version in known for version in deleted):
+            _refuse_to_lose(storage, sorted(kept, reverse=True))
         if not dry_run:
+            prune(storage, policy)
             # What could not be deleted is not counted.
             for folder in {name.partition("/")[0] for name in doomed}:
                 for name in storage.files(folder):
@@ -724,6 +729,20 @@ def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -
     stays = (version.folder for version in known if version not in deleted)
     gone = (version.folder for version in deleted)
     return Pruned(tuple(gone), tuple(stays), sum(doomed.values()), dry_run)
+
+
+def _refuse_to_lose(storage: Storage, kept: list[Version]) -> None:
+    """See that one version at least stays that is right to the last bit; mostly the first."""
+    problems: list[str] = []
+    for version in kept:
+        verdict = verify(storage, version)
+        if verdict.restorable:
+            return
+        problems += verdict.problems
+    raise CheckpointError(
+        f"none of the versions that would stay in {storage.location} can be restored: "
+        f"{listing(problems)}; keep more of them, or bring back their files"
+    )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import re
+import sys
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,7 +183,7 @@ CODECS = frozenset(
 
 # What a file may say, before anything that it says is used.
 _LARGEST = 2**62
-_DIMENSIONS = 64
+MAX_DIMENSIONS = 64
 _TILE_BYTES = 4 << 20
 MAX_CHAIN = 512
 MAX_RANKS = 1 << 20
@@ -284,16 +285,15 @@ class Fields:
     def extents(self, field: str, value: Any, least: int = 0) -> tuple[int, ...]:
         """As many numbers as a tensor may have dimensions."""
         found = self.checked_rows(field, value)
-        if len(found) > _DIMENSIONS:
-            raise self.error(field, f"has {len(found)} dimensions; there are {_DIMENSIONS} at most")
+        if len(found) > MAX_DIMENSIONS:
+            raise self.error(
+                field, f"has {len(found)} dimensions; there are {MAX_DIMENSIONS} at most"
+            )
         return tuple(self.checked_number(field, name, least=least) for name in found)
 
     def metrics(self, found: Any) -> dict[str, float]:
         """Figures by name."""
-        if type(found) is not dict or not all(
-            type(found_item) in (int, float) and math.isfinite(found_item)
-            for found_item in found.values()
-        ):
+        if type(found) is not dict or not all(map(_is_figure, found.values())):
             raise self.error("metrics", f"= {_shown(found)} are no figures by name")
         return found
 
@@ -306,6 +306,10 @@ class Fields:
     def error(self, field: str, what: str) -> ManifestError:
         """Return the error to raise when `field` is wrong."""
         return ManifestError(f"{self.file} is malformed: {field} {what}")
+
+
+def _is_figure(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:
@@ -469,19 +473,30 @@ class Part:
             for codec in codecs:
                 found.one_of("codecs", codec, CODECS)
             chunks = _chunks(found, len(packs), codecs)
-            pieces = {
-                tensor: [
-                    _piece(found, f"pieces[{_shown(tensor)}]", row, len(chunks))
-                    for row in found.checked_rows(f"pieces[{_shown(tensor)}]", rows)
-                ]
-                for tensor, rows in found.table("pieces").items()
-            }
+            pieces: dict[str, list[Piece]] = {}
+            for tensor, rows in found.table("pieces").items():
+                name_of = f"pieces[{_shown(tensor)}]"
+                read = (
+                    _piece(found, name_of, row, len(chunks))
+                    for row in found.checked_rows(name_of, rows)
+                )
+                pieces[tensor] = list(read)
+                if len({piece.box for piece in pieces[tensor]}) < len(pieces[tensor]):
+                    raise found.error(name_of, "has the same box twice")
         notes = found.table("notes")
         found.metrics(notes.get("metrics", {}))
+        for key, note in notes.items():
+            if key != "metrics":
+                found.tree(f"notes[{_shown(key)}]", note)
         bounds = found.table("bounds")
         for bound in bounds.values():
-            if type(bound) is not dict:
-                raise found.error("bounds", f"has {_shown(bound)}, which is no object")
+            given = (
+                [bound[kind] for kind in ("relative", "absolute") if bound.get(kind) is not None]
+                if type(bound) is dict
+                else []
+            )
+            if len(given) != 1 or not _is_figure(given[0]):
+                raise found.error("bounds", f"has {_shown(bound)}, which bounds no error")
         for key, value in found.table("values").items():
             found.tree(f"values[{_shown(key)}]", value)
         return cls(
@@ -656,11 +671,11 @@ def unsealed(content: bytes, name: str) -> dict[str, Any]:
     Raises:
         CheckpointError: When `content` is not as written, or of another format.
     """
-    body = content[:-_SEAL_BYTES]
+    body = memoryview(content)[:-_SEAL_BYTES]
     if content[-_SEAL_BYTES:] != (_SEAL % blake3.blake3(body).hexdigest()).encode():
         raise CheckpointError(f"{name} is damaged: its content does not have the hash it names")
     try:
-        found = json.loads(body + b"}", parse_constant=_refuse_constant)
+        found = json.loads(b"".join([body, b"}"]), parse_constant=_refuse_constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise ManifestError(f"{name} is malformed: {type(error).__name__}: {error}") from None
     if type(found) is not dict:

@@ -18,7 +18,7 @@ import xxhash
 
 from outlast.checkpoint import codec
 from outlast.checkpoint.manifest import ManifestError, collection_paused, tiles, tiles_within
-from outlast.checkpoint.storage import sentence_of
+from outlast.checkpoint.version import unreadable
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -274,8 +274,8 @@ class VersionReader:
                 _, offset, length = chunks[number][:3]
                 raise ManifestError(
                     f"{self._storage.location}/{name} is cut short at byte {file.size}, or "
-                    f"{self._manifest(part)} is malformed: chunks[{number}] (in `{tensor}`) has "
-                    f"{length} bytes from byte {offset}"
+                    f"{self._manifest(part)} is malformed: chunks[{number}] (in `{tensor:.200}`) "
+                    f"has {length} bytes from byte {offset}"
                 )
             with self._readable(name):
                 data = memoryview(file.read(start, stop - start))
@@ -299,9 +299,7 @@ class VersionReader:
         try:
             yield
         except OSError as error:
-            raise CheckpointError(
-                f"{self._storage.location}/{pack} cannot be read: {sentence_of(error)}"
-            ) from None
+            raise unreadable(self._storage, pack, error) from None
 
     def _decode(self, alike: list[_Fetch], blocks: dict[int, memoryview]) -> Bytes:
         """The contents of tiles that are coded alike, each from its first base on, checked.
@@ -324,7 +322,7 @@ class VersionReader:
                     cut = "is cut short" if len(block) < chunk.length else "is damaged"
                     raise CheckpointError(
                         f"{self._storage.location}/{part.packs[chunk.pack]} {cut} at byte "
-                        f"{chunk.offset} (in `{fetch.name}`): its content does not have the "
+                        f"{chunk.offset} (in `{fetch.name:.200}`): its content does not have the "
                         "checksum that was written"
                     )
                 stored.append(block)
@@ -334,7 +332,7 @@ class VersionReader:
                 found = self._coder.decode(coded, stored, itemsize, chunk.size)
             except CheckpointError as error:
                 place = f"{self._storage.location}/{part.packs[chunk.pack]}"
-                raise CheckpointError(f"{place}, `{alike[0].name}`: {error}") from None
+                raise CheckpointError(f"{place}, `{alike[0].name:.200}`: {error}") from None
             if plus:
                 assert raw is not None
                 found = codec.add(delta, found, raw, itemsize)
@@ -343,8 +341,8 @@ class VersionReader:
         for row, fetch in zip(raw, alike, strict=True):
             if xxhash.xxh3_128_hexdigest(row.data) != part.chunks[fetch.chain[0]].content_hash:
                 raise CheckpointError(
-                    f"{self._storage.location}: `{fetch.name}` decodes to other content than was "
-                    "saved"
+                    f"{self._storage.location}: `{fetch.name:.200}` decodes to other content than "
+                    "was saved"
                 )
         return raw
 

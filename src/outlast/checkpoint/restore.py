@@ -31,11 +31,27 @@ from outlast.checkpoint.manifest import REPLAY
 from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.storage import describe_failure, sentence_of
 from outlast.checkpoint.tiers import Place, Tiers
-from outlast.checkpoint.version import UnfinishedError, Version, leading_on, list_versions
+from outlast.checkpoint.version import (
+    UnfinishedError,
+    UnreadableError,
+    Version,
+    leading_on,
+    list_versions,
+    listing,
+    not_held,
+)
 from outlast.errors import CheckpointError
 from outlast.state import values
-from outlast.state.box import Box, covers, whole
-from outlast.state.install import Misfit, Saved, Targets, check_fit, find_targets, install
+from outlast.state.box import whole
+from outlast.state.install import (
+    Misfit,
+    Saved,
+    Targets,
+    check_fit,
+    decode_values,
+    find_targets,
+    install,
+)
 from outlast.state.live import (
     Filling,
     Live,
@@ -58,7 +74,6 @@ if TYPE_CHECKING:
     from outlast.checkpoint.store import CheckpointStore, LastSave
     from outlast.checkpoint.version import Contents
     from outlast.distributed.group import Group
-
 
 _COPIED_BYTES = 256 << 20
 
@@ -121,7 +136,6 @@ GRADIENT, TENSOR, SETTINGS, OBJECT, EXTRA, DIGEST = (
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
-
 
 # A chunk and its squares stay in a core's cache, or fill a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 16}
@@ -799,7 +813,7 @@ class Restorer:
             self.unfinished = skipped
             return None
         raise CheckpointError(
-            f"no checkpoint in {self._place} can be used: {'; '.join(skipped)}; restore the files "
+            f"no checkpoint in {self._place} can be used: {listing(skipped)}; restore the files "
             "from a copy, or start anew elsewhere"
         )
 
@@ -858,17 +872,20 @@ class Restorer:
 
         Where no rank has its part of a version, its save was cut short, which is no damage.
         """
-        contents, problem, damaged = None, "", False
+        contents, problem, damaged, unsure = None, "", False, False
         try:
             contents = place.load(version)
         except UnfinishedError as error:
             problem = str(error)
         except CheckpointError as error:
-            problem, damaged = str(error), True
-        found = self._ranks.gather((contents is not None, problem, damaged))
-        whole = [item for item, _, _ in found]
-        damaged = any(whole) or any(item for _, _, item in found)
-        problem = next((item for _, item, _ in found if item), "")
+            problem, damaged, unsure = str(error), True, isinstance(error, UnreadableError)
+        found = self._ranks.gather((contents is not None, problem, damaged, unsure))
+        whole = [item for item, *_ in found]
+        damaged = any(item for _, _, item, _ in found)
+        if damaged and not any(item for *_, item in found):
+            place.damaged.add(version)
+        damaged = damaged or any(whole)
+        problem = next((item for _, item, *_ in found if item), "")
         if problem and not damaged:
             problem = f"{problem}: its save was cut short, or is still under way"
         return (contents if all(whole) else None), problem, damaged
@@ -954,42 +971,28 @@ class Restorer:
                 return None, sentence
             raise CheckpointError(sentence)
         assert targets is not None
-        counters, unexpected = None, None
+        counters, unexpected, unsure, decoded = None, None, False, {}
         try:
             with VersionReader(place.storage, contents) as reader:
                 read_into(targets, reader)
                 counters = reader.counters
+            decoded = decode_values(targets, saved)
         except CheckpointError as error:
-            problem = str(error)
+            problem, unsure = str(error), isinstance(error, UnreadableError)
         except Exception as error:
             # E.g. no memory: no other version would do, and the other ranks have to know.
             problem, unexpected = f"{type(error).__name__}: {error}", error
-        fatal = self._ranks.any(unexpected is not None)
+        fatal, unsure = self._ranks.any_of(unexpected is not None, unsure)
         problem = self._ranks.first_problem(problem)
         if fatal:
             raise unexpected or CheckpointError(problem)
         if problem:
             # A version also reads the packs of those before it, which the problem may name.
             folder = contents.version.folder
+            if not unsure:
+                place.damaged.add(contents.version)
             return None, problem if folder in problem else f"{location}/{folder}: {problem}"
         assert counters is not None
-        install(wish.state, targets, saved)
+        install(wish.state, targets, saved, decoded)
         read, needed = counters.read_bytes, counters.needed_bytes
         return Restored(step, skipped, read, needed, location), ""
-
-
-def not_held(contents: Contents, boxes: dict[str, Box]) -> str:
-    """The first tensor of which `contents` lacks a part of the given box; empty when none."""
-    for name, box in boxes.items():
-        pieces = [piece.box for part in contents.parts for piece in part.pieces.get(name, ())]
-        if name not in contents.catalogue.tensors or box in pieces or not box.elements:
-            continue
-        common = (box.overlap(piece) for piece in pieces if len(piece.shape) == len(box.shape))
-        inside = [
-            Box(tuple(a - b for a, b in zip(item.offset, box.offset, strict=True)), item.shape)
-            for item in common
-            if item is not None
-        ]
-        if not covers(box.shape, inside):
-            return name
-    return ""

@@ -154,15 +154,17 @@ class LocalStorage:
         if not self.root.is_dir():
             return []
         with os.scandir(self.root) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir())
+            return sorted(entry.name for entry in entries if _is_folder(entry))
 
     def files(self, folder: str) -> dict[str, int]:
         """Names and sizes of the files in `folder`; empty when it is missing."""
         found = {}
         try:
             entries = os.scandir(self.root / folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return {}
+            raise
         with entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
@@ -226,6 +228,16 @@ class LocalStorage:
         """Delete a folder with all its files, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.root / name)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        # A link to itself is none.
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def _open_file(path: Path) -> int:

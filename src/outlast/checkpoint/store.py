@@ -35,7 +35,7 @@ from outlast.checkpoint.storage import (
     within,
 )
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
-from outlast.checkpoint.version import Version, list_versions, logs_of, prune_logs
+from outlast.checkpoint.version import Version, list_versions, listing, logs_of, prune_logs
 from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
@@ -254,7 +254,12 @@ class CheckpointStore:
         return self._submit(self._logs, step, lambda: log, begun, {}, kind=REPLAY, requires=(base,))
 
     def restore(
-        self, state: State, *, step: int | None = None, allow: Collection[Misfit] = ()
+        self,
+        state: State,
+        *,
+        step: int | None = None,
+        allow: Collection[Misfit] = (),
+        warn: bool = True,
     ) -> Restored | None:
         """Load the newest version that verifies into `state`, on any number of ranks.
 
@@ -269,6 +274,8 @@ class CheckpointStore:
             allow: Kinds of misfit that are no reason to refuse: ``missing`` (the version lacks
                 something that the state has), ``unexpected`` (the other way round), ``reshaped``
                 (kept as it is), ``retyped`` (converted).
+            warn: Warn of newer versions that were passed over, or never finished; False where the
+                caller tells of `Restored.skipped` and `unfinished`.
 
         Returns:
             What was restored, or None when there is no version at all, or none but those whose
@@ -284,12 +291,18 @@ class CheckpointStore:
         if not self._session:
             self._tiers.look()
         restored = self._restorer.restore(state, step, allow)
-        self._warn_of_unfinished()
+        self._warn_of_unfinished(warn)
+        if restored is not None and restored.skipped and warn and self._tiers.first.keeps_house:
+            warnings.warn(
+                f"restored step {restored.step} from {restored.place}, and passed over what is "
+                f"newer: {listing(restored.skipped)}",
+                stacklevel=2,
+            )
         return restored
 
-    def _warn_of_unfinished(self) -> None:
+    def _warn_of_unfinished(self, warn: bool) -> None:
         """Warn once that there is nothing but versions that were never finished."""
-        if self.unfinished and self._tiers.first.keeps_house and not self._warned:
+        if warn and self.unfinished and self._tiers.first.keeps_house and not self._warned:
             self._warned = True
             warnings.warn(self.unfinished, stacklevel=3)
 
@@ -304,16 +317,18 @@ class CheckpointStore:
         if not found:
             return ""
         return (
-            f"nothing is restored from {self._place}: {'; '.join(found)}. No save there was ever "
+            f"nothing is restored from {self._place}: {listing(found)}. No save there was ever "
             "finished, so training starts from its first step; if it had come further, stop it, "
             "and bring back the missing files"
         )
 
-    def newest(self) -> Version | None:
+    def newest(self, *, warn: bool = True) -> Version | None:
         """The newest published version in any tier, verified or not.
 
         A save into the same place that another store of this process has under way is waited for.
-        Warns where there is none, but versions that were begun; see `unfinished`.
+
+        Args:
+            warn: Warn where there is none, but versions that were begun; see `unfinished`.
         """
         wait_for_saves(self._place, besides=self)
         found = self._tiers.newest()
@@ -322,7 +337,7 @@ class CheckpointStore:
             self._restorer.unfinished = [
                 f"{version.folder} was never finished" for version in begun
             ]
-            self._warn_of_unfinished()
+            self._warn_of_unfinished(warn)
         return found
 
     def drained(self, *, wait: bool = False) -> list[DrainResult]:

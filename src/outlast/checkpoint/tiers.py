@@ -89,6 +89,7 @@ class Place:
         rank: This rank.
         world_size: How many save together.
         known: Seals that were read, for the next `prune`.
+        damaged: Versions that a restore found damaged.
         verified: Packs whose content here this rank has compared with what it is to be.
         ownership: Of this rank over the place.
     """
@@ -99,6 +100,7 @@ class Place:
     rank: int
     world_size: int
     known: dict[Version, Seal] = field(init=False, default_factory=dict, repr=False, compare=False)
+    damaged: set[Version] = field(init=False, default_factory=set, repr=False, compare=False)
     verified: set[str] = field(init=False, default_factory=set, repr=False, compare=False)
     ownership: Ownership = field(init=False, repr=False, compare=False)
 
@@ -178,6 +180,7 @@ class Place:
                     self.storage,
                     self.retention,
                     protected=protected,
+                    damaged=self.damaged,
                     read=self._sealed,
                     world_size=self.world_size if self.private else None,
                     cache=self.known,

@@ -20,6 +20,7 @@ too. Needs no torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from outlast.checkpoint.manifest import (
     FORMAT,
     IMPORTED,
+    MAX_RANKS,
     PART_NAME,
     REPLAY,
     ROOT,
@@ -41,11 +43,11 @@ from outlast.checkpoint.manifest import (
 )
 from outlast.checkpoint.storage import LocalStorage, publish, sentence_of, storage_of
 from outlast.errors import CheckpointError
-from outlast.state.box import covers
+from outlast.state.box import Box, covers
 from outlast.state.values import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from outlast.checkpoint.storage import Storage
 
@@ -53,6 +55,7 @@ SEAL = "version.json"
 _FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)
 # Of ranks whose files are not even listed, as a listing that lags behind may hide a few.
 _UNLISTED = 64
+_NAMED = 8
 
 
 class UnfinishedError(CheckpointError):
@@ -200,6 +203,12 @@ class Contents:
         return {pack for part in self.parts for pack in part.packs}
 
 
+def listing(problems: Sequence[str]) -> str:
+    """Sentences as one, the first ones of very many."""
+    more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
+    return "; ".join([*problems[:_NAMED], *more])
+
+
 def list_versions(storage: Storage) -> list[Version]:
     """All versions, complete or not, from old to new."""
     named = (_FOLDER.fullmatch(folder) for folder in storage.folders())
@@ -208,7 +217,8 @@ def list_versions(storage: Storage) -> list[Version]:
 
 def world_sizes(names: Iterable[str]) -> set[int]:
     """Numbers of ranks that saved the parts among the files `names` of a version's folder."""
-    return {int(found[2]) for name in names if (found := PART_NAME.fullmatch(name))}
+    found = {int(named[2]) for name in names if (named := PART_NAME.fullmatch(name))}
+    return {size for size in found if size <= MAX_RANKS}
 
 
 def is_published(storage: Storage, version: Version) -> bool:
@@ -268,18 +278,17 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     parts, roots, problems = [], [], []
     # A listing may lag behind, so parts are asked for by their names.
     world_size = max(sizes)
-    unlisted = 0
-    for rank in range(world_size):
+    named = (PART_NAME.fullmatch(name) for name in files)
+    listed = {int(found[1]) for found in named if found and int(found[2]) == world_size}
+    others = (rank for rank in range(world_size) if rank not in listed)
+    asked = sorted([*listed, *itertools.islice(others, _UNLISTED)])
+    for rank in asked:
         name = version.part_name(rank, world_size)
-        if name.partition("/")[2] not in files and unlisted >= _UNLISTED:
-            unlisted += 1
-            continue
         try:
             part, root = read_part(storage, version, rank, world_size)
             parts.append(part)
             roots.append(root)
         except FileNotFoundError:
-            unlisted += 1
             problems.append(f"{storage.location}/{name} is missing")
         except CheckpointError as error:
             cut_short = UnreadableError if cut_short is UnreadableError else CheckpointError
@@ -287,8 +296,9 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
         except OSError as error:
             cut_short = UnreadableError
             problems.append(f"{storage.location}/{name} cannot be read: {sentence_of(error)}")
-    if unlisted > _UNLISTED:
-        problems.append(f"and {unlisted - _UNLISTED} more manifests are missing")
+    unnamed = world_size - len(asked) + max(len(problems) - _NAMED, 0)
+    if unnamed:
+        problems[_NAMED:] = [f"and {unnamed} more manifests are missing or damaged"]
     if not parts:
         raise (UnreadableError if cut_short is UnreadableError else CheckpointError)(
             "; ".join(problems)
@@ -309,7 +319,7 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     # Ranks that planned alone list only what they hold themselves, so each of them is needed.
     if missing or (problems and len(catalogues) > 1):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        which = f": `{missing[0]}`{more} is not whole" if missing else ""
+        which = f": `{missing[0]:.200}`{more} is not whole" if missing else ""
         causes = f" ({'; '.join(problems)})" if problems else ""
         raise cut_short(f"{_place(storage, version)} is incomplete{which}{causes}")
     return contents
@@ -346,8 +356,8 @@ def check_contents(storage: Storage, contents: Contents) -> None:
             absent = () if key == IMPORTED else set(tensors_of(value)).difference(tensors)
             if absent:
                 raise ManifestError(
-                    f"{storage.location}/{name} is malformed: the value `{key}` has the tensor "
-                    f"`{min(absent)}`, which the catalogue has not"
+                    f"{storage.location}/{name} is malformed: the value `{key:.200}` has the "
+                    f"tensor `{min(absent):.200}`, which the catalogue has not"
                 )
 
 
@@ -406,6 +416,23 @@ def _files(storage: Storage, version: Version) -> dict[str, int]:
 
 def _place(storage: Storage, version: Version) -> str:
     return f"{storage.location}/{version.folder}"
+
+
+def not_held(contents: Contents, boxes: dict[str, Box]) -> str:
+    """The first tensor of which `contents` lacks a part of the given box; empty when none."""
+    for name, box in boxes.items():
+        pieces = [piece.box for part in contents.parts for piece in part.pieces.get(name, ())]
+        if name not in contents.catalogue.tensors or box in pieces or not box.elements:
+            continue
+        common = (box.overlap(piece) for piece in pieces if len(piece.shape) == len(box.shape))
+        inside = [
+            Box(tuple(a - b for a, b in zip(item.offset, box.offset, strict=True)), item.shape)
+            for item in common
+            if item is not None
+        ]
+        if not covers(box.shape, inside):
+            return name
+    return ""
 
 
 @dataclass(frozen=True)
@@ -507,6 +534,7 @@ def prune(
     policy: Retention,
     *,
     protected: Collection[Version] = (),
+    damaged: Collection[Version] = (),
     read: Callable[[Storage, Version], Contents] = load,
     world_size: int | None = None,
     cache: dict[Version, Seal] | None = None,
@@ -522,6 +550,8 @@ def prune(
         storage: The store.
         policy: What stays.
         protected: Versions that stay too, because they are being copied.
+        damaged: Versions that a restore has passed over. They count for nothing, and stay until
+            as many intact ones as `policy` keeps are newer.
         read: See `survey`.
         world_size: Where only as many ranks as saved a version can restore it, how many there are
             now: what others saved goes only when a newer version of these ranks is complete.
@@ -534,13 +564,15 @@ def prune(
     versions = list_versions(storage)
     cache = {} if cache is None else cache
     known, unclear = survey(storage, versions, read, cache)
+    intact = {version: seal for version, seal in known.items() if version not in damaged}
     ours = {
-        version: seal for version, seal in known.items() if world_size in (None, seal.world_size)
+        version: seal for version, seal in intact.items() if world_size in (None, seal.world_size)
     }
     if not ours:
         return []
     newest = max(ours)
-    kept = to_keep(known, policy) | to_keep(ours, policy) | set(protected)
+    kept = to_keep(intact, policy) | to_keep(ours, policy) | set(protected)
+    kept |= {bad for bad in damaged if sum(version > bad for version in ours) < policy.keep}
     kept |= {
         version
         for version in versions

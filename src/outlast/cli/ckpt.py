@@ -560,7 +560,8 @@ def print_description(found: Description, *, tensors: bool, values: bool) -> Non
     if values:
         console.print()
         console.print("[bold]values[/bold]")
-        console.print_json(json.dumps(found.values), indent=2)
+        # Rich takes seconds for many.
+        print(json.dumps(found.values, indent=2), flush=True)
     elif found.values:
         console.print(f"{count_text(len(found.values), 'value')}: --values shows them")
 

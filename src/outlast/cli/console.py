@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -30,6 +31,10 @@ LINE_SECONDS = 10.0
 
 FILE_CHARACTERS = 240
 """Width of a table in a file or pipe."""
+
+
+MOST_ROWS = 1000
+"""Of a table: more take minutes, and nobody reads them."""
 
 
 _GAP = 2
@@ -64,11 +69,29 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def output() -> Console:
-    """Console for tables: as wide as the window, or as every row needs where there is none."""
-    from rich.console import Console
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
-    console = Console(highlight=False)
+
+def visible(text: str) -> str:
+    """`text` with escapes for what would do something to a terminal, or no terminal can take."""
+    return _UNPRINTABLE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def output() -> Console:
+    """Console for tables: as wide as the window, or as every row needs where there is none.
+
+    Names and texts may come from anyone's files: what is not printable is shown as escapes.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Output(Console):
+        def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:
+            for segment in super().render(*arguments, **options):
+                text = segment.text if segment.control else visible(segment.text)
+                yield Segment(text, segment.style, segment.control)
+
+    console = Output(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_CHARACTERS
     return console
@@ -100,6 +123,7 @@ def print_table(
     """
     from rich.markup import escape
 
+    rows, unshown = rows[:MOST_ROWS], len(rows) - MOST_ROWS
     widths = [
         max([len(column.name), *(len(row[number]) for row in rows)])
         for number, column in enumerate(columns)
@@ -133,6 +157,8 @@ def print_table(
         widths[number] -= squeezed
         excess -= squeezed
     console.print(_table(columns, rows, {name: widths[name] for name in sorted(shown)}))
+    if unshown > 0:
+        console.print(f"and {unshown:,} more: --json has all")
     if left_out:
         names = ", ".join(columns[number].name for number in sorted(left_out))
         text = f"a wider window or --json also shows: {names}"

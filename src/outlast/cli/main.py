@@ -46,7 +46,9 @@ def main() -> None:
                 sys.exit(EXIT_DONE)
             raise
     except OutlastError as error:
-        print(f"outlast: {error}", file=sys.stderr, flush=True)
+        from outlast.cli.console import visible
+
+        print(f"outlast: {visible(str(error))}", file=sys.stderr, flush=True)
         match error:
             case DataCorruptionError():
                 sys.exit(EXIT_DATA_CORRUPTION)

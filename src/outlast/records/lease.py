@@ -148,6 +148,6 @@ def json_object(content: bytes) -> dict[str, Any]:
     """The JSON object in a file; empty while it is being written, or where it is damaged."""
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

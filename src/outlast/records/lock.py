@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # A lock has no content for a moment after its creation; its owner may die in that moment.
 _WRITING_SECONDS = 5.0
 _ACQUIRE_SECONDS = 6.0
+_LONGEST = 1 << 16
+"""Bytes of a lock file that are read; it has a few hundred."""
 
 
 class OwnerLock:
@@ -180,7 +182,7 @@ class OwnerLock:
     def is_held(self) -> bool:
         """Return True if a live process holds it, this one or another."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
-            owner = _parse_owner(file.read())
+            owner = _parse_owner(file.read(_LONGEST))
             age_seconds = time.time() - os.fstat(file.fileno()).st_mtime
             return bool(owner) and _alive(owner, age_seconds, self.stale_after_seconds)
         return False
@@ -229,7 +231,7 @@ def remove_lock_file(path: Path, stale: Callable[[bytes, os.stat_result], bool])
             pass  # a file system without flock: the few microseconds' risk is taken
         opened = os.fstat(file.fileno())
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), opened) and stale(file.read(), opened):
+            if os.path.samestat(path.stat(), opened) and stale(file.read(_LONGEST), opened):
                 path.unlink()
     return True
 
@@ -237,7 +239,15 @@ def remove_lock_file(path: Path, stale: Callable[[bytes, os.stat_result], bool])
 def _parse_owner(content: bytes) -> dict[str, Any]:
     """The owner that a lock file names; empty when it is being written, or damaged."""
     owner = json_object(content)
-    return owner if {"host", "boot", "pid", "started"} <= owner.keys() else {}
+    return owner if _is_process(owner) else {}
+
+
+def _is_process(owner: dict[str, Any]) -> bool:
+    """Return True if it names a process, as `this_process` does."""
+    types = {"host": str, "boot": str, "pid": int, "started": float}
+    return all(type(owner.get(name)) is kind for name, kind in types.items()) and (
+        0 < owner["pid"] < 1 << 31
+    )
 
 
 def _is_here(owner: dict[str, Any]) -> bool:
@@ -255,7 +265,7 @@ def _has_lost_lease(owner: dict[str, Any]) -> bool:
 
 def lives_on_this_host(owner: dict[str, Any]) -> bool:
     """Return True if the process named by `this_process` runs on this host since this boot."""
-    return {"host", "boot", "pid", "started"} <= owner.keys() and _alive(owner, 1.0, 0.0)
+    return _is_process(owner) and _alive(owner, 1.0, 0.0)
 
 
 def _alive(owner: dict[str, Any], age_seconds: float, stale_after_seconds: float) -> bool:

@@ -93,7 +93,8 @@ def from_disk(
         RecoverError: When a newer state could not be used, and there is no checkpoint.
     """
     begun = time.perf_counter()
-    restored = store.restore(state)
+    # The caller warns of the events.
+    restored = store.restore(state, warn=False)
     if restored is None:
         if passed_over:
             # Steps were done: whoever began anew would lose them without a word.
@@ -342,7 +343,7 @@ class MemoryCheckpoint:
             RecoverError: On all ranks, when more is lost than parity makes good.
         """
         assert self._keeper is not None
-        version = self._store.newest()
+        version = self._store.newest(warn=False)
         self.saved = max(self._peers.gather(-1 if version is None else version.step))
         whole = self._keeper.find()
         if whole is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from outlast.state.live import (
 )
 from outlast.state.sharded import is_dtensor
 from outlast.state.tensors import Facts, dtype_name, dtype_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Misfit = Literal["missing", "unexpected", "reshaped", "retyped"]
 MISFITS: tuple[Misfit, ...] = ("missing", "unexpected", "reshaped", "retyped")
@@ -205,7 +202,7 @@ def check_fit(targets: Targets, saved: Saved, taken: set[str], allow: Collection
     found: dict[Misfit, list[str]] = {misfit: [] for misfit in MISFITS}
     found["missing"] = [f"`{name}`" for name in targets.missing]
     found["unexpected"] = [
-        f"`{name}`"
+        f"`{name:.200}`"
         for name in everything
         if name not in taken
         and any(name == key or name.startswith(f"{key}.") for key in targets.asked)
@@ -233,16 +230,32 @@ def check_fit(targets: Targets, saved: Saved, taken: set[str], allow: Collection
     return f"{'; '.join(sentences)}; to restore the rest all the same, say allow=[{allowed}]"
 
 
-def install(state: State, targets: Targets, saved: Saved) -> None:
-    """Hand over what are no live tensors: optimizer states and settings, other objects."""
+def decode_values(targets: Targets, saved: Saved) -> dict[str, Any]:
+    """The values that are used, by name, once the tensors of `targets` are read.
+
+    Raises:
+        CheckpointError: When one is of no kind that is known.
+    """
 
     def tensor(name: str, kind: str) -> Any:
         found = targets.tensors[name]
         return found.numpy() if kind == "numpy" else found
 
-    def decoded(path: str) -> Any:
-        return values.decode(saved.values[path], tensor) if path in targets.values else None
+    return {name: values.decode(saved.values[name], tensor) for name in sorted(targets.values)}
 
+
+def install(
+    state: State, targets: Targets, saved: Saved, decoded: Mapping[str, Any] | None = None
+) -> None:
+    """Hand over what are no live tensors: optimizer states and settings, other objects.
+
+    Args:
+        state: The live objects.
+        targets: What was read of them.
+        saved: Where from.
+        decoded: As `decode_values` gives it, where that was called before.
+    """
+    decoded = decode_values(targets, saved) if decoded is None else decoded
     for optimizer, parameter, entries in targets.states:
         if entries:
             optimizer.state[parameter] = entries
@@ -253,14 +266,14 @@ def install(state: State, targets: Targets, saved: Saved) -> None:
             for name, module in plain_modules(value):
                 path = f"{key}.{name}._extra_state"
                 if path in targets.values:
-                    module.set_extra_state(decoded(path))
+                    module.set_extra_state(decoded[path])
         elif (optimizers := optimizers_of(value)) is not None:
             names = parameter_names(state, key)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     _install_settings(optimizer, group, key, names, decoded)
         elif key in targets.values:
-            value.load_state_dict(decoded(key))
+            value.load_state_dict(decoded[key])
 
 
 def _install_settings(
@@ -268,15 +281,15 @@ def _install_settings(
     group: dict[str, Any],
     key: str,
     names: dict[int, str],
-    decoded: Callable[[str], Any],
+    decoded: Mapping[str, Any],
 ) -> None:
     """Hand over the settings of a group, and of its states what are no tensors."""
     own = {names[id(parameter)]: parameter for parameter in group["params"]}
     for name, parameter in own.items():
-        if (others := decoded(f"{key}.other.{name}")) is not None:
+        if (others := decoded.get(f"{key}.other.{name}")) is not None:
             optimizer.state[parameter].update(others)
     # All parameters of a group share its settings.
-    found = (decoded(f"{key}.groups.{name}") for name in own)
+    found = (decoded.get(f"{key}.groups.{name}") for name in own)
     settings: dict[str, Any] = next((item for item in found if item is not None), {})
     for name, value in settings.items():
         if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):

@@ -232,7 +232,7 @@ def decode(value: Json, get_tensor: Callable[[str, str], Any]) -> Any:
         raise CheckpointError(f"a value cannot be read: it {problem}")
     try:
         return _Decoding(get_tensor).decode(value)
-    except (ValueError, TypeError, ArithmeticError, LookupError, NotImplementedError) as error:
+    except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError) as error:
         raise CheckpointError(f"a value cannot be read: {type(error).__name__}: {error}") from None
 
 

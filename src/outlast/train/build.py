@@ -178,7 +178,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     saved = (
         setup.restores
         and not job.checkpoint.fast_private
-        and all(gather_objects(raise_together(lambda: store.newest() is not None)))
+        and all(gather_objects(raise_together(lambda: store.newest(warn=False) is not None)))
     )
     model, tensorized = raise_together(lambda: build_whole_model(job, drawn=not saved))
     tune_layers(model, (job, layout, setup.ranks, device))
