@@ -1,8 +1,6 @@
 """Manifests that say what no save has written, with right hashes: one error, and on to the next."""
 
 import copy
-import json
-import os
 import resource
 import shutil
 import time
@@ -18,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zstandard
 from checkpoint_states import Holder, open_store
 from forked import run_ranks
+from hostile_stores import FOLDER, PART, content_of, deep, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -30,13 +29,10 @@ from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
 from outlast.checkpoint.inspection import describe, find_version, summarize, usage, verify
 from outlast.checkpoint.manifest import ManifestError, Part, unsealed
-from outlast.checkpoint.version import SEAL
 from outlast.cli.ckpt import ckpt
 from outlast.cli.main import main
 from outlast.errors import CheckpointError
 
-FOLDER = "step-00000002-a1"
-PART = "rank-00000-of-00001.json"
 MEMORY = 1 << 30
 CPU_SECONDS = 1.0
 
@@ -80,29 +76,6 @@ def dcp_state(step: int) -> dict[str, Any]:
     return {"w": torch.full((30, 50), float(step)), "words": {"a": [step, "b"]}}
 
 
-def content_of(place: Path, file: str) -> dict[str, Any]:
-    path = place / FOLDER / file
-    return unsealed(path.read_bytes(), file)
-
-
-def write(place: Path, file: str, content: Any) -> None:
-    """Write a file anew, with its hash, and what refers to it by its hash."""
-    folder = place / FOLDER
-    body = {"format": 2, **content} if isinstance(content, dict) else content
-    text = json.dumps(body, separators=(",", ":"))[:-1].encode()
-    root = blake3.blake3(text).hexdigest()
-    data = text + f',"blake3":"{root}"}}\n'.encode()
-    if file.startswith("catalogue"):
-        (folder / file).unlink()
-        (folder / f"catalogue-{root[:16]}.json").write_bytes(data)
-        write(place, PART, content_of(place, PART) | {"catalogue": root})
-        return
-    (folder / file).write_bytes(data)
-    if file == PART:
-        seal = content_of(place, SEAL)
-        write(place, SEAL, seal | {"parts": {PART: root}})
-
-
 NASTY: list[Any] = [
     *(None, True, -1, 0, 1, 7, 2**31, 2**53, 10**18, 10**30, -(10**18), 10**400),
     *(0.5, 1e308, float("nan"), float("inf"), "", "x", "raw", "xor+planes", "float9999999999999"),
@@ -111,13 +84,6 @@ NASTY: list[Any] = [
     *({"!evil": 1}, {"!dict": 3}, {"!set": [[1]]}, {"!shared": [0, {"!same": 0}]}, {"!same": 9}),
     *({"!bytes": "?"}, {"!torch.dtype": "load"}, {"!range": [0, 1, 0]}, {"!float": []}),
 ]
-
-
-def deep(depth: int) -> Any:
-    found: Any = 1
-    for _ in range(depth):
-        found = [found]
-    return found
 
 
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -497,44 +463,6 @@ def test_commands_say_in_a_sentence_what_is_malformed(
         assert code == 0 or said.strip(), arguments
         codes.append(code)
     assert codes == [0, 0, 0, 2, 2, 2, 0, 0, 1, 1, 1, 0, 2]
-
-
-def in_place_of(kind: str, path: Path) -> None:
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "loop":
-        path.symlink_to(path.name)
-    else:
-        with path.open("wb") as file:
-            file.truncate(1 << 42)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipe", "directory", "device", "loop", "terabytes"])
-@pytest.mark.parametrize("prefix", ["rank-00000-of-00001.json", "catalogue", "version", "pack"])
-def test_what_is_no_file_of_a_save_is_not_read(
-    saved: Path, tmp_path: Path, kind: str, prefix: str
-) -> None:
-    place = tmp_path / "store"
-    shutil.copytree(saved, place)
-    [path] = [p for p in (place / FOLDER).iterdir() if prefix in p.name]
-    in_place_of(kind, path)
-
-    def look() -> None:
-        limited()
-        in_time(restore, place)
-        for every in ([], ["--all"]):
-            found = CliRunner().invoke(ckpt, ["verify", str(place), *every])
-            assert found.exception is None or isinstance(found.exception, SystemExit)
-            # A folder is not counted as a file: the version is whole without its seal.
-            assert found.exit_code == (0 if (prefix, kind) == ("version", "directory") else 1)
-
-    run_ranks(1, look)
 
 
 def test_a_frame_that_names_terabytes_is_not_believed() -> None:

@@ -1,5 +1,6 @@
 """`outlast.Run` in a hand-written loop: killed, stopped and left at any step, with one result."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,43 @@ def test_a_last_step_that_was_saved_on_the_way_completes_a_run(
                 model(batch).sum().backward()
                 optimizer.step()
     assert "is complete: step 6, since 20" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("progress", [False, True])
+def test_what_could_not_be_restored_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool, progress: bool
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(steps: int) -> None:
+        with Run(
+            tmp_path / "run",
+            model=model,
+            optimizer=optimizer,
+            loader=[torch.ones(1, 2)] * steps,
+            checkpoint={"every_steps": 3},
+            progress=progress,
+        ) as run:
+            for batch in run:
+                model(batch).sum().backward()
+                optimizer.step()
+
+    train(6)
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    if damaged:
+        [pack] = saved[-1].glob("*.pack")
+        pack.write_bytes(bytes(pack.stat().st_size))
+    else:
+        for version in saved:
+            for manifest in version.glob("*.json"):
+                manifest.unlink()
+    capsys.readouterr()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(9)
+    shown = "".join(capsys.readouterr())
+    told = [shown, *(str(each.message) for each in said)]
+    words = "rank-00000-of-00001.pack is damaged" if damaged else "nothing is restored from"
+    assert sum(text.count(words) for text in told) == 1, told

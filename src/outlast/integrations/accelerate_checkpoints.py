@@ -599,7 +599,7 @@ class Saving:
                 "back and saved that step again; the one that was saved last is loaded"
             )
         while True:
-            restored = store.restore(self._wanted(facts), step=number)
+            restored = store.restore(self._wanted(facts), step=number, warn=False)
             assert restored is not None
             for name in restored.skipped:
                 self._runtime.tell(f"{name}; the version of step {restored.step} was loaded")

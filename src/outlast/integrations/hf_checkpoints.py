@@ -382,7 +382,7 @@ class Saving:
                 "only the model was saved (save_only_model): the optimizer and the schedule begin "
                 "anew"
             )
-        restored = self._source.restore(state, step=self._step)
+        restored = self._source.restore(state, step=self._step, warn=False)
         assert restored is not None
         for item in restored.skipped:
             runtime.tell(f"{item}; the training continues from step {restored.step}")

@@ -418,7 +418,13 @@ class Run:
             cadence = job_cadence(settings, self._ranks, directory, "pace.json")
             runtime.save_to(store, self._state, cadence, note=self._note)
             runtime.memory = MemoryCheckpoint(
-                self.job, self._ranks, directory, store, self._state, note=self._note
+                self.job,
+                self._ranks,
+                directory,
+                store,
+                self._state,
+                note=self._note,
+                shown=self._shows,
             )
             self._install_guard(runtime)
             for optimizer in self._optimizers:

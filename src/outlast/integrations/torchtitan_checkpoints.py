@@ -436,7 +436,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if step is None and self._keep_in_memory(wanted, self._store):
             return self._restored_newest(wanted)
         began = time.monotonic()
-        restored = self._store.restore(wanted, step=step)
+        restored = self._store.restore(wanted, step=step, warn=False)
         if restored is None:
             return False
         for sentence in restored.skipped:

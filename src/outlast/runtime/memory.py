@@ -80,7 +80,7 @@ def is_kept(settings: RecoverSection, ranks: Ranks) -> bool:
 
 
 def from_disk(
-    store: CheckpointStore, state: State, passed_over: Sequence[str] = ()
+    store: CheckpointStore, state: State, passed_over: Sequence[str] = (), *, shown: bool = False
 ) -> tuple[int, list[Event]]:
     """Restore the newest checkpoint: the steps that it has done, and the events.
 
@@ -88,13 +88,13 @@ def from_disk(
         store: The run's checkpoints.
         state: Model and optimizers.
         passed_over: One sentence for each newer state that could not be used.
+        shown: Whether the caller shows the events to the user, who else is warned.
 
     Raises:
         RecoverError: When a newer state could not be used, and there is no checkpoint.
     """
     begun = time.perf_counter()
-    # The caller warns of the events.
-    restored = store.restore(state, warn=False)
+    restored = store.restore(state, warn=not shown)
     if restored is None:
         if passed_over:
             # Steps were done: whoever began anew would lose them without a word.
@@ -136,6 +136,7 @@ class MemoryCheckpoint:
             on from its newest checkpoint.
         own_group: Whether the ranks agree in a group of their own for host memory, apart from the
             default group's collectives.
+        shown: Whether the events that `restore` gives are shown to the user.
         steps_before: That the process with this rank had done when it was killed, if it is known.
 
     Attributes:
@@ -158,6 +159,7 @@ class MemoryCheckpoint:
         note: Callable[[], None] = lambda: None,
         otherwise: str = "",
         own_group: bool = True,
+        shown: bool = False,
         steps_before: int = 0,
     ) -> None:
         self.events: list[Event] = []
@@ -167,6 +169,7 @@ class MemoryCheckpoint:
         self._store = store
         self._state = state
         self._note = note
+        self._shown = shown
         self._steps_before = steps_before
         self._told = False
         self._whole: CompleteState | None = None
@@ -206,7 +209,7 @@ class MemoryCheckpoint:
             RecoverError: When steps were done, and no state of them can be used.
         """
         if self._keeper is None:
-            return from_disk(self._store, self._state)
+            return from_disk(self._store, self._state, shown=self._shown)
         history, passed_over = self._history(), list[str]()
         try:
             whole = self._find(history)
@@ -215,7 +218,7 @@ class MemoryCheckpoint:
                 return event.step, [event, *self._changed(history, event.step)]
         except RecoverError as error:
             passed_over.append(str(error))
-        step, events = from_disk(self._store, self._state, passed_over)
+        step, events = from_disk(self._store, self._state, passed_over, shown=self._shown)
         return step, [*events, *self._changed(history, step)]
 
     def find(self) -> int | None:

@@ -283,7 +283,14 @@ def _runtime(
     # Weights and both moments of Adam, in fp32.
     state_bytes = 12.0 * sum(parameter.numel() for parameter in state["model"].parameters())
     memory = MemoryCheckpoint(
-        job, ranks, directory, store, state, own_group=False, steps_before=setup.steps_before
+        job,
+        ranks,
+        directory,
+        store,
+        state,
+        own_group=False,
+        shown=True,
+        steps_before=setup.steps_before,
     )
     runtime = Runtime(
         ranks,
