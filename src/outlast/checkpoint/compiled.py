@@ -14,8 +14,9 @@ import struct
 import weakref
 from importlib import resources
 from importlib.util import find_spec
+from operator import mul, sub
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +49,13 @@ _FLAGS = ("-O3", "-march=native")
 _LAYOUT = [("start", "i8"), ("strides", "i8", 3)]
 _HASH = ("u8", 2)
 
-TARGET = np.dtype([("run", "i8"), ("counts", "i8", 3), ("to", _LAYOUT), ("from", _LAYOUT)])
-"""``struct copy``: how a part of a tile is copied to a part of an array."""
+COPY = np.dtype([("run", "i8"), ("counts", "i8", 3), ("to", _LAYOUT), ("from", _LAYOUT)])
+"""``struct copy``: how a box is copied from one array to another."""
 
 TILE = np.dtype(
     [
         *((name, "i8") for name in ("stored", "length", "codec", "itemsize", "bytes")),
-        *(("content_hash", *_HASH), ("target", "i8"), ("copy", TARGET)),
+        *(("content_hash", *_HASH), ("target", "i8"), ("copy", COPY)),
     ]
 )
 """``struct tile``: a stored tile, and the memory that it goes to."""
@@ -62,7 +63,7 @@ TILE = np.dtype(
 SOURCE = np.dtype(
     [
         *((name, "i8") for name in ("memory", "itemsize", "bytes")),
-        ("copy", TARGET),
+        ("copy", COPY),
         ("content_hash", *_HASH),
         ("stored_hash", *_HASH),
         *(("codec", "i8"), ("length", "i8")),
@@ -77,31 +78,36 @@ Table = NDArray[np.void]
 """(tiles,) of `TILE` or `SOURCE`."""
 
 
-def copy_of(
-    inside: Box, tile: Box, outer: Box, strides: Sequence[int], itemsize: int
-) -> bytes | None:
-    """Bytes of a `TARGET`; None where the runs lie along more than three dimensions.
+class Place(NamedTuple):
+    """An array that holds a box.
 
-    Args:
-        inside: What is copied.
-        tile: Where it comes from: row-major.
-        outer: Box of the array where it goes.
-        strides: Of this array, in bytes.
-        itemsize: Bytes of an element.
+    Attributes:
+        box: What it holds.
+        strides: In bytes.
     """
-    own = row_major(tile.shape, itemsize)
-    found = runs(inside.shape, itemsize, strides, own)
+
+    box: Box
+    strides: tuple[int, ...]
+
+    @classmethod
+    def row_major(cls, box: Box, itemsize: int) -> Place:
+        """A contiguous one."""
+        strides = [itemsize]
+        for extent in reversed(box.shape[1:]):
+            strides.append(strides[-1] * extent)
+        return cls(box, tuple(reversed(strides[: len(box.shape)])))
+
+
+def copy_of(inside: Box, itemsize: int, to: Place, source: Place) -> bytes | None:
+    """How a box is copied, as bytes of a `COPY`; None where it takes more than three loops."""
+    found = runs(inside.shape, itemsize, to.strides, source.strides)
     if found is None:
         return None
-    run, counts, first_strides, second_strides = found
-    starts = (
-        sum(
-            (at - begin) * stride
-            for at, begin, stride in zip(inside.offset, box.offset, its, strict=True)
-        )
-        for box, its in ((outer, strides), (tile, own))
-    )
-    numbers = (run, *counts, next(starts), *first_strides, next(starts), *second_strides)
+    run, counts, *strides = found
+    numbers = [run, *counts]
+    for place, steps in zip((to, source), strides, strict=True):
+        offsets = map(sub, inside.offset, place.box.offset)
+        numbers += [sum(map(mul, offsets, place.strides)), *steps]
     return struct.pack(f"={len(numbers)}q", *numbers)
 
 
@@ -139,14 +145,6 @@ def runs(
     levels += [(1, 0, 0)] * (3 - len(levels))
     counts, first_strides, second_strides = zip(*reversed(levels), strict=True)
     return run, counts, first_strides, second_strides
-
-
-def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Strides of a contiguous array, in bytes."""
-    strides = [itemsize]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return tuple(reversed(strides[: len(shape)]))
 
 
 def hashes_of(digests: Sequence[str]) -> NDArray[np.uint64]:

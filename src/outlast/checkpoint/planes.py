@@ -121,15 +121,15 @@ class PlaneCoder:
 
     def plan(self, raw: NDArray[np.uint8], *, rotate: bool) -> PlanePlan:
         """Find out on one tile what pays for its tensor."""
-        lower, upper = self._halves(raw, rotate=rotate)
-        if upper.size == 0:
+        if raw.size == 0:
             return PlanePlan([False] * self._itemsize)
-        halves = [upper] if lower is None else [lower, upper]
-        planes = [plane for half in halves for plane in (half.astype(np.uint8), half >> 8)]
-        coded = [len(self._compressor.compress(plane.astype(np.uint8).data)) for plane in planes]
-        plan = PlanePlan([size < _PAYS * upper.size for size in coded])
-        small = np.mean(upper < _ESCAPE) > _SMALL_HALVES
-        if not rotate and small and upper.size % 2 == 0:
+        everything = self.encode(raw, PlanePlan([True] * self._itemsize), rotate=rotate)
+        parts = _Code.parse(everything, self._itemsize).parts
+        plan = PlanePlan([len(part) < _PAYS * raw.size / self._itemsize for part in parts])
+        if rotate:
+            return plan
+        _, upper = self._halves(raw, rotate=rotate)
+        if np.mean(upper < _ESCAPE) > _SMALL_HALVES and upper.size % 2 == 0:
             nibbles = PlanePlan(plan.planes, nibbles=True)
             by_plan, by_nibbles = (
                 len(self.encode(raw, item, rotate=False)) for item in (plan, nibbles)

@@ -24,9 +24,10 @@ import xxhash
 from outlast.checkpoint import codec
 from outlast.checkpoint.compiled import (
     CODECS,
-    TARGET,
+    COPY,
     TILE,
     CompiledTiles,
+    Place,
     address_of,
     copy_of,
     hashes_of,
@@ -99,7 +100,7 @@ class _Target(NamedTuple):
         out: Array.
         there: Part of it.
         here: Part of the tile; nothing: all.
-        copy: The same for compiled code: bytes of a `TARGET`; None where it cannot be.
+        copy: The same for compiled code: bytes of a `COPY`; None where it cannot be.
     """
 
     out: NDArray[Any]
@@ -267,9 +268,9 @@ class VersionReader:
         run = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(able))))
         table["stored"] += (address_of(memory) + places[:-1] - starts)[run]
         table["itemsize"] = [fetch.itemsize for fetch in able]
-        nowhere = bytes(TARGET.itemsize)
+        nowhere = bytes(COPY.itemsize)
         copies = [(fetch.targets and fetch.targets[0].copy) or nowhere for fetch in able]
-        table["copy"] = np.frombuffer(b"".join(copies), TARGET)
+        table["copy"] = np.frombuffer(b"".join(copies), COPY)
         table["target"] = [
             address_of(fetch.targets[0].out) if fetch.targets else 0 for fetch in able
         ]
@@ -484,7 +485,8 @@ def _copies(
         inside = tile if everything else common.overlap(tile)
         assert inside is not None
         here = () if inside == tile else inside.within(tile)
-        copy = copy_of(inside, tile, want.box, want.out.strides, facts.itemsize)
+        to, source = Place(want.box, want.out.strides), Place.row_major(tile, facts.itemsize)
+        copy = copy_of(inside, facts.itemsize, to, source)
         yield number, tile, inside.within(want.box), here, copy
 
 

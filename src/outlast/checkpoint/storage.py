@@ -57,7 +57,7 @@ class PendingFile:
     @_as_os_errors()
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`."""
-        self._file.write(bytes(data))
+        self._file.write(data)
 
 
 def storage_of(place: str | os.PathLike[str]) -> Storage:
