@@ -170,19 +170,18 @@ def test_compiled_code_and_numpy_write_the_same_files_and_read_the_same_boxes(
             with VersionReader(storage, load(storage, Version(1, 1))) as reader:
                 reader.read([Wanted("x", box, out)])
         assert out.tobytes() == case.array[box.within(whole(shape))].tobytes()
-    # A changed byte is noticed by the hash of the content, unless the content is right all the same.
+    # A changed byte is noticed, unless the content is right all the same.
     [pack] = [name for name in stored[True] if name.endswith(".pack")]
     changed = bytearray(stored[True][pack])
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     next(directory.rglob(pack)).write_bytes(changed)
-    out = np.zeros(shape, f"V{facts.itemsize}")
+    out, problem = np.zeros(shape, f"V{facts.itemsize}"), ""
     with VersionReader(storage, load(storage, Version(1, 1))) as reader:
         try:
             reader.read([Wanted("x", whole(shape), out)])
         except CheckpointError as error:
-            assert "is damaged at byte" in str(error)
-        else:
-            assert out.tobytes() == case.array.tobytes()
+            problem = str(error)
+    assert "is damaged at byte" in problem or out.tobytes() == case.array.tobytes()
 
 
 @settings(max_examples=30, deadline=None)
