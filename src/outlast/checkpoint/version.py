@@ -280,6 +280,7 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     world_size = max(sizes)
     named = (PART_NAME.fullmatch(name) for name in files)
     listed = {int(found[1]) for found in named if found and int(found[2]) == world_size}
+    listed.intersection_update(range(world_size))
     others = (rank for rank in range(world_size) if rank not in listed)
     asked = sorted([*listed, *itertools.islice(others, _UNLISTED)])
     for rank in asked:
