@@ -37,9 +37,16 @@ def path_of(place: Path, kind: str) -> Path:
     return path
 
 
+def bytes_of(path: Path) -> bytes:
+    """What is in a file, unless another attack has made it something else."""
+    if not path.is_file() or path.stat().st_size > 1 << 27:
+        raise ValueError(path)
+    return path.read_bytes()
+
+
 def content_of(place: Path, kind: str) -> dict[str, Any]:
     path = path_of(place, kind)
-    return unsealed(path.read_bytes(), path.name)
+    return unsealed(bytes_of(path), path.name)
 
 
 def sealed_bytes(body: bytes) -> bytes:
@@ -199,7 +206,7 @@ STRUCTURES: dict[str, Attack] = {
     "a chunk that is its own base": chunk(7, 0),
     "bases in a circle": changed(PART, _cyclic),
     "a chain of 500": changed(PART, _chained(500)),
-    "a chain of 100,000": changed(PART, _chained(100_000)),
+    "a chain of 30,000": changed(PART, _chained(30_000)),
     "4,000 overlapping boxes": changed(PART, _overlapping),
     "20,000 equal boxes": changed(PART, _pieces(20_000)),
     "tensors with each other's pieces": changed(PART, _swapped),
@@ -340,7 +347,7 @@ VALUES: dict[str, Attack] = {
 
 def _text(kind: str, make: Callable[[bytes], bytes]) -> Attack:
     def attack(place: Path) -> None:
-        content = path_of(place, kind).read_bytes()
+        content = bytes_of(path_of(place, kind))
         write_bytes(place, kind, make(content[: content.rindex(b',"blake3"')]))
 
     return attack
@@ -503,7 +510,7 @@ CODES: dict[str, Attack] = {
 def _pack(change: Callable[[bytes], bytes]) -> Attack:
     def attack(place: Path) -> None:
         path = place / FOLDER / PACK
-        path.write_bytes(change(path.read_bytes()))
+        path.write_bytes(change(bytes_of(path)))
 
     return attack
 
@@ -601,7 +608,7 @@ def _folder(name: str) -> Attack:
 def _copy(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
     for path in source.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
+        (target / path.name).write_bytes(bytes_of(path))
 
 
 def _renamed(old: str, new: str) -> Attack:
@@ -696,13 +703,13 @@ def _log(change: Callable[[dict[str, Any]], object]) -> Attack:
     def attack(place: Path) -> None:
         target = place / "replay" / "step-00000003-a1"
         _copy(place / FOLDER, target)
-        part = unsealed((target / PART).read_bytes(), PART)
+        part = unsealed(bytes_of(target / PART), PART)
         part |= {"step": 3, "kind": "replay", "requires": [2]}
         part["packs"] = [re.sub(r"step-\d+", "step-00000003", pack) for pack in part["packs"]]
         change(part)
         body = json.dumps({"format": 2, **part}, separators=(",", ":"))[:-1].encode()
         (target / PART).write_bytes(sealed_bytes(body))
-        seal = unsealed((target / SEAL).read_bytes(), SEAL) | {
+        seal = unsealed(bytes_of(target / SEAL), SEAL) | {
             "parts": {PART: blake3.blake3(body).hexdigest()},
             **{key: part[key] for key in ("packs", "requires", "kind")},
         }

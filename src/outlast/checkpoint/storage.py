@@ -259,8 +259,11 @@ def _open_file(path: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise CheckpointError(f"{path} is a link to itself where a file should be") from None
+        kinds = {errno.ELOOP: "link to itself", errno.ENXIO: "socket"}
+        if error.errno in kinds:
+            raise CheckpointError(
+                f"{path} is a {kinds[error.errno]} where a file should be"
+            ) from None
         raise
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
