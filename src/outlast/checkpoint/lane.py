@@ -474,6 +474,7 @@ class SaveHandle:
 
     Attributes:
         version: As given.
+        heard: Whether somebody has been told how it ended.
     """
 
     def __init__(
@@ -485,6 +486,7 @@ class SaveHandle:
         self.version = version
         self._future = future
         self._copied = copied
+        self.heard = False
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not; never before all copies are made."""
@@ -503,6 +505,7 @@ class SaveHandle:
     def result(self) -> SaveResult:
         """Wait for the end, of the copies too; a failure is in the result's `error`."""
         self.copied()
+        self.heard = True
         return self._future.result()
 
     def wait(self) -> SaveResult:
@@ -623,10 +626,13 @@ class Lane:
         if self._last is not None:
             self._last.copied()
 
-    def settle(self) -> None:
-        """Wait for the save under way."""
-        if self._last is not None:
-            self._last.result()
+    def settle(self) -> str:
+        """Wait for the save under way; returns why it failed, if nobody has heard of it."""
+        if self._last is None:
+            return ""
+        was_heard = self._last.heard
+        result = self._last.result()
+        return "" if was_heard else result.error or ""
 
     def failed_at(self, step: int) -> bool:
         """Return whether the save before was of `step` and was not published."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _BATCH_BYTES = 4 << 20
 # Of a version with more files than this, only those that are read are opened.
 _FILES_HELD = 64
-_READ_AHEAD = 1
 # Decoded together: with all that is made on the way, it fits into a core's second-level cache.
 _DECODED_BYTES = 128 << 10
 
@@ -173,19 +172,20 @@ class VersionReader:
         return len(fetches)
 
     def _run(self, batches: list[list[_Fetch]], done: Callable[[int], None] | None) -> None:
-        """Decode batch after batch, while a few more are read ahead.
+        """Decode batch after batch, while as many more are read ahead as the storage likes.
 
         Decoding in several threads is slower than in one: they would pass the interpreter's lock to
         and fro between calls of microseconds.
         """
         coming: deque[tuple[list[_Fetch], Future[dict[int, memoryview]]]] = deque()
-        with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="restore") as pool:
+        ahead = self._storage.reads_at_once
+        with ThreadPoolExecutor(ahead, thread_name_prefix="restore") as pool:
             try:
-                for number in range(len(batches) + _READ_AHEAD):
+                for number in range(len(batches) + ahead):
                     if number < len(batches):
                         batch = batches[number]
                         coming.append((batch, pool.submit(self._read_chunks, batch)))
-                    if number >= _READ_AHEAD:
+                    if number >= ahead:
                         batch, blocks = coming.popleft()
                         size = self._place(batch, blocks.result())
                         if done is not None:

@@ -158,13 +158,15 @@ class CheckpointStore:
         self._logs: Lane | None = None
         self._restorer = Restorer(self._tiers, self._log_place, self._ranks)
         self._last_save: LastSave | None = None
-        self._session = 0
+        self._session = self._asked = 0
         self._saves = 0
         self._submissions = 0
         self._went_back = False
         self._closed = False
         self._signals = StoreAgreement()
         self._look: Future[None] | None = None
+        self._pruning: Future[None] = Future()
+        self._pruning.set_result(None)
         self._warned = False
         self._process = os.getpid()
         _OPEN.add(self)
@@ -182,9 +184,10 @@ class CheckpointStore:
         """Copy `state` and write it in the background as the version of `step`.
 
         Returns when the copy is made. The handle's result carries an error instead of raising, so
-        that a failed write need not stop training; so it is where the storage does not answer at
-        the first save, of which a warning tells at once. A step that this store has published is
-        refused in the same way: no version is ever overwritten.
+        that a failed write need not stop training. A warning tells of it, too: at once where the
+        storage does not answer at the first save, else with the next save or the end, unless the
+        caller has asked for the result. A step that this store has published is refused in the same
+        way: no version is ever overwritten.
 
         Tensors in `late` are copied in the background after the return, while training reads them;
         ``handle.copied()`` must be called before the first of them is written, which is when the
@@ -349,6 +352,7 @@ class CheckpointStore:
         self._closed = True
         for lane in self._lanes:
             lane.close()
+            self._settle(lane)
         self._tiers.close(drain=drain)
         self._signals.close()
         self._tiers.disown()
@@ -421,7 +425,7 @@ class CheckpointStore:
         # A log that is given up makes those after it useless.
         if busy and self._when_busy == "replace" and kind == STATE:
             lane.abandon()
-        lane.settle()
+        self._settle(lane)
         # What comes after going back is newer than the versions of later steps, and parts of a
         # save that failed must not mix with it.
         again = kind == STATE and (self._went_back or self._comes_again(step))
@@ -441,6 +445,11 @@ class CheckpointStore:
         finish = functools.partial(self._finish, place, number=number, key=key)
         save = Save(version, begun, finish, kind, requires, notes)
         return lane.submit(save, memory, live.values, deferred)
+
+    def _settle(self, lane: Lane) -> None:
+        """Wait for the save under way, and warn of its failure where nobody has heard of it."""
+        if problem := lane.settle():
+            warnings.warn(f"{problem}; training continues without it", stacklevel=4)
 
     def _comes_again(self, step: int) -> bool:
         """Return whether the run went back to `step`, or tries again what has failed."""
@@ -494,9 +503,8 @@ class CheckpointStore:
         """
         tiers = self._tiers
         self._on_all_ranks(tiers.first.ownership.lock if tiers.first.keeps_house else None)
-        if self._session:
-            session = self._session + 1
-        else:
+        newest = self._session
+        if not newest:
             listed, unlisted = tiers.listed()
             versions = [*(version for _, version in listed), *self._restorer.all_logged()]
             newest = max((version.session for version in versions), default=0)
@@ -510,7 +518,8 @@ class CheckpointStore:
                     f"another process has saved to {self._place} since this one looked there last: "
                     "restore before the first save, or save to another place"
                 )
-            session = newest + 1
+        # An outage may have hidden that a session was claimed.
+        self._asked = session = max(newest, self._asked) + 1
         self._on_all_ranks(lambda: tiers.own(session))
         if self._session:
             self._session = session
@@ -559,14 +568,18 @@ class CheckpointStore:
                     self._offer(version, number)
         except (CheckpointError, LeaseLostError, OSError) as error:
             return problem or describe_failure(error)
-        if number and not problem:
-            self._tiers.prune()
+        if number and not problem and self._pruning.done():
+            self._pruning = in_background(self._prune)
             # What cannot be deleted now is deleted after the next save.
-            with contextlib.suppress(OSError, CheckpointError):
-                newest = self._tiers.first.newest() if self._restorer.logged() else None
-                if newest is not None:
-                    prune_logs(self._log_place.storage, newest)
+            with contextlib.suppress(TimeoutError, OSError, CheckpointError):
+                self._pruning.result(self._timeout_seconds)
         return problem
+
+    def _prune(self) -> None:
+        self._tiers.prune()
+        newest = self._tiers.first.newest() if self._restorer.logged() else None
+        if newest is not None:
+            prune_logs(self._log_place.storage, newest)
 
     def _offer(self, version: Version, number: int) -> None:
         """Let lower tiers have the version; replay logs, whose number is 0, stay in the first."""
