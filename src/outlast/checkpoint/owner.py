@@ -196,15 +196,16 @@ class Ownership:
         if isinstance(self._storage, LocalStorage):
             return
         self._asked.add(session)
-        mine = claimed(self._storage)
-        for other in self.others():
-            del mine[other]
-        claim = Claim(
-            self._storage, session, mine=[*mine.values()], held=self._held, writer=self._id
-        )
+        # Its own claims are still there, while those of others come and go.
+        others = self.others()
+        mine = [f"session-{own}.json" for own in self._asked - others.keys() - {session}]
+        claim = Claim(self._storage, session, mine=mine, held=self._held, writer=self._id)
         # Storage that hung may answer when a later session has been asked for.
         if session == max(self._asked):
             self._claim = claim
+        if self._asked == {session}:
+            with contextlib.suppress(OSError):
+                self._storage.drop_uploads("step-")
 
     def others(self) -> dict[int, str]:
         """Session to name of the claims of other writers.

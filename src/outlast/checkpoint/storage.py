@@ -373,14 +373,34 @@ class FsspecStorage:
             return True
         return False
 
+    @_as_os_errors()
+    def drop_uploads(self, prefix: str) -> None:
+        """Drop what writers that were killed have sent of objects whose names begin so.
+
+        Only S3 keeps it, unseen and for ever.
+        """
+        if not self._is_s3:
+            return
+        ask, (bucket, key, _) = (
+            self._filesystem.call_s3,
+            self._filesystem.split_path(str(self._root)),
+        )
+        found = ask("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/{prefix}".lstrip("/"))
+        for left in found.get("Uploads", ()):
+            which = {"Key": left["Key"], "UploadId": left["UploadId"]}
+            ask("abort_multipart_upload", Bucket=bucket, **which)
+
+    @property
+    def _is_s3(self) -> bool:
+        return bool(self._protocols & {"s3", "s3a"})
+
     def _upload(self, path: str, *, exclusive: bool) -> _Upload:
-        is_s3 = bool(self._protocols & {"s3", "s3a"})
         with _as_os_errors():
             # Object stores have no folders.
             if not self._protocols & _CONDITIONAL:
                 self._filesystem.makedirs(str(PurePosixPath(path).parent), exist_ok=True)
             mode = "xb" if exclusive and self._protocols & _CONDITIONAL else "wb"
-            return (_S3Upload if is_s3 else _Upload)(self._filesystem, path, mode)
+            return (_S3Upload if self._is_s3 else _Upload)(self._filesystem, path, mode)
 
     @_as_os_errors()
     def remove(self, name: str) -> None:
