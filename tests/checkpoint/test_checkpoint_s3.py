@@ -13,6 +13,7 @@ from s3_faults import Faults, fail_requests, faulty_place, kill_ranks, open_quie
 
 from outlast.checkpoint import CheckpointStore, storage_of
 from outlast.checkpoint.owner import OwnedError
+from outlast.checkpoint.storage import _FsspecReader
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -186,11 +187,9 @@ def test_tiles_are_fetched_from_an_object_store_by_several_requests_at_once(
     place, _ = server
     with open_quietly(place) as store:
         store.save(1, state_of(1))
-    monkeypatch.setattr("outlast.checkpoint.reader._BATCH_BYTES", 2048)
+    monkeypatch.setattr("outlast.checkpoint.storage.FsspecStorage.read_bytes", 2048)
     monkeypatch.setattr("outlast.checkpoint.storage.FsspecStorage.reads_at_once", 3)
     together = threading.Barrier(3)
-    from outlast.checkpoint.storage import _FsspecReader
-
     read: Callable[..., bytes] = _FsspecReader.read
     calls = []
 

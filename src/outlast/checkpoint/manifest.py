@@ -12,6 +12,7 @@ it, and a reader with another mesh fetches the tiles that it touches and little 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -318,6 +319,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+@functools.cache
 def item_bytes(dtype: str) -> int:
     """Bytes of an element of a torch type, given its name without ``torch.``.
 

@@ -21,11 +21,15 @@ from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
+import numpy as np
+
 from outlast.errors import CheckpointError, OutlastError
 from outlast.records import check_lease, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 TEMPORARY = ".tmp"
@@ -146,9 +150,11 @@ class LocalStorage:
     Attributes:
         root: The directory.
         location: Its path, for people.
-        reads_at_once: Reads of a few MiB that it answers fastest when they are asked together.
+        read_bytes: Bytes to ask for at a time, where much is read.
+        reads_at_once: Such reads that are asked for together at the least.
     """
 
+    read_bytes = 1 << 20
     reads_at_once = 1
 
     def __init__(self, root: Path) -> None:
@@ -264,14 +270,21 @@ class _LocalReader:
         self._descriptor = _open_file(path)
         self.size = os.fstat(self._descriptor).st_size
 
+    def read_into(self, offset: int, memory: NDArray[np.uint8]) -> int:
+        """Fill `memory` with the bytes from `offset`; returns how many there are."""
+        done = 0
+        # One call reads at most 2 GiB, and may be interrupted by a signal.
+        while done < memory.size:
+            count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            if not count:
+                break
+            done += count
+        return done
+
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer where the file ends."""
-        parts = []
-        # One call reads at most 2 GiB, and may be interrupted by a signal.
-        while length > 0 and (part := os.pread(self._descriptor, length, offset)):
-            parts.append(part)
-            offset, length = offset + len(part), length - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        memory = np.empty(length, np.uint8)
+        return memory[: self.read_into(offset, memory)].tobytes()
 
     def close(self) -> None:
         """Give the file back."""
@@ -285,9 +298,11 @@ class FsspecStorage:
 
     Attributes:
         location: The URL, for people.
+        read_bytes: As of `LocalStorage`.
         reads_at_once: As of `LocalStorage`.
     """
 
+    read_bytes = 4 << 20
     reads_at_once = 8
 
     def __init__(self, url: str) -> None:
@@ -446,7 +461,7 @@ class _Upload:
     @_as_os_errors()
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`; what fills a part is sent."""
-        self._buffer += data
+        self._buffer += memoryview(data)
         while len(self._buffer) > (size := self._part_bytes):
             part = bytes(memoryview(self._buffer)[:size])
             del self._buffer[:size]
@@ -573,6 +588,12 @@ class _FsspecReader:
             return b""
         content: bytes = self._filesystem.cat_file(self._path, start=offset, end=end)
         return content
+
+    def read_into(self, offset: int, memory: NDArray[np.uint8]) -> int:
+        """Fill `memory` with the bytes from `offset`; returns how many there are."""
+        content = self.read(offset, memory.size)
+        memory[: len(content)] = np.frombuffer(content, np.uint8)
+        return len(content)
 
     def close(self) -> None:
         """Nothing is held."""
