@@ -1,4 +1,7 @@
-"""An S3 server on this machine, whose conditional puts are atomic: it answers one at a time."""
+"""An S3 server on this machine, whose conditional puts are atomic: it answers one at a time.
+
+Unless it is `threaded`, for figures.
+"""
 
 import os
 import socket
@@ -17,13 +20,16 @@ SETTINGS = {
 }
 SMALLEST_PART = 1 << 10
 SLOW_SECONDS = 0.05
+FAR_SECONDS = 0.03
+FAR_BYTES_PER_SECOND = 80e6
 
 Fault = Callable[[str, str], str]
 """Told the method and the address of a request, says what befalls it.
 
 ``refuse``: the connection ends before it is handled; ``lose``: after that, without an answer;
 ``cut``: in the middle of the answer; ``busy``: it is told to come back later; ``slow``: it waits;
-``blind``: its condition is not seen; empty: nothing.
+``far``: it waits as for a server in another building, by the size of what is sent; ``blind``: its
+condition is not seen; empty: nothing.
 """
 
 
@@ -39,6 +45,11 @@ class Faulty:
         fault = self._fault(environ["REQUEST_METHOD"], address)
         if fault == "slow":
             time.sleep(SLOW_SECONDS)
+        if fault == "far":
+            # What is sent, or asked for as "bytes=FIRST-LAST".
+            ends = environ.get("HTTP_RANGE", "=0-0").partition("=")[2].split("-")
+            size = int(environ.get("CONTENT_LENGTH") or 0) + int(ends[1]) - int(ends[0])
+            time.sleep(FAR_SECONDS + size / FAR_BYTES_PER_SECOND)
         if fault == "blind":
             environ.pop("HTTP_IF_NONE_MATCH", None)
         if fault == "busy":
@@ -62,7 +73,9 @@ class Faulty:
 
 
 @contextmanager
-def s3_server(bucket: str, port: int = 0, fault: Fault | None = None) -> Iterator[str]:
+def s3_server(
+    bucket: str, port: int = 0, fault: Fault | None = None, *, threaded: bool = False
+) -> Iterator[str]:
     """The URL of a bucket, for this process and those that it starts meanwhile.
 
     What a server held is there again on the next one of this process; at its end, its port refuses
@@ -74,7 +87,7 @@ def s3_server(bucket: str, port: int = 0, fault: Fault | None = None) -> Iterato
 
     application = DomainDispatcherApplication(create_backend_app)
     handle = application if fault is None else Faulty(application, fault)
-    server = make_server("127.0.0.1", port, handle, threaded=False)
+    server = make_server("127.0.0.1", port, handle, threaded=threaded)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}
