@@ -19,7 +19,7 @@ import uuid
 from collections import deque
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -56,11 +56,16 @@ def _as_os_errors() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-class PendingFile(Protocol):
+class PendingFile:
     """A file that is being written; it appears when the block of `Storage.create` ends well."""
 
-    def write(self, data: bytes | memoryview, /) -> object:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    @_as_os_errors()
+    def write(self, data: bytes | memoryview) -> None:
         """Append `data`."""
+        self._file.write(data)
 
 
 def storage_of(place: str | os.PathLike[str]) -> Storage:
@@ -216,7 +221,7 @@ class LocalStorage:
         temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{TEMPORARY}")
         try:
             with temporary.open("xb") as file:
-                yield file
+                yield PendingFile(file)
                 file.flush()
                 os.fsync(file.fileno())
             check_lease()
@@ -361,7 +366,7 @@ class FsspecStorage:
                     raise _taken(path)
         upload = self._upload(path, exclusive=exclusive)
         try:
-            yield upload
+            yield PendingFile(upload)
             check_lease()
             upload.commit()
         except BaseException:
@@ -458,7 +463,6 @@ class _Upload:
         self._buffer = bytearray()
         self._file: Any = None
 
-    @_as_os_errors()
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`; what fills a part is sent."""
         self._buffer += memoryview(data)
