@@ -187,7 +187,7 @@ def test_tiles_are_fetched_from_an_object_store_by_several_requests_at_once(
     place, _ = server
     with open_quietly(place) as store:
         store.save(1, state_of(1))
-    monkeypatch.setattr("outlast.checkpoint.storage.FsspecStorage.read_bytes", 2048)
+    monkeypatch.setattr("outlast.checkpoint.reader._BATCH_BYTES", 2048)
     monkeypatch.setattr("outlast.checkpoint.storage.FsspecStorage.reads_at_once", 3)
     together = threading.Barrier(3)
     read: Callable[..., bytes] = _FsspecReader.read

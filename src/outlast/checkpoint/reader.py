@@ -1,22 +1,25 @@
 """Reading boxes of tensors from a version: only the tiles that they touch, each one checked.
 
 Needs no torch. Tiles are fetched in batches of neighbouring chunks by a few threads, checked
-against their checksums before and after decoding, and copied into the caller's memory, so the
-memory needed beside that is a few batches.
+against their checksums, and copied into the caller's memory, so the memory needed beside that is a
+few batches.
 
 Compiled code checks, decodes and copies a batch in one call (see `compiled`), on as many threads as
-the process may use cores. What it cannot do goes through NumPy: differences to older versions,
-blosc2's codes, and whatever it finds wrong, so that one place says what is wrong.
+the process may use cores; plans are arrays, so that a tile costs the interpreter nothing. What it
+cannot do goes through NumPy: differences to older versions, blosc2's codes, several places for one
+tile, and whatever it finds wrong, so that one place says what is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -43,14 +46,15 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint.codec import Bytes
     from outlast.checkpoint.compiled import Table
-    from outlast.checkpoint.manifest import Chunk, Part, TensorFacts
+    from outlast.checkpoint.manifest import Chunk, Part, Piece, TensorFacts
     from outlast.checkpoint.storage import RangeReader, Storage
     from outlast.checkpoint.version import Contents
     from outlast.state.box import Box
 
+_BATCH_BYTES = 4 << 20
+_MOST_THREADS = 8
 # Of a version with more files than this, only those that are read are opened.
 _FILES_HELD = 64
-_MOST_THREADS = 8
 # Decoded together: with all that is made on the way, it fits into a core's second-level cache.
 _DECODED_BYTES = 128 << 10
 
@@ -93,19 +97,11 @@ class Counters:
 
 
 class _Target(NamedTuple):
-    """Destination of some of a tile.
-
-    Attributes:
-        out: Array.
-        there: Part of it.
-        here: Part of the tile; nothing: all.
-        copy: The same for compiled code: bytes of a `COPY`; None where it cannot be.
-    """
+    """Destination of some of a tile: an array, which part of it, and of the tile (nothing: all)."""
 
     out: NDArray[Any]
     there: tuple[slice, ...]
     here: tuple[slice, ...]
-    copy: bytes | None
 
 
 class _Fetch(NamedTuple):
@@ -139,9 +135,6 @@ class VersionReader:
         self.counters = Counters()
         self._storage = storage
         self._coder = codec.Coder()
-        self._coding = threading.Lock()
-        self._own = threading.local()
-        self._tables: dict[int, Table] = {}
         self._files: dict[str, RangeReader] = {}
         self._opening = threading.Lock()
         packs = sorted(contents.packs)
@@ -174,11 +167,29 @@ class VersionReader:
         Raises:
             CheckpointError: Naming the first tile that is missing, cut or changed.
         """
+        by_name: dict[str, list[Wanted]] = {}
         for item in wanted:
             self.counters.add(needed=item.out.nbytes)
+            by_name.setdefault(item.name, []).append(item)
+        rest: list[_Fetch] = []
         with collection_paused():
-            batches = [*_batches(self._plan(wanted), self._storage.read_bytes)]
-        self._run(batches, done)
+            plan = None if CompiledTiles.new() is None else _CompiledPlan(self)
+            for name, wants in by_name.items():
+                if plan is None or len(wants) > 1:
+                    rest += self._plan(name, wants)
+                    continue
+                pieces = [
+                    (part, piece)
+                    for part in self.contents.parts
+                    for piece in part.pieces.get(name, ())
+                ]
+                # Several ranks may have saved the same tile.
+                taken: set[Box] | None = set() if len(pieces) > 1 else None
+                for part, piece in pieces:
+                    rest += plan.add(part, name, piece, wants[0], taken)
+        if plan is not None:
+            plan.run(done)
+        self._run([*_batches(rest)], done)
 
     def check(self, done: Callable[[int], None] | None = None) -> int:
         """Decode and check everything that is stored; returns the number of chunks.
@@ -186,137 +197,67 @@ class VersionReader:
         Raises:
             CheckpointError: Naming the first tile that is not as written.
         """
+        plan = None if CompiledTiles.new() is None else _CompiledPlan(self)
         fetches: dict[tuple[str, int, int], _Fetch] = {}
+
+        def note(fetch: _Fetch) -> None:
+            chunk = fetch.part.chunks[fetch.chain[0]]
+            key = fetch.part.packs[chunk.pack], chunk.offset, fetch.itemsize
+            fetches.setdefault(key, fetch)
+
         for part in self.contents.parts:
-            for name in part.pieces:
+            for name, pieces in part.pieces.items():
+                if plan is not None:
+                    for piece in pieces:
+                        for fetch in plan.add(part, name, piece, None, None):
+                            note(fetch)
+                    continue
                 facts = self.contents.catalogue.tensors[name]
                 for tile, number in part.tiles(name, facts):
-                    chunk = part.chunks[number]
-                    key = (part.packs[chunk.pack], chunk.offset, facts.itemsize)
-                    if key not in fetches:
-                        fetches[key] = self._fetch(part, name, number, tile, [])
-        self._run([*_batches([*fetches.values()], self._storage.read_bytes)], done)
-        return len(fetches)
+                    note(self._fetch(part, name, number, tile, []))
+        checked = 0 if plan is None else plan.run(done, once=True)
+        self._run([*_batches([*fetches.values()])], done)
+        return checked + len(fetches)
 
     def _run(self, batches: list[list[_Fetch]], done: Callable[[int], None] | None) -> None:
-        """Read and place the batches, several at a time."""
-        threads = max(_threads(), self._storage.reads_at_once)
-        with ThreadPoolExecutor(threads, thread_name_prefix="restore") as pool:
+        """Decode batch after batch, while a few more are read ahead.
+
+        Decoding in several threads is slower than in one: they would pass the interpreter's lock to
+        and fro between calls of microseconds.
+        """
+        if not batches:
+            return
+        coming: deque[tuple[list[_Fetch], Future[dict[int, memoryview]]]] = deque()
+        ahead = self._storage.reads_at_once
+        with ThreadPoolExecutor(ahead, thread_name_prefix="restore") as pool:
             try:
-                for size in pool.map(self._read_batch, batches):
-                    if done is not None:
-                        done(size)
+                for number in range(len(batches) + ahead):
+                    if number < len(batches):
+                        batch = batches[number]
+                        coming.append((batch, pool.submit(self._read_chunks, batch)))
+                    if number >= ahead:
+                        batch, blocks = coming.popleft()
+                        size = self._place(batch, blocks.result())
+                        if done is not None:
+                            done(size)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _read_batch(self, batch: list[_Fetch]) -> int:
-        """Read, check, decode and place a batch of tiles; returns the bytes decoded."""
-        if not hasattr(self._own, "compiled"):
-            self._own.compiled = CompiledTiles.new()
-        rest = batch
-        if self._own.compiled is not None:
-            rest = self._place_compiled(self._own.compiled, batch)
-        if rest:
-            # NumPy in several threads is slower than in one: they would pass the interpreter's lock
-            # to and fro between calls of microseconds.
-            blocks = self._read_chunks(rest)
-            with self._coding:
-                for alike in _alike(rest):
-                    self._place(alike, blocks)
-        size = sum(fetch.part.chunks[fetch.chain[0]].size for fetch in batch)
-        self.counters.add(touched=size)
-        return size
-
-    def _place_compiled(self, compiled: CompiledTiles, batch: list[_Fetch]) -> list[_Fetch]:
-        """Read, check, decode and place a batch; returns what is left for NumPy."""
-        part = batch[0].part
-        stored = self._stored(part)
-        numbers = [fetch.chain[0] for fetch in batch]
-        able = [
-            fetch
-            for fetch, codec_number in zip(batch, stored["codec"][numbers].tolist(), strict=True)
-            if codec_number >= 0 and (not fetch.targets or fetch.targets[0].copy)
-        ]
-        if len(able) < len(batch):
-            chosen = {id(fetch) for fetch in able}
-            rest = [fetch for fetch in batch if id(fetch) not in chosen]
-            if not able:
-                return rest
-            numbers = [fetch.chain[0] for fetch in able]
-        else:
-            rest = []
-        table = stored[numbers]
-        begin, end = table["stored"], table["stored"] + table["length"]
-        reach = np.maximum.accumulate(end)
-        # Neighbours are read at once.
-        first = np.concatenate([[0], np.flatnonzero(begin[1:] > reach[:-1]) + 1])
-        starts, stops = begin[first], reach[np.concatenate([first[1:], [len(able)]]) - 1]
-        places = np.concatenate([[0], np.cumsum(stops - starts)])
-        name = part.packs[part.chunks[numbers[0]].pack]
-        file = self._file(name)
-        if int(stops[-1]) > file.size:
-            return batch
-        memory = self._memory(int(places[-1]))
-        for start, *span in zip(starts.tolist(), places, places[1:], strict=False):
-            piece = memory[slice(*span)]
-            with self._readable(name):
-                read = file.read_into(start, piece)
-            self.counters.add(read=read)
-            # What lies behind an end that came early has no right checksum.
-            piece[read:] = 0
-        run = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(able))))
-        table["stored"] += (address_of(memory) + places[:-1] - starts)[run]
-        table["itemsize"] = [fetch.itemsize for fetch in able]
-        nowhere = bytes(COPY.itemsize)
-        copies = [(fetch.targets and fetch.targets[0].copy) or nowhere for fetch in able]
-        table["copy"] = np.frombuffer(b"".join(copies), COPY)
-        table["target"] = [
-            address_of(fetch.targets[0].out) if fetch.targets else 0 for fetch in able
-        ]
-        done = compiled.read(table)
-        if done.all():
-            return rest
-        return rest + [fetch for fetch, right in zip(able, done, strict=True) if not right]
-
-    def _stored(self, part: Part) -> Table:
-        """The chunks of a part as a table of `TILE`: codec -1 is none of the compiled ones."""
-        with self._opening:
-            if id(part) not in self._tables:
-                table = self._tables[id(part)] = np.zeros(len(part.chunks), TILE)
-                _, begin, length, coded, size, _, content, *_ = zip(*part.chunks, strict=True)
-                codes = [CODECS.index(name) if name in CODECS else -1 for name in part.codecs]
-                table["stored"], table["length"], table["bytes"] = begin, length, size
-                table["codec"] = np.array(codes)[[*coded]]
-                table["content_hash"] = hashes_of(content)
-            return self._tables[id(part)]
-
-    def _place(self, alike: list[_Fetch], blocks: dict[int, memoryview]) -> None:
-        """Check, decode and place tiles that are coded alike."""
-        for row, fetch in zip(self._decode(alike, blocks), alike, strict=True):
-            for target in fetch.targets:
-                content = row.view(target.out.dtype).reshape(fetch.tile.shape)
-                target.out[target.there] = content[target.here] if target.here else content
-
-    def _plan(self, wanted: list[Wanted]) -> list[_Fetch]:
-        """The tiles that overlap with what is wanted, each tile once."""
-        by_name: dict[str, list[Wanted]] = {}
-        for item in wanted:
-            by_name.setdefault(item.name, []).append(item)
+    def _plan(self, name: str, wants: list[Wanted]) -> list[_Fetch]:
+        """The tiles of a tensor that overlap with what is wanted, each tile once."""
+        facts = self.contents.catalogue.tensors[name]
         fetches = []
-        copies: _Copies = {}
-        for name, wants in by_name.items():
-            facts = self.contents.catalogue.tensors[name]
-            # Several ranks may have saved the same tile.
-            taken: set[Box] = set()
-            for part in self.contents.parts:
-                for piece in part.pieces.get(name, ()):
-                    found = _targets(piece.box, facts, wants, copies)
-                    for number, (tile, targets) in found.items():
-                        if tile not in taken:
-                            taken.add(tile)
-                            fetch = self._fetch(part, name, piece.chunks[number], tile, targets)
-                            fetches.append(fetch)
+        # Several ranks may have saved the same tile.
+        taken: set[Box] = set()
+        for part in self.contents.parts:
+            for piece in part.pieces.get(name, ()):
+                found = _targets(piece.box, facts.steps, wants)
+                for number, (tile, targets) in found.items():
+                    if tile not in taken:
+                        taken.add(tile)
+                        fetch = self._fetch(part, name, piece.chunks[number], tile, targets)
+                        fetches.append(fetch)
         return fetches
 
     def _fetch(
@@ -335,6 +276,19 @@ class VersionReader:
     def _manifest(self, part: Part) -> str:
         name = self.contents.version.part_name(part.rank, part.world_size)
         return f"{self._storage.location}/{name}"
+
+    def _place(self, batch: list[_Fetch], blocks: dict[int, memoryview]) -> int:
+        """Check, decode and place a batch of tiles; returns the bytes decoded."""
+        size = 0
+        for alike in _alike(batch):
+            raw = self._decode(alike, blocks)
+            size += raw.size
+            for row, fetch in zip(raw, alike, strict=True):
+                for target in fetch.targets:
+                    content = row.view(target.out.dtype).reshape(fetch.tile.shape)
+                    target.out[target.there] = content[target.here] if target.here else content
+        self.counters.add(touched=size)
+        return size
 
     def _read_chunks(self, batch: list[_Fetch]) -> dict[int, memoryview]:
         """The stored bytes of the chunks of a batch and of their bases, neighbours in one read."""
@@ -377,13 +331,6 @@ class VersionReader:
                 blocks[number] = data[chunk.offset - start : chunk.offset - start + chunk.length]
             begin = end
         return blocks
-
-    def _memory(self, size: int) -> NDArray[np.uint8]:
-        """Memory of the calling thread, used again: new pages cost as much as decoding."""
-        if getattr(self._own, "memory", np.empty(0, np.uint8)).size < size:
-            self._own.memory = np.empty(size, np.uint8)
-        memory: NDArray[np.uint8] = self._own.memory
-        return memory[:size]
 
     def _file(self, pack: str) -> RangeReader:
         """The open file; of very many, only those that are read are opened."""
@@ -448,46 +395,238 @@ class VersionReader:
         return raw
 
 
-_Copies: TypeAlias = dict[tuple[object, ...], list[tuple[int, "Box", Any, Any, "bytes | None"]]]
-"""How pieces lie in what is wanted, to its tiles: many tensors of a model are of one shape."""
+class _Shape(NamedTuple):
+    """The tiles of a piece that go to an array; alike for all tensors that lie alike.
+
+    Attributes:
+        boxes: Of the tiles.
+        numbers: (tiles,) their numbers in the piece.
+        bytes: (tiles,) of each.
+        copies: (tiles,) of `COPY`.
+        able: (tiles,) whether compiled code can copy it.
+    """
+
+    boxes: list[Box]
+    numbers: NDArray[np.intp]
+    bytes: NDArray[np.int64]
+    copies: NDArray[np.void]
+    able: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, piece: Box, facts: TensorFacts, to: Place | None) -> _Shape | None:
+        """The tiles of `piece` within `to`; all of them where it is None, to go nowhere."""
+        common = piece if to is None else piece.overlap(to.box)
+        if common is None or not common.elements:
+            return None
+        # Mostly all of a piece is wanted.
+        found = [
+            *(
+                enumerate(tiles(piece, facts.steps))
+                if common == piece
+                else tiles_within(piece, facts.steps, common)
+            )
+        ]
+        copies, nowhere = [], bytes(COPY.itemsize)
+        for _, tile in found:
+            copy: bytes | None = nowhere
+            if to is not None:
+                source = Place.row_major(tile, facts.itemsize)
+                copy = copy_of(common.overlap(tile) or tile, facts.itemsize, to, source)
+            copies.append(copy)
+        return cls(
+            [tile for _, tile in found],
+            np.array([number for number, _ in found]),
+            np.array([tile.elements for _, tile in found]) * facts.itemsize,
+            np.frombuffer(b"".join(copy or nowhere for copy in copies), COPY),
+            np.array([copy is not None for copy in copies]),
+        )
 
 
-def _targets(
-    piece: Box, facts: TensorFacts, wants: list[Wanted], copies: _Copies
-) -> dict[int, tuple[Box, list[_Target]]]:
-    """The tiles of a piece that are wanted, by their numbers, and where they go."""
-    found: dict[int, tuple[Box, list[_Target]]] = {}
-    for want in wants:
-        key = (piece, facts, want.box, want.out.strides)
-        if key not in copies:
-            copies[key] = [*_copies(piece, facts, want)]
-        for number, tile, there, here, copy in copies[key]:
-            target = _Target(want.out, there, here, copy)
-            found.setdefault(number, (tile, []))[1].append(target)
-    return found
+class _Selection(NamedTuple):
+    """Tiles of a piece in a plan: their chunks and boxes, and where they go."""
+
+    part: Part
+    name: str
+    numbers: NDArray[np.intp]
+    boxes: list[Box]
+    want: Wanted | None
 
 
-def _copies(
-    piece: Box, facts: TensorFacts, want: Wanted
-) -> Iterator[tuple[int, Box, tuple[slice, ...], tuple[slice, ...], bytes | None]]:
-    """Number and box of each tile that is wanted, and where how much of it goes."""
-    common = piece.overlap(want.box)
-    if common is None:
-        return
-    # Mostly all of a piece is wanted.
-    everything = common == piece
-    touched = (
-        enumerate(tiles(piece, facts.steps))
-        if everything
-        else tiles_within(piece, facts.steps, common)
-    )
-    for number, tile in touched:
-        inside = tile if everything else common.overlap(tile)
-        assert inside is not None
-        here = () if inside == tile else inside.within(tile)
-        to, source = Place(want.box, want.out.strides), Place.row_major(tile, facts.itemsize)
-        copy = copy_of(inside, facts.itemsize, to, source)
-        yield number, tile, inside.within(want.box), here, copy
+class _CompiledPlan:
+    """Tiles that compiled code reads, checks, decodes and places, as arrays.
+
+    Args:
+        reader: Of their version.
+    """
+
+    def __init__(self, reader: VersionReader) -> None:
+        self._reader = reader
+        self._selections: list[_Selection] = []
+        self._tables: list[Table] = []
+        self._packs: list[NDArray[np.intp]] = []
+        self._numbers: dict[str, int] = {}
+        self._of_part: dict[int, tuple[Table, NDArray[np.intp]]] = {}
+        self._shapes: dict[tuple[object, ...], _Shape | None] = {}
+        self._own = threading.local()
+        self._failing = threading.Lock()
+
+    def add(
+        self, part: Part, name: str, piece: Piece, want: Wanted | None, taken: set[Box] | None
+    ) -> list[_Fetch]:
+        """Add the tiles of a piece that are wanted; returns those that NumPy has to read.
+
+        Args:
+            part: Which has the piece.
+            name: Tensor.
+            piece: What was saved of it.
+            want: Where to; None: they are checked alone.
+            taken: Boxes that were added before, and are not again; None: there are none.
+        """
+        facts = self._reader.contents.catalogue.tensors[name]
+        to = None if want is None else Place(want.box, want.out.strides)
+        key = (piece.box, facts, to)
+        if key not in self._shapes:
+            self._shapes[key] = _Shape.of(piece.box, facts, to)
+        if (shape := self._shapes[key]) is None:
+            return []
+        stored, packs = self._stored(part)
+        numbers = np.array(piece.chunks)[shape.numbers]
+        table = stored[numbers]
+        for row in np.flatnonzero(table["bytes"] != shape.bytes)[:1]:
+            # It says what is wrong.
+            self._reader._fetch(part, name, int(numbers[row]), shape.boxes[row], [])
+        able, boxes = shape.able & (table["codec"] >= 0), shape.boxes
+        fresh = np.ones(len(boxes), np.bool_)
+        if taken is not None:
+            fresh = np.array([box not in taken for box in boxes])
+            taken.update(boxes)
+        table["copy"], table["itemsize"] = shape.copies, facts.itemsize
+        table["target"] = 0 if want is None else address_of(want.out)
+        chosen = _Selection(part, name, numbers, boxes, want)
+        rest = [self._fetch(chosen, row) for row in np.flatnonzero(fresh & ~able).tolist()]
+        if not (able & fresh).all():
+            kept = np.flatnonzero(able & fresh)
+            table, numbers = table[kept], numbers[kept]
+            chosen = _Selection(part, name, numbers, [boxes[row] for row in kept], want)
+        if len(table):
+            self._selections.append(chosen)
+            self._tables.append(table)
+            self._packs.append(packs[numbers])
+        return rest
+
+    def run(self, done: Callable[[int], None] | None, *, once: bool = False) -> int:
+        """Read all tiles, several batches at a time; returns how many there are.
+
+        Args:
+            done: Called with the number of bytes that were decoded, after each batch.
+            once: Whether chunks that stand for several tiles are read once.
+        """
+        if not self._tables:
+            return 0
+        table, pack = np.concatenate(self._tables), np.concatenate(self._packs)
+        order = np.lexsort((table["itemsize"], table["stored"], pack))
+        if once:
+            keys = np.stack([pack, table["stored"], table["itemsize"]])[:, order]
+            order = order[np.concatenate([[True], (np.diff(keys) != 0).any(axis=0)])]
+        table, pack = table[order], pack[order]
+        turn = np.cumsum(table["length"]) // _BATCH_BYTES
+        cuts = np.flatnonzero((np.diff(pack) != 0) | (np.diff(turn) != 0)) + 1
+        bounds = [0, *cuts.tolist(), len(table)]
+        names = [*self._numbers]
+
+        def read(span: tuple[int, int]) -> int:
+            batch = slice(*span)
+            return self._read(table[batch], names[pack[span[0]]], order[batch])
+
+        threads = max(_threads(), self._reader._storage.reads_at_once)
+        with ThreadPoolExecutor(threads, thread_name_prefix="restore") as pool:
+            try:
+                for size in pool.map(read, itertools.pairwise(bounds)):
+                    if done is not None:
+                        done(size)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return len(table)
+
+    def _read(self, table: Table, pack: str, places: NDArray[np.intp]) -> int:
+        """Read, check, decode and place tiles of one file, in their order in it.
+
+        Args:
+            table: Which, with offsets in place of addresses.
+            pack: The file.
+            places: Their places in the plan, for those that are wrong.
+
+        Returns:
+            Bytes decoded.
+        """
+        reader = self._reader
+        if not hasattr(self._own, "compiled"):
+            self._own.compiled, self._own.memory = CompiledTiles.new(), np.empty(0, np.uint8)
+        begin = table["stored"]
+        reach = np.maximum.accumulate(begin + table["length"])
+        # Neighbours are read at once.
+        first = np.concatenate([[0], np.flatnonzero(begin[1:] > reach[:-1]) + 1])
+        last = np.append(first[1:], len(table)) - 1
+        starts, sizes = begin[first], reach[last] - begin[first]
+        into = np.cumsum(sizes) - sizes
+        file, size = reader._file(pack), int(sizes.sum())
+        right = np.zeros(len(table), np.bool_)
+        with contextlib.ExitStack() as stack:
+            memory: NDArray[np.uint8] | None = None
+            if int(reach[-1]) > file.size:
+                size = 0
+            elif len(first) == 1:
+                memory = stack.enter_context(file.mapped(int(starts[0]), size))
+            if memory is None and size:
+                if self._own.memory.size < size:
+                    # Memory that is used again: new pages cost as much as decoding.
+                    self._own.memory = np.empty(size, np.uint8)
+                memory = self._own.memory[:size]
+                for start, place, length in zip(starts, into, sizes, strict=True):
+                    span = memory[place : place + length]
+                    with reader._readable(pack):
+                        # What lies behind an end that came early has no right checksum.
+                        span[file.read_into(int(start), span) :] = 0
+            if memory is not None:
+                reader.counters.add(read=size)
+                table["stored"] += np.repeat(address_of(memory) + into - starts, last - first + 1)
+                right = self._own.compiled.read(table)
+        if not right.all():
+            ends = np.cumsum([len(table) for table in self._tables])
+            wrong = places[~right]
+            with self._failing:
+                for place, item in zip(wrong, np.searchsorted(ends, wrong, "right"), strict=True):
+                    chosen = self._selections[item]
+                    fetch = self._fetch(chosen, int(place - ends[item] + len(chosen.numbers)))
+                    reader._run([[fetch]], None)
+        decoded = int(table["bytes"].sum())
+        reader.counters.add(touched=decoded)
+        return decoded
+
+    def _fetch(self, chosen: _Selection, row: int) -> _Fetch:
+        """One tile, as NumPy reads it."""
+        box, want, targets = chosen.boxes[row], chosen.want, []
+        if want is not None and (inside := box.overlap(want.box)) is not None:
+            here = () if inside == box else inside.within(box)
+            targets.append(_Target(want.out, inside.within(want.box), here))
+        return self._reader._fetch(chosen.part, chosen.name, int(chosen.numbers[row]), box, targets)
+
+    def _stored(self, part: Part) -> tuple[Table, NDArray[np.intp]]:
+        """The chunks of a part: (chunks,) of `TILE`, and the numbers of their files.
+
+        A codec of -1 is none of the compiled ones.
+        """
+        if id(part) not in self._of_part:
+            table = np.zeros(len(part.chunks), TILE)
+            pack, begin, length, coded, size, _, content, *_ = zip(*part.chunks, strict=True)
+            codes = [CODECS.index(name) if name in CODECS else -1 for name in part.codecs]
+            table["stored"], table["length"], table["bytes"] = begin, length, size
+            table["codec"] = np.array(codes)[[*coded]]
+            table["content_hash"] = hashes_of(content)
+            names = [self._numbers.setdefault(name, len(self._numbers)) for name in part.packs]
+            self._of_part[id(part)] = table, np.array(names)[[*pack]]
+        return self._of_part[id(part)]
 
 
 def _threads() -> int:
@@ -497,6 +636,29 @@ def _threads() -> int:
         cores = min(cores or 1, int(os.environ.get("OMP_NUM_THREADS", "")))
     # With two, the one reads while the other decodes.
     return min(max(cores or 1, 2), _MOST_THREADS)
+
+
+def _targets(
+    piece: Box, steps: tuple[int, ...], wants: list[Wanted]
+) -> dict[int, tuple[Box, list[_Target]]]:
+    """The tiles of a piece that are wanted, by their numbers, and where they go."""
+    found: dict[int, tuple[Box, list[_Target]]] = {}
+    for want in wants:
+        common = piece.overlap(want.box)
+        if common is None:
+            continue
+        # Mostly all of a piece is wanted.
+        everything = common == piece
+        touched = (
+            enumerate(tiles(piece, steps)) if everything else tiles_within(piece, steps, common)
+        )
+        for number, tile in touched:
+            inside = tile if everything else common.overlap(tile)
+            assert inside is not None
+            here = () if inside == tile else inside.within(tile)
+            target = _Target(want.out, inside.within(want.box), here)
+            found.setdefault(number, (tile, []))[1].append(target)
+    return found
 
 
 def _alike(batch: list[_Fetch]) -> Iterator[list[_Fetch]]:
@@ -513,7 +675,7 @@ def _alike(batch: list[_Fetch]) -> Iterator[list[_Fetch]]:
     yield from found.values()
 
 
-def _batches(fetches: list[_Fetch], most_bytes: int) -> Iterator[list[_Fetch]]:
+def _batches(fetches: list[_Fetch]) -> Iterator[list[_Fetch]]:
     """Tiles of one part whose chunks lie near each other, a few MiB at a time."""
 
     def place(fetch: _Fetch) -> tuple[int, str, int]:
@@ -523,7 +685,7 @@ def _batches(fetches: list[_Fetch], most_bytes: int) -> Iterator[list[_Fetch]]:
     batch: list[_Fetch] = []
     size = 0
     for fetch in sorted(fetches, key=place):
-        if batch and (size >= most_bytes or place(fetch)[:2] != place(batch[0])[:2]):
+        if batch and (size >= _BATCH_BYTES or fetch.part is not batch[0].part):
             yield batch
             batch, size = [], 0
         batch.append(fetch)

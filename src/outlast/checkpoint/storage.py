@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -54,6 +55,10 @@ def _as_os_errors() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+_POPULATE_READ = 22
+"""``MADV_POPULATE_READ`` of Linux 5.14: it reads, or fails where touching would be fatal."""
 
 
 class PendingFile:
@@ -155,11 +160,9 @@ class LocalStorage:
     Attributes:
         root: The directory.
         location: Its path, for people.
-        read_bytes: Bytes to ask for at a time, where much is read.
-        reads_at_once: Such reads that are asked for together at the least.
+        reads_at_once: Reads of a few MiB that are asked for together at the least.
     """
 
-    read_bytes = 1 << 20
     reads_at_once = 1
 
     def __init__(self, root: Path) -> None:
@@ -274,13 +277,21 @@ class _LocalReader:
     def __init__(self, path: Path) -> None:
         self._descriptor = _open_file(path)
         self.size = os.fstat(self._descriptor).st_size
+        self._mapping = threading.Lock()
+        self._map: mmap.mmap | None = None
+        self._unmappable = False
 
     def read_into(self, offset: int, memory: NDArray[np.uint8]) -> int:
         """Fill `memory` with the bytes from `offset`; returns how many there are."""
         done = 0
         # One call reads at most 2 GiB, and may be interrupted by a signal.
         while done < memory.size:
-            count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            else:
+                part = os.pread(self._descriptor, memory.size - done, offset + done)
+                count = len(part)
+                memory[done : done + count] = np.frombuffer(part, np.uint8)
             if not count:
                 break
             done += count
@@ -291,8 +302,33 @@ class _LocalReader:
         memory = np.empty(length, np.uint8)
         return memory[: self.read_into(offset, memory)].tobytes()
 
+    @contextlib.contextmanager
+    def mapped(self, offset: int, length: int) -> Iterator[NDArray[np.uint8] | None]:
+        """The bytes from `offset` in the page cache, without a copy; None where that cannot be.
+
+        A file that cannot be read is no signal here, as it is with a plain mapping: it gives None,
+        and `read_into` says why.
+        """
+        first = offset - offset % mmap.PAGESIZE
+        span = first, offset + length - first
+        try:
+            with self._mapping:
+                if self._map is None and not self._unmappable:
+                    self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            if self._map is None or offset + length > len(self._map):
+                raise OSError(errno.EFAULT, "it is not mapped")
+            self._map.madvise(_POPULATE_READ, *span)
+        except (OSError, ValueError, AttributeError):
+            self._unmappable = True
+            yield None
+            return
+        yield np.frombuffer(self._map, np.uint8, length, offset)
+        # What was read is no memory of this process any longer.
+        self._map.madvise(mmap.MADV_DONTNEED, *span)
+
     def close(self) -> None:
         """Give the file back."""
+        self._map = None
         os.close(self._descriptor)
 
 
@@ -303,11 +339,9 @@ class FsspecStorage:
 
     Attributes:
         location: The URL, for people.
-        read_bytes: As of `LocalStorage`.
         reads_at_once: As of `LocalStorage`.
     """
 
-    read_bytes = 4 << 20
     reads_at_once = 8
 
     def __init__(self, url: str) -> None:
@@ -592,6 +626,12 @@ class _FsspecReader:
             return b""
         content: bytes = self._filesystem.cat_file(self._path, start=offset, end=end)
         return content
+
+    @contextlib.contextmanager
+    def mapped(self, offset: int, length: int) -> Iterator[None]:
+        """None: objects are no files."""
+        del offset, length
+        yield None
 
     def read_into(self, offset: int, memory: NDArray[np.uint8]) -> int:
         """Fill `memory` with the bytes from `offset`; returns how many there are."""
