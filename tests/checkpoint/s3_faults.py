@@ -48,7 +48,7 @@ class Faults:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.staged: Counter[str] = Counter()
-        self.victim: Any = None
+        self.victims: Callable[[], list[int]] = list
         self.disarm()
 
     def disarm(self) -> None:
@@ -72,7 +72,8 @@ class Faults:
         self._times -= 1
         self.staged[self._kind] += 1
         if self._kind == "kill":
-            os.kill(self.victim(), signal.SIGKILL)
+            for victim in self.victims():
+                os.kill(victim, signal.SIGKILL)
             return "refuse"
         return self._kind
 
@@ -126,7 +127,7 @@ def fail_requests(place: str, faults: Faults, rounds: int, *, writer: str = "thr
         newest = newest if error else step
         return error
 
-    faults.victim = lambda: psutil.Process().children()[0].pid
+    faults.victims = lambda: [child.pid for child in psutil.Process().children()]
     done = 0
     while done < rounds:
         with open_quietly(place, keep=2, writer=writer) as store:
@@ -173,7 +174,7 @@ def kill_ranks(place: str, faults: Faults, rounds: int) -> None:
     newest = 0
     for number in range(1, rounds + 1):
         rank = faults.random.randint(0, 1)
-        faults.victim = lambda rank=rank: pids[rank]
+        faults.victims = lambda rank=rank: [pids[rank]]
         for step in range(newest + 1, newest + 4):
             tried.setdefault(step, set()).add(number * 1000 + step)
         faults.arm("kill", faults.random.randint(10, 130), 1)
