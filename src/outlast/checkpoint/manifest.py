@@ -12,6 +12,7 @@ it, and a reader with another mesh fetches the tiles that it touches and little 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -41,6 +42,7 @@ _SMALL_TILE_BYTES_ELSE = 40 << 10
 _INNER_ELEMENTS = 64
 
 
+@functools.lru_cache(4096)
 def grid(shape: tuple[int, ...], itemsize: int, tile_bytes: int = TILE_BYTES) -> tuple[int, ...]:
     """Distance of the grid lines in every dimension, in elements.
 
@@ -318,6 +320,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+@functools.cache
 def item_bytes(dtype: str) -> int:
     """Bytes of an element of a torch type, given its name without ``torch.``.
 

@@ -22,7 +22,7 @@ import torch
 
 from outlast.checkpoint.encoder import Reduction
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
-from outlast.checkpoint.manifest import REPLAY, STATE
+from outlast.checkpoint.manifest import REPLAY, STATE, collection_paused
 from outlast.checkpoint.owner import OwnedError
 from outlast.checkpoint.plan import Holdings
 from outlast.checkpoint.restore import Restored, Restorer
@@ -397,9 +397,10 @@ class CheckpointStore:
         unexpected: Exception | None = None
         try:
             self._check_right()
-            live = collected()
-            deferred = _late_tensors(late, live)
-            held, memory = lane.holdings.of(live)
+            with collection_paused():
+                live = collected()
+                deferred = _late_tensors(late, live)
+                held, memory = lane.holdings.of(live)
             changed = lane.changed(held)
         except (CheckpointError, LeaseLostError) as error:
             problem, lost = str(error), isinstance(error, LeaseLostError)
@@ -453,7 +454,8 @@ class CheckpointStore:
         """Share out the work anew, and continue only if all ranks can."""
         problem = ""
         try:
-            lane.replan(held, memory)
+            with collection_paused():
+                lane.replan(held, memory)
         except CheckpointError as error:
             problem = str(error)
         if self._coordinated:
