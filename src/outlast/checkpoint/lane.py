@@ -694,17 +694,37 @@ class Lane:
         """Share out the work anew with the next save, because it could not be done."""
         self._held = None
 
+    def sharing(
+        self, held: Holding, *, together: bool = True
+    ) -> Callable[[], tuple[Plan, dict[str, Bound]]]:
+        """Exchange what the ranks hold.
+
+        Args:
+            held: By this rank.
+            together: Whether all ranks call this; else it plans for itself.
+
+        Returns:
+            What makes this rank's plan and the error bounds of its tensors, or raises
+            CheckpointError when they cannot be saved.
+        """
+        alone = self._ranks.size > 1 and not together
+        shared = self._ranks.gather(held) if self._ranks.size > 1 and together else [held]
+        rank = self._ranks.rank if len(shared) > 1 else 0
+
+        def plan() -> tuple[Plan, dict[str, Bound]]:
+            made = make_plan(shared, rank, alone=alone)
+            return made, self._reduction.bounds_of(made.catalogue, made.tensors)
+
+        return plan
+
     def replan(self, held: Holding, memory: dict[str, torch.Tensor]) -> None:
         """Share out the work anew, because what is to be saved has changed.
 
         Ranks that coordinate all come here together, and all ranks do for their first save.
         """
-        if self._ranks.size > 1 and (self._coordinated or self._plan is None):
-            plan = make_plan(self._ranks.gather(held), self._ranks.rank)
-        else:
-            plan = make_plan([held], 0, alone=self._ranks.size > 1)
+        together = self._coordinated or self._plan is None
+        plan, self._bounds = self.sharing(held, together=together)()
         self._held, self._plan = held, plan
-        self._bounds = self._reduction.bounds_of(plan.catalogue, plan.tensors)
         self._staging = plan_staging(plan.tensors, memory, self._bounds)
         if self._memory is None or self._memory.size < self._staging.size:
             self._grow(self._staging.size, memory)

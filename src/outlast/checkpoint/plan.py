@@ -122,7 +122,8 @@ class Holdings:
         if (
             [*live.tensors] != [*held.tensors]
             or tuple(live.values) != held.values
-            or (live.objects, live.varying) != (held.objects, held.varying)
+            or frozenset(live.objects) != held.objects
+            or frozenset(live.varying) != held.varying
         ):
             return None
         tensors = [*live.tensors.values()]

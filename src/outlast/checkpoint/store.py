@@ -237,6 +237,24 @@ class CheckpointStore:
         """Save and wait until the version is published; raises CheckpointError if it is not."""
         return self.save_async(step, state, metrics=metrics).wait()
 
+    def check(self, state: State) -> None:
+        """Refuse what `save_async` would refuse of `state`, before training starts.
+
+        Nothing is copied or written, and nobody becomes the owner of the store. All ranks call it
+        together, with what they would save.
+
+        Raises:
+            CheckpointError: On all ranks, naming what cannot be saved by its path and type, what
+                ranks disagree about, or the setting that does not fit.
+        """
+
+        def holding() -> Holding:
+            with collection_paused():
+                return self._states.holdings.of(self._collector.collect(state))[0]
+
+        held = self._ranks.raise_together(holding)
+        self._ranks.raise_together(self._states.sharing(held))
+
     def log_async(self, step: int, log: Live, *, base: int) -> SaveHandle:
         """Copy `log` and write it in the background as a replay log; see `restore.ReplayLog`.
 

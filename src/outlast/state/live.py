@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.errors import CheckpointError
@@ -455,7 +456,8 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
     """The box of the global tensor that this rank holds, and its memory.
 
     Raises:
-        CheckpointError: When the tensor is a partial sum, quantised, sparse or on no device.
+        CheckpointError: When the tensor is a partial sum, quantised, sparse, nested, on no device
+            or has no shape yet.
     """
     if is_dtensor(tensor):
         if any(placement.is_partial() for placement in tensor.placements):
@@ -466,17 +468,20 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         local = tensor.to_local()
         _refuse_wrapped(local)
         return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
-    what = ""
-    if tensor.device.type == "meta":
-        what = "meta"
-    elif tensor.is_nested or tensor.is_quantized:
-        what = "nested" if tensor.is_nested else "quantised"
+    what: tuple[str, str] | None = None
+    if is_lazy(tensor):
+        what = "tensor without a shape", "run one forward pass first"
+    elif tensor.device.type == "meta":
+        what = "meta tensor", "give it memory with to_empty() and fill it first"
+    elif tensor.is_nested:
+        what = "nested tensor", "give its values and offsets"
+    elif tensor.is_quantized:
+        what = "quantised tensor", "give its int_repr(), scale and zero point"
     elif tensor.layout != torch.strided:
-        what = str(tensor.layout).removeprefix("torch.")
+        layout = str(tensor.layout).removeprefix("torch.")
+        what = f"{layout} tensor", "give a dense one, e.g. its indices and values"
     if what:
-        raise CheckpointError(
-            f"a {what} tensor cannot be saved; give a dense one, e.g. its indices and values"
-        )
+        raise CheckpointError(f"a {what[0]} cannot be saved; {what[1]}")
     _refuse_wrapped(tensor)
     return whole(tuple(tensor.shape)), tensor.detach()
 
