@@ -183,7 +183,9 @@ class _Parts:
             [*chain.from_iterable(self.entries)],
             [*map(type, self.entered)],
         ]
-        return equal, [*self.optimizers, *children, *self.tensors, *self.owned]
+        same = [*self.optimizers, *children, *self.tensors, *self.owned]
+        # A reference to what has gone gives None, too.
+        return [*equal, [*map(type, same)]], same
 
 
 class _Names:
