@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Version, load, storage_of
+from outlast.checkpoint.compiled import CompiledTiles
 from outlast.checkpoint.encoder import AbandonedError, Encoder, PartJob, StagedPiece, Written
 from outlast.checkpoint.manifest import Catalogue, TensorFacts, grid, tiles
 from outlast.checkpoint.reader import VersionReader, Wanted
@@ -120,6 +121,69 @@ def test_any_box_is_the_slice_of_the_whole(
         assert reader.check() >= 1
 
 
+@st.composite
+def strided(draw: st.DrawFn, shape: tuple[int, ...], itemsize: int) -> Any:
+    """Zeros of a shape, in memory with gaps and turned dimensions."""
+    order = draw(st.permutations(range(len(shape))))
+    gaps = [draw(st.integers(1, 2)) for _ in shape]
+    whole_shape = [shape[number] * gap for number, gap in zip(order, gaps, strict=True)]
+    memory = np.zeros(whole_shape, f"V{itemsize}")[tuple(slice(None, None, gap) for gap in gaps)]
+    return memory.transpose(np.argsort(order)) if shape else np.zeros((), f"V{itemsize}")
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), compression=st.sampled_from(["auto", "zstd", "none"]))
+def test_compiled_code_and_numpy_write_the_same_files_and_read_the_same_boxes(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, compression: str
+) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), max_size=5).map(tuple))
+    dtype = data.draw(st.sampled_from(sorted(TYPES)))
+    facts = TensorFacts(
+        dtype, shape, grid(shape, TYPES[dtype], data.draw(st.sampled_from([40, 9000])))
+    )
+    case = Case(facts, random_array(shape, TYPES[dtype], 0), [[whole(shape)]])
+    if data.draw(st.booleans()):
+        case.array[...] = case.array.reshape(-1)[0]
+    stored = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for compiled in (True, False):
+            if not compiled:
+                patch.setattr(CompiledTiles, "new", lambda: None)
+            directory = tmp_path_factory.mktemp("store")
+            reduction = Reduction(Compression(compression))
+            write(*encoders_for(directory, case, reduction), case, 1)
+            files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+            stored[compiled] = {path.name: path.read_bytes() for path in files}
+    assert stored[True] == stored[False]
+    first = [data.draw(st.integers(0, extent - 1)) for extent in shape]
+    extents = [
+        data.draw(st.integers(1, extent - start))
+        for start, extent in zip(first, shape, strict=True)
+    ]
+    box = Box(tuple(first), tuple(extents))
+    storage = storage_of(directory)
+    for compiled in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not compiled:
+                patch.setattr(CompiledTiles, "new", lambda: None)
+            out = data.draw(strided(box.shape, facts.itemsize))
+            with VersionReader(storage, load(storage, Version(1, 1))) as reader:
+                reader.read([Wanted("x", box, out)])
+        assert out.tobytes() == case.array[box.within(whole(shape))].tobytes()
+    # A changed byte is noticed, unless the content is right all the same.
+    [pack] = [name for name in stored[True] if name.endswith(".pack")]
+    changed = bytearray(stored[True][pack])
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    next(directory.rglob(pack)).write_bytes(changed)
+    out, problem = np.zeros(shape, f"V{facts.itemsize}"), ""
+    with VersionReader(storage, load(storage, Version(1, 1))) as reader:
+        try:
+            reader.read([Wanted("x", whole(shape), out)])
+        except CheckpointError as error:
+            problem = str(error)
+    assert "is damaged at byte" in problem or out.tobytes() == case.array.tobytes()
+
+
 @settings(max_examples=30, deadline=None)
 @given(case=cases(), chain=st.integers(1, 3), seeds=st.lists(st.integers(0, 9), max_size=5))
 def test_every_version_of_a_chain_is_read(
@@ -186,8 +250,11 @@ def test_giving_up_publishes_nothing_and_leaves_no_file(tmp_path: Path) -> None:
     facts = TensorFacts("float32", (8,), (2,))
     case = Case(facts, random_array((8,), 4, 1), [[whole((8,))]])
     encoders, arenas = encoders_for(tmp_path, case, Reduction())
-    for tiles_before in range(5):
-        left = tiles_before
+    pieces = [StagedPiece("x", whole((8,)), 0)]
+    job = PartJob(0, Version(1, 5), 0, 1, case.catalogue, pieces)
+    # Between calls, and before the manifest appears.
+    for calls_before in range(2):
+        left = calls_before
 
         def check() -> None:
             nonlocal left
@@ -195,8 +262,6 @@ def test_giving_up_publishes_nothing_and_leaves_no_file(tmp_path: Path) -> None:
             if left < 0:
                 raise AbandonedError
 
-        pieces = [StagedPiece("x", whole((8,)), 0)]
-        job = PartJob(0, Version(1, 5), 0, 1, case.catalogue, pieces)
         with pytest.raises(AbandonedError):
             encoders[0].write(job, check)
         assert [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")] == []

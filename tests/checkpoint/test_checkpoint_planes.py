@@ -63,9 +63,9 @@ def test_compiled_code_writes_and_reads_the_bytes_that_numpy_does(
     if kind == "sparse":
         words[random.random(count) < 0.99] = 0
     compiled, plain = PlaneCoder(itemsize), PlaneCoder(itemsize)
-    if compiled._native is None:
+    if compiled._compiled is None:
         pytest.skip("no C compiler, or no zstd to call")
-    plain._native = None
+    plain._compiled = None
     plan = PlanePlan(data.draw(st.lists(st.booleans(), min_size=itemsize, max_size=itemsize)))
     stored = compiled.encode(as_bytes(words), plan, rotate=rotate)
     assert stored == plain.encode(as_bytes(words), plan, rotate=rotate)
@@ -84,7 +84,7 @@ def test_compiled_code_refuses_what_numpy_refuses(
         for native in (True, False):
             coder = PlaneCoder(itemsize)
             if not native:
-                coder._native = None
+                coder._compiled = None
             try:
                 answers.append(coder.decode([stored], count * itemsize).tobytes())
             except Exception as error:

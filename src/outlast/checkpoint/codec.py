@@ -37,12 +37,15 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from outlast.checkpoint.compiled import CompiledTiles, digests_of
 from outlast.checkpoint.manifest import item_bytes
-from outlast.checkpoint.planes import ITEM_BYTES, PlaneCoder, PlanePlan, Words
+from outlast.checkpoint.planes import ITEM_BYTES, ZEROS, PlaneCoder, PlanePlan, Words
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from outlast.checkpoint.compiled import Table
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Errors: TypeAlias = NDArray[np.float64]
@@ -51,6 +54,8 @@ RAW, FILL, PLANES, BLOSC2 = "raw", "fill", "planes", "blosc2"
 XOR, DIFFERENCE = "xor", "diff"
 DELTAS = (XOR, DIFFERENCE)
 _WORTH_CODING_BYTES = 64
+# Of a tile, to find out what pays for its tensor.
+_SAMPLE_BYTES = 32 << 10
 _BLOSC2_CODECS = ("zstd", "lz4", "lz4hc", "zlib")
 
 
@@ -87,6 +92,7 @@ class Coder:
     def __init__(self, compression: Compression | None = None) -> None:
         self._compression = compression or Compression()
         self._planes: dict[int, PlaneCoder] = {}
+        self._compiled = CompiledTiles.new()
 
     def plan(self, raw: Bytes, dtype: str, *, delta: bool) -> PlanePlan | None:
         """Choose what pays for a tensor, from a tile of it; None where there is no choice.
@@ -100,7 +106,33 @@ class Coder:
         fits = itemsize in ITEM_BYTES and (delta or "float" in dtype)
         if self._compression.codec != "auto" or not fits:
             return None
-        return self._plane_coder(itemsize).plan(raw, rotate=not delta)
+        return self._plane_coder(itemsize).plan(raw[:_SAMPLE_BYTES], rotate=not delta)
+
+    def takes_all(self, dtype: str) -> bool:
+        """Return whether `encode_all` codes tiles of a type."""
+        codec = self._compression.codec
+        planes = item_bytes(dtype) in ITEM_BYTES and "float" in dtype
+        return self._compiled is not None and (codec == "none" or (codec == "auto" and planes))
+
+    def hash_all(self, sources: Table) -> list[str]:
+        """XXH3-128 of the content of (n,) `SOURCE`, hexadecimal."""
+        assert self._compiled is not None
+        self._compiled.hash(sources)
+        return digests_of(sources["content_hash"])
+
+    def encode_all(self, sources: Table, plan: PlanePlan | None) -> memoryview:
+        """As `encode`, of tiles that are no deltas, in one call.
+
+        Args:
+            sources: (n,) of `SOURCE`; their codecs, lengths and hashes are filled in.
+            plan: As `plan` gave it for this tensor.
+
+        Returns:
+            What is stored, one after the other; valid until the next call.
+        """
+        assert self._compiled is not None
+        coded = -1 if plan is None else plan.coded
+        return self._compiled.write(sources, coded, ZEROS, _WORTH_CODING_BYTES, rotate=True).data
 
     def encode(
         self, raw: Bytes, itemsize: int, plan: PlanePlan | None, *, delta: bool

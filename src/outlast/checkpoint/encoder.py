@@ -6,6 +6,7 @@ Needs neither torch nor the training process: the writer process runs it on shar
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,15 @@ import xxhash
 
 from outlast.checkpoint import codec
 from outlast.checkpoint.codec import DELTAS, LOSSY_DTYPES, Bound, Coder, Compression, round_to_bound
+from outlast.checkpoint.compiled import (
+    CODECS,
+    COPY,
+    SOURCE,
+    Place,
+    address_of,
+    copy_of,
+    digests_of,
+)
 from outlast.checkpoint.manifest import (
     MAX_CHAIN,
     STATE,
@@ -22,6 +32,7 @@ from outlast.checkpoint.manifest import (
     Chunk,
     Part,
     Piece,
+    collection_paused,
     root_of,
     tiles,
 )
@@ -31,11 +42,12 @@ from outlast.errors import CheckpointError
 from outlast.state.box import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
     from outlast.checkpoint.codec import Bytes
+    from outlast.checkpoint.compiled import Table
     from outlast.checkpoint.manifest import TensorFacts
     from outlast.checkpoint.planes import PlanePlan
     from outlast.checkpoint.storage import PendingFile, Storage
@@ -213,7 +225,7 @@ class Encoder:
         again = own in files
         made: list[str] = []
         try:
-            with _Pack(self._storage, pack_name) as pack:
+            with _Pack(self._storage, pack_name) as pack, collection_paused():
                 coding = _Coding(job, self._reduction, self._arenas, last, pack)
                 for piece in job.pieces:
                     coding.add(piece, check)
@@ -256,7 +268,7 @@ class _Pack:
         self._stack = ExitStack()
         self._file: PendingFile | None = None
 
-    def append(self, stored: bytes) -> int:
+    def append(self, stored: bytes | memoryview) -> int:
         """Append `stored`; returns its offset."""
         if self._file is None:
             file = self._storage.create(self.name, exclusive=True)
@@ -317,6 +329,7 @@ class _Coding:
         self._last = last
         self._pack = pack
         self._adopted: dict[int, int] = {}
+        self._sources: dict[tuple[Box, TensorFacts], Table] = {}
         # Packs of which enough is still in use to continue referring to them.
         self._reusable: set[int] = set()
         if last is not None:
@@ -343,8 +356,11 @@ class _Coding:
         self.raw_bytes += array.nbytes
         errors = self._round(array, staged, facts)
         source = self._source(array, staged, facts)
-        numbers = []
-        for number, tile in enumerate(tiles(staged.box, facts.steps)):
+        numbers: list[int] = []
+        if source.delta is None and self._coder.takes_all(facts.dtype):
+            numbers += self._add_all(array, source, errors, check)
+        behind = itertools.islice(tiles(staged.box, facts.steps), len(numbers), None)
+        for number, tile in enumerate(behind, len(numbers)):
             check()
             raw = _tile(array, tile, staged.box)
             content = xxhash.xxh3_128_hexdigest(raw.data)
@@ -358,6 +374,61 @@ class _Coding:
             numbers.append(known)
         self.part.pieces.setdefault(staged.name, []).append(Piece(staged.box, numbers))
         self.pieces[staged.name, staged.box] = staged.start, numbers
+
+    def _add_all(
+        self, array: NDArray[Any], source: _Source, errors: list[float], check: Callable[[], None]
+    ) -> Iterator[int]:
+        """Code the tiles of a piece in full, many in a call; yields their chunks.
+
+        None, where they are not such as compiled code copies.
+        """
+        facts, box = source.facts, source.box
+        key = (box, facts)
+        if key not in self._sources:
+            self._sources[key] = _sources(box, facts)
+        table = self._sources[key]
+        for begin in range(0, len(table), _TILES_PER_PLAN):
+            check()
+            sources = table[begin : begin + _TILES_PER_PLAN].copy()
+            sources["memory"] = address_of(array)
+            digests = self._coder.hash_all(sources)
+            addresses: list[_Address] = [
+                (digest, facts.itemsize, errors[number] if errors else 0.0)
+                for number, digest in enumerate(digests, begin)
+            ]
+            news: dict[_Address, int] = {}
+            for row, address in enumerate(addresses):
+                if address not in news and self._known(address) is None:
+                    news[address] = row
+            if news:
+                self._store_all(sources[[*news.values()]], [*news], array, source)
+            yield from (self.contents[address] for address in addresses)
+
+    def _store_all(
+        self, sources: Table, addresses: list[_Address], array: NDArray[Any], source: _Source
+    ) -> None:
+        """Code tiles, append them to the pack, and note their chunks."""
+        start, size = int(sources["copy"]["from"]["start"][0]), int(sources["bytes"][0])
+        raw = array.reshape(-1).view(np.uint8)[start : start + size]
+        plan = self._coder.plan(raw, source.facts.dtype, delta=False)
+        stored = self._coder.encode_all(sources, plan)
+        pack, offset = self._number(self.part.packs, self._pack.name), self._pack.append(stored)
+        codecs = [
+            self._number(self.part.codecs, CODECS[number]) for number in sources["codec"].tolist()
+        ]
+        for address, code, length, size, digest in zip(
+            addresses,
+            codecs,
+            sources["length"].tolist(),
+            sources["bytes"].tolist(),
+            digests_of(sources["stored_hash"]),
+            strict=True,
+        ):
+            chunk = Chunk(
+                pack, offset, length, code, size, digest, address[0], max_error=address[2]
+            )
+            self.contents[address] = self._append(chunk)
+            offset += length
 
     def _round(self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts) -> list[float]:
         """Round a lossy piece in the arena, so that later deltas start from what was stored.
@@ -511,6 +582,21 @@ def _view(arena: Bytes, start: int, box: Box, itemsize: int) -> NDArray[Any]:
     size = box.elements * itemsize
     kind = "u" if itemsize in (1, 2, 4, 8) else "V"
     return arena[start : start + size].view(f"{kind}{itemsize}").reshape(box.shape)
+
+
+def _sources(box: Box, facts: TensorFacts) -> Table:
+    """The tiles of a piece as (tiles,) of `SOURCE`; none, where compiled code cannot copy them."""
+    whole, found = Place.row_major(box, facts.itemsize), [*tiles(box, facts.steps)]
+    copies = [
+        copy_of(tile, facts.itemsize, Place.row_major(tile, facts.itemsize), whole)
+        for tile in found
+    ]
+    table = np.zeros(0 if None in copies else len(found), SOURCE)
+    if len(table):
+        table["itemsize"] = facts.itemsize
+        table["bytes"] = [tile.elements * facts.itemsize for tile in found]
+        table["copy"] = np.frombuffer(b"".join(filter(None, copies)), COPY)
+    return table
 
 
 def _tile(array: NDArray[Any], tile: Box, box: Box) -> Bytes:

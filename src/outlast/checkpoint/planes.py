@@ -8,28 +8,21 @@ save), or stays raw. Differences to a version shortly before are mostly tiny: th
 then coded as nibbles, with a list of the exceptions. Layout of a coded tile: parts (uint8), flags
 (uint8), exceptions (uint32), length of each part (uint32), parts. All little-endian.
 
-Compiled code (``native/planes.c``) does most of it, without the interpreter's lock, where there is
-a C compiler and the zstd of blosc2's wheel. NumPy does the rest, and everything elsewhere; the
-bytes are the same.
+This is the coder in NumPy. Compiled code (see `compiled`) does most of the work where it can be
+had; the bytes are the same.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import struct
-import weakref
 from dataclasses import dataclass
-from importlib import resources
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from outlast.hardware.native import load
+from outlast.checkpoint.compiled import CompiledTiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +36,8 @@ _HEAD = struct.Struct("<BBI")
 _ESCAPE = 15
 _PAYS = 0.985
 _SMALL_HALVES = 0.9
-_ZEROS = 0.98
+ZEROS = 0.98
+"""A half of whose low bytes fewer are not zero is coded, whatever the plan says."""
 
 
 @dataclass
@@ -57,6 +51,11 @@ class PlanePlan:
 
     planes: list[bool]
     nibbles: bool = False
+
+    @property
+    def coded(self) -> int:
+        """The planes that are coded, as the bits of an integer."""
+        return sum(pays << number for number, pays in enumerate(self.planes))
 
 
 @dataclass(frozen=True)
@@ -118,19 +117,19 @@ class PlaneCoder:
         self._compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self._decompressor = zstandard.ZstdDecompressor()
         self._room = 0
-        self._native = NativePlanes.new()
+        self._compiled = CompiledTiles.new()
 
     def plan(self, raw: NDArray[np.uint8], *, rotate: bool) -> PlanePlan:
         """Find out on one tile what pays for its tensor."""
-        lower, upper = self._halves(raw, rotate=rotate)
-        if upper.size == 0:
+        if raw.size == 0:
             return PlanePlan([False] * self._itemsize)
-        halves = [upper] if lower is None else [lower, upper]
-        planes = [plane for half in halves for plane in (half.astype(np.uint8), half >> 8)]
-        coded = [len(self._compressor.compress(plane.astype(np.uint8).data)) for plane in planes]
-        plan = PlanePlan([size < _PAYS * upper.size for size in coded])
-        small = np.mean(upper < _ESCAPE) > _SMALL_HALVES
-        if not rotate and small and upper.size % 2 == 0:
+        everything = self.encode(raw, PlanePlan([True] * self._itemsize), rotate=rotate)
+        parts = _Code.parse(everything, self._itemsize).parts
+        plan = PlanePlan([len(part) < _PAYS * raw.size / self._itemsize for part in parts])
+        if rotate:
+            return plan
+        _, upper = self._halves(raw, rotate=rotate)
+        if np.mean(upper < _ESCAPE) > _SMALL_HALVES and upper.size % 2 == 0:
             nibbles = PlanePlan(plan.planes, nibbles=True)
             by_plan, by_nibbles = (
                 len(self.encode(raw, item, rotate=False)) for item in (plan, nibbles)
@@ -147,8 +146,10 @@ class PlaneCoder:
             rotate: Turn the sign bit to the end of the upper half: right for floating-point
                 numbers, not for differences.
         """
-        if self._native is not None and not plan.nibbles:
-            return self._native.encode(raw, self._itemsize, plan, rotate=rotate)
+        if self._compiled is not None and not plan.nibbles:
+            return self._compiled.encode_planes(
+                raw, self._itemsize, plan.coded, ZEROS, rotate=rotate
+            )
         lower, upper = self._halves(raw, rotate=rotate)
         flags, exceptions = _ROTATED if rotate else 0, 0
         parts = [] if lower is None else self._split_half(lower, plan.planes[:2])
@@ -185,9 +186,9 @@ class PlaneCoder:
         Raises:
             ValueError: When one cannot be the code of so many bytes.
         """
-        if self._native is not None:
+        if self._compiled is not None:
             tiles = np.empty((len(stored), size), np.uint8)
-            done = self._native.decode(stored, self._itemsize, tiles)
+            done = self._compiled.decode_planes(stored, self._itemsize, tiles)
             if done < len(stored):
                 tiles[done:] = self._decode(stored[done:], size)
             return tiles
@@ -258,7 +259,7 @@ class PlaneCoder:
         low, high = (plane[:count] for plane in self._bytes)
         np.copyto(low, half, casting="unsafe")
         # Rows that were never touched are zeros in every plane.
-        zeros = np.count_nonzero(low) < _ZEROS * count
+        zeros = np.count_nonzero(low) < ZEROS * count
         if not (zeros or any(coded)):
             return [half.tobytes(), b""]
         np.right_shift(half, 8, out=self._shifted[:count])
@@ -334,116 +335,3 @@ class PlaneCoder:
         self._upper = np.empty(count + count % 2, "<u2")
         self._shifted = np.empty(count + count % 2, "<u2")
         self._bytes = (np.empty(count, np.uint8), np.empty(count, np.uint8))
-
-
-_FUNCTIONS = (
-    "ZSTD_createCCtx",
-    "ZSTD_freeCCtx",
-    "ZSTD_CCtx_setParameter",
-    "ZSTD_compress2",
-    "ZSTD_createDCtx",
-    "ZSTD_freeDCtx",
-    "ZSTD_decompressDCtx",
-    "ZSTD_isError",
-)
-"""Of zstd, in the order of ``struct zstd`` in planes.c."""
-
-_PARAMETERS = {101: 17, 102: 6, 103: 6, 104: 1, 105: 7, 106: 0, 107: 1, 200: 1, 201: 0}
-"""What `PlaneCoder` sets, by zstd's numbers: ``ZSTD_c_windowLog`` to ``ZSTD_c_checksumFlag``."""
-
-_POINTER, _INTEGER, _SMALL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_FLAGS = ("-O3", "-march=native")
-
-
-class NativePlanes:
-    """The compiled coder; keeps its scratch memory, so use one in each thread."""
-
-    def __init__(self, library: ctypes.CDLL, coder: int) -> None:
-        self._library = library
-        self._coder = coder
-        self._out = np.empty(0, np.uint8)
-        weakref.finalize(self, library.outlast_planes_free, coder)
-
-    @classmethod
-    def new(cls) -> NativePlanes | None:
-        """A coder, or None where there is no C compiler, or no zstd to call."""
-        found = _library()
-        if found is None:
-            return None
-        library, zstd = found
-        numbers = np.array(list(_PARAMETERS.items()), np.int32)
-        coder = library.outlast_planes_new(zstd, numbers.ctypes.data, len(numbers))
-        return None if coder is None else cls(library, coder)
-
-    def encode(
-        self, raw: NDArray[np.uint8], itemsize: int, plan: PlanePlan, *, rotate: bool
-    ) -> bytes:
-        """As `PlaneCoder.encode`.
-
-        Raises:
-            MemoryError: When there is no room for a tile.
-        """
-        raw = np.ascontiguousarray(raw)
-        room = raw.size + raw.size // 16 + 8192
-        if self._out.size < room:
-            self._out = np.empty(room, np.uint8)
-        coded = sum(pays << number for number, pays in enumerate(plan.planes))
-        out = self._out
-        length = self._library.outlast_planes_encode(
-            self._coder, raw.ctypes.data, raw.size, itemsize, rotate, coded, _ZEROS, out.ctypes.data
-        )
-        if not length:
-            raise MemoryError(f"no memory to code a tile of {raw.size} bytes")
-        return out[:length].tobytes()
-
-    def decode(
-        self, stored: Sequence[bytes | memoryview], itemsize: int, tiles: NDArray[np.uint8]
-    ) -> int:
-        """Decode as many tiles as can be; returns how many: the next one is for `PlaneCoder`."""
-        codes = [np.frombuffer(code, np.uint8) for code in stored]
-        places = np.array([code.__array_interface__["data"][0] for code in codes], np.uint64)
-        lengths = np.array([code.size for code in codes], np.int64)
-        done: int = self._library.outlast_planes_decode(
-            self._coder,
-            places.ctypes.data,
-            lengths.ctypes.data,
-            len(codes),
-            tiles.shape[1],
-            itemsize,
-            tiles.ctypes.data,
-        )
-        return done
-
-
-@functools.cache
-def _library() -> tuple[ctypes.CDLL, Any] | None:
-    """The compiled functions, and zstd's as they take them."""
-    spec = find_spec("blosc2")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    files = [file for folder in folders for file in sorted(Path(folder).glob("lib/libblosc2.so*"))]
-    if not files:
-        return None
-    library, _ = load(
-        resources.files("outlast.checkpoint") / "native", ["planes.c"], _FLAGS, ("-O3",)
-    )
-    if library is None:
-        return None
-    try:
-        zstd = ctypes.CDLL(str(files[0]))
-        functions = [ctypes.cast(getattr(zstd, name), _POINTER) for name in _FUNCTIONS]
-    except (OSError, AttributeError):
-        # blosc2 was built with another zstd, which it does not show.
-        return None
-    library.outlast_planes_new.argtypes = (_POINTER, _POINTER, _INTEGER)
-    library.outlast_planes_new.restype = _POINTER
-    library.outlast_planes_free.argtypes = (_POINTER,)
-    library.outlast_planes_free.restype = None
-    library.outlast_planes_encode.argtypes = (
-        *(_POINTER, _POINTER, _INTEGER, _SMALL, _SMALL, ctypes.c_uint32, ctypes.c_double, _POINTER),
-    )
-    library.outlast_planes_encode.restype = _INTEGER
-    library.outlast_planes_decode.argtypes = (
-        *(_POINTER, _POINTER, _POINTER, _INTEGER, _INTEGER, _SMALL, _POINTER),
-    )
-    library.outlast_planes_decode.restype = _INTEGER
-    return library, (_POINTER * len(functions))(*(function.value for function in functions))

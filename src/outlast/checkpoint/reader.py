@@ -1,22 +1,40 @@
 """Reading boxes of tensors from a version: only the tiles that they touch, each one checked.
 
 Needs no torch. Tiles are fetched in batches of neighbouring chunks by a few threads, checked
-against their checksums before and after decoding, and copied into the caller's memory, so the
-memory needed beside that is a few batches.
+against their checksums, and copied into the caller's memory, so the memory needed beside that is a
+few batches.
+
+Compiled code checks, decodes and copies a batch in one call (see `compiled`), on as many threads as
+the process may use cores; plans are arrays, so that a tile costs the interpreter nothing. What it
+cannot do goes through NumPy: differences to older versions, blosc2's codes, several places for one
+tile, and whatever it finds wrong, so that one place says what is wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from outlast.checkpoint import codec
+from outlast.checkpoint.compiled import (
+    CODECS,
+    COPY,
+    TILE,
+    CompiledTiles,
+    Place,
+    address_of,
+    copy_of,
+    hashes_of,
+)
 from outlast.checkpoint.manifest import ManifestError, collection_paused, tiles, tiles_within
 from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError
@@ -27,12 +45,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from outlast.checkpoint.codec import Bytes
-    from outlast.checkpoint.manifest import Chunk, Part
+    from outlast.checkpoint.compiled import Table
+    from outlast.checkpoint.manifest import Chunk, Part, Piece, TensorFacts
     from outlast.checkpoint.storage import RangeReader, Storage
     from outlast.checkpoint.version import Contents
     from outlast.state.box import Box
 
 _BATCH_BYTES = 4 << 20
+_MOST_THREADS = 8
 # Of a version with more files than this, only those that are read are opened.
 _FILES_HELD = 64
 _READ_AHEAD = 1
@@ -148,11 +168,29 @@ class VersionReader:
         Raises:
             CheckpointError: Naming the first tile that is missing, cut or changed.
         """
+        by_name: dict[str, list[Wanted]] = {}
         for item in wanted:
             self.counters.add(needed=item.out.nbytes)
+            by_name.setdefault(item.name, []).append(item)
+        rest: list[_Fetch] = []
         with collection_paused():
-            batches = list(_batches(self._plan(wanted)))
-        self._run(batches, done)
+            plan = None if CompiledTiles.new() is None else _CompiledPlan(self)
+            for name, wants in by_name.items():
+                if plan is None or len(wants) > 1:
+                    rest += self._plan(name, wants)
+                    continue
+                pieces = [
+                    (part, piece)
+                    for part in self.contents.parts
+                    for piece in part.pieces.get(name, ())
+                ]
+                # Several ranks may have saved the same tile.
+                taken: set[Box] | None = set() if len(pieces) > 1 else None
+                for part, piece in pieces:
+                    rest += plan.add(part, name, piece, wants[0], taken)
+        if plan is not None:
+            plan.run(done)
+        self._run([*_batches(rest)], done)
 
     def check(self, done: Callable[[int], None] | None = None) -> int:
         """Decode and check everything that is stored; returns the number of chunks.
@@ -160,17 +198,27 @@ class VersionReader:
         Raises:
             CheckpointError: Naming the first tile that is not as written.
         """
+        plan = None if CompiledTiles.new() is None else _CompiledPlan(self)
         fetches: dict[tuple[str, int, int], _Fetch] = {}
+
+        def note(fetch: _Fetch) -> None:
+            chunk = fetch.part.chunks[fetch.chain[0]]
+            key = fetch.part.packs[chunk.pack], chunk.offset, fetch.itemsize
+            fetches.setdefault(key, fetch)
+
         for part in self.contents.parts:
-            for name in part.pieces:
+            for name, pieces in part.pieces.items():
+                if plan is not None:
+                    for piece in pieces:
+                        for fetch in plan.add(part, name, piece, None, None):
+                            note(fetch)
+                    continue
                 facts = self.contents.catalogue.tensors[name]
                 for tile, number in part.tiles(name, facts):
-                    chunk = part.chunks[number]
-                    key = (part.packs[chunk.pack], chunk.offset, facts.itemsize)
-                    if key not in fetches:
-                        fetches[key] = self._fetch(part, name, number, tile, [])
-        self._run(list(_batches([*fetches.values()])), done)
-        return len(fetches)
+                    note(self._fetch(part, name, number, tile, []))
+        checked = 0 if plan is None else plan.run(done, once=True)
+        self._run([*_batches([*fetches.values()])], done)
+        return checked + len(fetches)
 
     def _run(self, batches: list[list[_Fetch]], done: Callable[[int], None] | None) -> None:
         """Decode batch after batch, while a few more are read ahead.
@@ -178,6 +226,8 @@ class VersionReader:
         Decoding in several threads is slower than in one: they would pass the interpreter's lock to
         and fro between calls of microseconds.
         """
+        if not batches:
+            return
         coming: deque[tuple[list[_Fetch], Future[dict[int, memoryview]]]] = deque()
         with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="restore") as pool:
             try:
@@ -194,24 +244,20 @@ class VersionReader:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _plan(self, wanted: list[Wanted]) -> list[_Fetch]:
-        """The tiles that overlap with what is wanted, each tile once."""
-        by_name: dict[str, list[Wanted]] = {}
-        for item in wanted:
-            by_name.setdefault(item.name, []).append(item)
+    def _plan(self, name: str, wants: list[Wanted]) -> list[_Fetch]:
+        """The tiles of a tensor that overlap with what is wanted, each tile once."""
+        facts = self.contents.catalogue.tensors[name]
         fetches = []
-        for name, wants in by_name.items():
-            facts = self.contents.catalogue.tensors[name]
-            # Several ranks may have saved the same tile.
-            taken: set[Box] = set()
-            for part in self.contents.parts:
-                for piece in part.pieces.get(name, ()):
-                    found = _targets(piece.box, facts.steps, wants)
-                    for number, (tile, targets) in found.items():
-                        if tile not in taken:
-                            taken.add(tile)
-                            fetch = self._fetch(part, name, piece.chunks[number], tile, targets)
-                            fetches.append(fetch)
+        # Several ranks may have saved the same tile.
+        taken: set[Box] = set()
+        for part in self.contents.parts:
+            for piece in part.pieces.get(name, ()):
+                found = _targets(piece.box, facts.steps, wants)
+                for number, (tile, targets) in found.items():
+                    if tile not in taken:
+                        taken.add(tile)
+                        fetch = self._fetch(part, name, piece.chunks[number], tile, targets)
+                        fetches.append(fetch)
         return fetches
 
     def _fetch(
@@ -347,6 +393,248 @@ class VersionReader:
                     "saved"
                 )
         return raw
+
+
+class _Shape(NamedTuple):
+    """The tiles of a piece that go to an array; alike for all tensors that lie alike.
+
+    Attributes:
+        boxes: Of the tiles.
+        numbers: (tiles,) their numbers in the piece.
+        bytes: (tiles,) of each.
+        copies: (tiles,) of `COPY`.
+        able: (tiles,) whether compiled code can copy it.
+    """
+
+    boxes: list[Box]
+    numbers: NDArray[np.intp]
+    bytes: NDArray[np.int64]
+    copies: NDArray[np.void]
+    able: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, piece: Box, facts: TensorFacts, to: Place | None) -> _Shape | None:
+        """The tiles of `piece` within `to`; all of them where it is None, to go nowhere."""
+        common = piece if to is None else piece.overlap(to.box)
+        if common is None or not common.elements:
+            return None
+        # Mostly all of a piece is wanted.
+        found = [
+            *(
+                enumerate(tiles(piece, facts.steps))
+                if common == piece
+                else tiles_within(piece, facts.steps, common)
+            )
+        ]
+        copies, nowhere = [], bytes(COPY.itemsize)
+        for _, tile in found:
+            copy: bytes | None = nowhere
+            if to is not None:
+                source = Place.row_major(tile, facts.itemsize)
+                copy = copy_of(common.overlap(tile) or tile, facts.itemsize, to, source)
+            copies.append(copy)
+        return cls(
+            [tile for _, tile in found],
+            np.array([number for number, _ in found]),
+            np.array([tile.elements for _, tile in found]) * facts.itemsize,
+            np.frombuffer(b"".join(copy or nowhere for copy in copies), COPY),
+            np.array([copy is not None for copy in copies]),
+        )
+
+
+class _Selection(NamedTuple):
+    """Tiles of a piece in a plan: their chunks and boxes, and where they go."""
+
+    part: Part
+    name: str
+    numbers: NDArray[np.intp]
+    boxes: list[Box]
+    want: Wanted | None
+
+
+class _CompiledPlan:
+    """Tiles that compiled code reads, checks, decodes and places, as arrays.
+
+    Args:
+        reader: Of their version.
+    """
+
+    def __init__(self, reader: VersionReader) -> None:
+        self._reader = reader
+        self._selections: list[_Selection] = []
+        self._tables: list[Table] = []
+        self._packs: list[NDArray[np.intp]] = []
+        self._numbers: dict[str, int] = {}
+        self._of_part: dict[int, tuple[Table, NDArray[np.intp]]] = {}
+        self._shapes: dict[tuple[object, ...], _Shape | None] = {}
+        self._own = threading.local()
+        self._failing = threading.Lock()
+
+    def add(
+        self, part: Part, name: str, piece: Piece, want: Wanted | None, taken: set[Box] | None
+    ) -> list[_Fetch]:
+        """Add the tiles of a piece that are wanted; returns those that NumPy has to read.
+
+        Args:
+            part: Which has the piece.
+            name: Tensor.
+            piece: What was saved of it.
+            want: Where to; None: they are checked alone.
+            taken: Boxes that were added before, and are not again; None: there are none.
+        """
+        facts = self._reader.contents.catalogue.tensors[name]
+        to = None if want is None else Place(want.box, want.out.strides)
+        key = (piece.box, facts, to)
+        if key not in self._shapes:
+            self._shapes[key] = _Shape.of(piece.box, facts, to)
+        if (shape := self._shapes[key]) is None:
+            return []
+        stored, packs = self._stored(part)
+        numbers = np.array(piece.chunks)[shape.numbers]
+        table = stored[numbers]
+        for row in np.flatnonzero(table["bytes"] != shape.bytes)[:1]:
+            # It says what is wrong.
+            self._reader._fetch(part, name, int(numbers[row]), shape.boxes[row], [])
+        able, boxes = shape.able & (table["codec"] >= 0), shape.boxes
+        fresh = np.ones(len(boxes), np.bool_)
+        if taken is not None:
+            fresh = np.array([box not in taken for box in boxes])
+            taken.update(boxes)
+        table["copy"], table["itemsize"] = shape.copies, facts.itemsize
+        table["target"] = 0 if want is None else address_of(want.out)
+        chosen = _Selection(part, name, numbers, boxes, want)
+        rest = [self._fetch(chosen, row) for row in np.flatnonzero(fresh & ~able).tolist()]
+        if not (able & fresh).all():
+            kept = np.flatnonzero(able & fresh)
+            table, numbers = table[kept], numbers[kept]
+            chosen = _Selection(part, name, numbers, [boxes[row] for row in kept], want)
+        if len(table):
+            self._selections.append(chosen)
+            self._tables.append(table)
+            self._packs.append(packs[numbers])
+        return rest
+
+    def run(self, done: Callable[[int], None] | None, *, once: bool = False) -> int:
+        """Read all tiles, several batches at a time; returns how many there are.
+
+        Args:
+            done: Called with the number of bytes that were decoded, after each batch.
+            once: Whether chunks that stand for several tiles are read once.
+        """
+        if not self._tables:
+            return 0
+        table, pack = np.concatenate(self._tables), np.concatenate(self._packs)
+        order = np.lexsort((table["itemsize"], table["stored"], pack))
+        if once:
+            keys = np.stack([pack, table["stored"], table["itemsize"]])[:, order]
+            order = order[np.concatenate([[True], (np.diff(keys) != 0).any(axis=0)])]
+        table, pack = table[order], pack[order]
+        turn = np.cumsum(table["length"]) // _BATCH_BYTES
+        cuts = np.flatnonzero((np.diff(pack) != 0) | (np.diff(turn) != 0)) + 1
+        bounds = [0, *cuts.tolist(), len(table)]
+        names = [*self._numbers]
+
+        def read(span: tuple[int, int]) -> int:
+            batch = slice(*span)
+            return self._read(table[batch], names[pack[span[0]]], order[batch])
+
+        with ThreadPoolExecutor(_threads(), thread_name_prefix="restore") as pool:
+            try:
+                for size in pool.map(read, itertools.pairwise(bounds)):
+                    if done is not None:
+                        done(size)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return len(table)
+
+    def _read(self, table: Table, pack: str, places: NDArray[np.intp]) -> int:
+        """Read, check, decode and place tiles of one file, in their order in it.
+
+        Args:
+            table: Which, with offsets in place of addresses.
+            pack: The file.
+            places: Their places in the plan, for those that are wrong.
+
+        Returns:
+            Bytes decoded.
+        """
+        reader = self._reader
+        if not hasattr(self._own, "compiled"):
+            self._own.compiled, self._own.memory = CompiledTiles.new(), np.empty(0, np.uint8)
+        begin = table["stored"]
+        reach = np.maximum.accumulate(begin + table["length"])
+        # Neighbours are read at once.
+        first = np.concatenate([[0], np.flatnonzero(begin[1:] > reach[:-1]) + 1])
+        last = np.append(first[1:], len(table)) - 1
+        starts, sizes = begin[first], reach[last] - begin[first]
+        into = np.cumsum(sizes) - sizes
+        file, size = reader._file(pack), int(sizes.sum())
+        right = np.zeros(len(table), np.bool_)
+        with contextlib.ExitStack() as stack:
+            memory: NDArray[np.uint8] | None = None
+            if int(reach[-1]) > file.size:
+                size = 0
+            elif len(first) == 1:
+                memory = stack.enter_context(file.mapped(int(starts[0]), size))
+            if memory is None and size:
+                if self._own.memory.size < size:
+                    # Memory that is used again: new pages cost as much as decoding.
+                    self._own.memory = np.empty(size, np.uint8)
+                memory = self._own.memory[:size]
+                for start, place, length in zip(starts, into, sizes, strict=True):
+                    span = memory[place : place + length]
+                    with reader._readable(pack):
+                        # What lies behind an end that came early has no right checksum.
+                        span[file.read_into(int(start), span) :] = 0
+            if memory is not None:
+                reader.counters.add(read=size)
+                table["stored"] += np.repeat(address_of(memory) + into - starts, last - first + 1)
+                right = self._own.compiled.read(table)
+        if not right.all():
+            ends = np.cumsum([len(table) for table in self._tables])
+            wrong = places[~right]
+            with self._failing:
+                for place, item in zip(wrong, np.searchsorted(ends, wrong, "right"), strict=True):
+                    chosen = self._selections[item]
+                    fetch = self._fetch(chosen, int(place - ends[item] + len(chosen.numbers)))
+                    reader._run([[fetch]], None)
+        decoded = int(table["bytes"].sum())
+        reader.counters.add(touched=decoded)
+        return decoded
+
+    def _fetch(self, chosen: _Selection, row: int) -> _Fetch:
+        """One tile, as NumPy reads it."""
+        box, want, targets = chosen.boxes[row], chosen.want, []
+        if want is not None and (inside := box.overlap(want.box)) is not None:
+            here = () if inside == box else inside.within(box)
+            targets.append(_Target(want.out, inside.within(want.box), here))
+        return self._reader._fetch(chosen.part, chosen.name, int(chosen.numbers[row]), box, targets)
+
+    def _stored(self, part: Part) -> tuple[Table, NDArray[np.intp]]:
+        """The chunks of a part: (chunks,) of `TILE`, and the numbers of their files.
+
+        A codec of -1 is none of the compiled ones.
+        """
+        if id(part) not in self._of_part:
+            table = np.zeros(len(part.chunks), TILE)
+            pack, begin, length, coded, size, _, content, *_ = zip(*part.chunks, strict=True)
+            codes = [CODECS.index(name) if name in CODECS else -1 for name in part.codecs]
+            table["stored"], table["length"], table["bytes"] = begin, length, size
+            table["codec"] = np.array(codes)[[*coded]]
+            table["content_hash"] = hashes_of(content)
+            names = [self._numbers.setdefault(name, len(self._numbers)) for name in part.packs]
+            self._of_part[id(part)] = table, np.array(names)[[*pack]]
+        return self._of_part[id(part)]
+
+
+def _threads() -> int:
+    """Threads that the process may use: one core of several, where each rank has its share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(ValueError):
+        cores = min(cores or 1, int(os.environ.get("OMP_NUM_THREADS", "")))
+    # With two, the one reads while the other decodes.
+    return min(max(cores or 1, 2), _MOST_THREADS)
 
 
 def _targets(

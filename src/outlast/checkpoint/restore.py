@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from outlast.checkpoint.lane import SaveHandle, SaveResult
-from outlast.checkpoint.manifest import REPLAY
+from outlast.checkpoint.manifest import REPLAY, collection_paused
 from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.storage import describe_failure, sentence_of
 from outlast.checkpoint.tiers import Place, Tiers
@@ -766,6 +766,7 @@ class Restorer:
         self._place = tiers.first.storage.location
         self.unfinished: list[str] = []
 
+    @collection_paused()
     def restore(self, state: State, step: int | None, allow: Collection[Misfit]) -> Restored | None:
         """As `CheckpointStore.restore`."""
         wish = RestoreRequest(state, step, allow)

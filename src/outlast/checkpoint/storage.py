@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import shutil
 import stat
@@ -19,11 +20,15 @@ from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from outlast.errors import CheckpointError, OutlastError
 from outlast.records import check_lease, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 TEMPORARY = ".tmp"
@@ -44,6 +49,10 @@ def _as_os_errors() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
+_POPULATE_READ = 22
+"""``MADV_POPULATE_READ`` of Linux 5.14: it reads, or fails where touching would be fatal."""
+
+
 class PendingFile:
     """A file that is being written; it appears when the block of `Storage.create` ends well."""
 
@@ -53,7 +62,7 @@ class PendingFile:
     @_as_os_errors()
     def write(self, data: bytes | memoryview) -> None:
         """Append `data`."""
-        self._file.write(bytes(data))
+        self._file.write(data)
 
 
 def storage_of(place: str | os.PathLike[str]) -> Storage:
@@ -257,18 +266,53 @@ class _LocalReader:
     def __init__(self, path: Path) -> None:
         self._descriptor = _open_file(path)
         self.size = os.fstat(self._descriptor).st_size
+        self._mapping = threading.Lock()
+        self._map: mmap.mmap | None = None
+        self._unmappable = False
+
+    def read_into(self, offset: int, memory: NDArray[np.uint8]) -> int:
+        """Fill `memory` with the bytes from `offset`; returns how many there are."""
+        done = 0
+        # One call reads at most 2 GiB, and may be interrupted by a signal.
+        while done < memory.size:
+            count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            if not count:
+                break
+            done += count
+        return done
 
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; fewer where the file ends."""
-        parts = []
-        # One call reads at most 2 GiB, and may be interrupted by a signal.
-        while length > 0 and (part := os.pread(self._descriptor, length, offset)):
-            parts.append(part)
-            offset, length = offset + len(part), length - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        memory = np.empty(length, np.uint8)
+        return memory[: self.read_into(offset, memory)].tobytes()
+
+    @contextlib.contextmanager
+    def mapped(self, offset: int, length: int) -> Iterator[NDArray[np.uint8] | None]:
+        """The bytes from `offset` in the page cache, without a copy; None where that cannot be.
+
+        A file that cannot be read is no signal here, as it is with a plain mapping: it gives None,
+        and `read_into` says why.
+        """
+        first = offset - offset % mmap.PAGESIZE
+        span = first, offset + length - first
+        try:
+            with self._mapping:
+                if self._map is None and not self._unmappable:
+                    self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+            if self._map is None or offset + length > len(self._map):
+                raise OSError(errno.EFAULT, "it is not mapped")
+            self._map.madvise(_POPULATE_READ, *span)
+        except (OSError, ValueError, AttributeError):
+            self._unmappable = True
+            yield None
+            return
+        yield np.frombuffer(self._map, np.uint8, length, offset)
+        # What was read is no memory of this process any longer.
+        self._map.madvise(mmap.MADV_DONTNEED, *span)
 
     def close(self) -> None:
         """Give the file back."""
+        self._map = None
         os.close(self._descriptor)
 
 
@@ -393,6 +437,18 @@ class _FsspecReader:
             return b""
         content: bytes = self._filesystem.cat_file(self._path, start=offset, end=end)
         return content
+
+    @contextlib.contextmanager
+    def mapped(self, offset: int, length: int) -> Iterator[None]:
+        """None: objects are no files."""
+        del offset, length
+        yield None
+
+    def read_into(self, offset: int, memory: NDArray[np.uint8]) -> int:
+        """Fill `memory` with the bytes from `offset`; returns how many there are."""
+        content = self.read(offset, memory.size)
+        memory[: len(content)] = np.frombuffer(content, np.uint8)
+        return len(content)
 
     def close(self) -> None:
         """Nothing is held."""
