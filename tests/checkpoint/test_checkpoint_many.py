@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from checkpoint_meshes import fsdp
 from checkpoint_states import Holder, Net, bits, make_optimizers, open_store, train
 from torch import nn
 
@@ -239,3 +241,35 @@ def test_later_saves_of_many_tensors_block_for_a_moment(tmp_path: Path) -> None:
     assert len(collect(state).tensors) == 8_000
     # That is a tenth of a second of the processor for 20,000 tensors; it took 0.18 here.
     assert min(seconds[1:]) < 0.04
+
+
+def save_shards(directory: Path) -> tuple[list[dict[str, Any]], str]:
+    """The bits that were saved, and why one rank's state was refused on this one."""
+    dist.init_process_group("gloo")
+    state = {**fsdp(0), "data": Holder()}
+    wanted = []
+    with open_store(directory) as store:
+        state["data"].state = print if dist.get_rank() == 1 else 1
+        with pytest.raises(CheckpointError) as refused:
+            store.check(state)
+        state["data"].state = 1
+        store.check(state)
+        for step in (1, 2, 3):
+            train({"model": state["model"], "optimizer": state["optimizer"]}, step, step)
+            held = store._states.holdings._held
+            store.save(step, state)
+            assert (store._states.holdings._held is held) == (step > 1), "looked at anew"
+            wanted.append(bits({"model": state["model"]}))
+    return wanted, str(refused.value)
+
+
+@pytest.mark.distributed
+def test_shards_are_looked_at_once(ranks: Callable[[int], Any], tmp_path: Path) -> None:
+    outcomes = ranks(2)(save_shards, tmp_path)
+    for wanted, refused in outcomes:
+        assert "`data` is of type builtin_function_or_method" in refused
+        for step, tensors in enumerate(wanted, 1):
+            model = Net(9)
+            with open_store(tmp_path) as store:
+                store.restore({"model": model}, step=step)
+            assert bits({"model": model}) == tensors
