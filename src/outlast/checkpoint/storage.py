@@ -275,7 +275,12 @@ class _LocalReader:
         done = 0
         # One call reads at most 2 GiB, and may be interrupted by a signal.
         while done < memory.size:
-            count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            else:
+                part = os.pread(self._descriptor, memory.size - done, offset + done)
+                count = len(part)
+                memory[done : done + count] = np.frombuffer(part, np.uint8)
             if not count:
                 break
             done += count
