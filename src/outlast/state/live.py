@@ -428,13 +428,14 @@ def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | 
     """
 
     def put(path: str, value: Any) -> str | None:
-        if is_dtensor(value):
+        plain = type(value) in (torch.Tensor, nn.Parameter)
+        if not plain and is_dtensor(value):
             raise CheckpointError(
                 f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
                 "parameter or buffer of the module"
             )
         # What consists of several tensors is refused with all that a checkpoint cannot hold.
-        if type(value) in (torch.Tensor, nn.Parameter) or is_traceable_wrapper_subclass(value):
+        if plain or is_traceable_wrapper_subclass(value):
             live.put(path, value.detach().clone() if copied else value)
         elif type(value) is np.ndarray:
             try:
