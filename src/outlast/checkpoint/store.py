@@ -22,9 +22,9 @@ import torch
 
 from outlast.checkpoint.encoder import Reduction
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
-from outlast.checkpoint.manifest import REPLAY, STATE
+from outlast.checkpoint.manifest import REPLAY, STATE, collection_paused
 from outlast.checkpoint.owner import OwnedError
-from outlast.checkpoint.plan import holding
+from outlast.checkpoint.plan import Holdings
 from outlast.checkpoint.restore import Restored, Restorer
 from outlast.checkpoint.storage import (
     LocalStorage,
@@ -40,7 +40,7 @@ from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
 from outlast.state.install import Misfit
-from outlast.state.live import State, collect, mesh_of
+from outlast.state.live import Collector, State, mesh_of
 
 if TYPE_CHECKING:
     from outlast.checkpoint.plan import Holding
@@ -153,6 +153,7 @@ class CheckpointStore:
         self._writer_kind = writer
         self._timeout_seconds = timeout_seconds
         self._coordinated = coordinated and self._ranks.size > 1
+        self._collector = Collector()
         self._states = self._lane(self._reduction, first)
         self._log_place = replace(first, storage=logs_of(self.storage))
         self._logs: Lane | None = None
@@ -222,7 +223,7 @@ class CheckpointStore:
         notes: dict[str, Any] = {"metrics": figures, "torch": str(torch.__version__)}
 
         def collected() -> Live:
-            live = collect(state)
+            live = self._collector.collect(state)
             if mesh := mesh_of(live):
                 notes["mesh"] = mesh
             return live
@@ -238,6 +239,24 @@ class CheckpointStore:
     ) -> SaveResult:
         """Save and wait until the version is published; raises CheckpointError if it is not."""
         return self.save_async(step, state, metrics=metrics).wait()
+
+    def check(self, state: State) -> None:
+        """Refuse what `save_async` would refuse of `state`, before training starts.
+
+        Nothing is copied or written, and nobody becomes the owner of the store. All ranks call it
+        together, with what they would save.
+
+        Raises:
+            CheckpointError: On all ranks, naming what cannot be saved by its path and type, what
+                ranks disagree about, or the setting that does not fit.
+        """
+
+        def holding() -> Holding:
+            with collection_paused():
+                return self._states.holdings.of(self._collector.collect(state))[0]
+
+        held = self._ranks.raise_together(holding)
+        self._ranks.raise_together(self._states.sharing(held))
 
     def log_async(self, step: int, log: Live, *, base: int) -> SaveHandle:
         """Copy `log` and write it in the background as a replay log; see `restore.ReplayLog`.
@@ -367,6 +386,7 @@ class CheckpointStore:
         return Lane(
             place.storage.location,
             self._ranks,
+            Holdings(private=place.private),
             reduction=reduction,
             writer=self._writer_kind,
             coordinated=self._coordinated,
@@ -399,9 +419,10 @@ class CheckpointStore:
         unexpected: Exception | None = None
         try:
             self._check_right()
-            live = collected()
-            deferred = _late_tensors(late, live)
-            held, memory = holding(live)
+            with collection_paused():
+                live = collected()
+                deferred = _late_tensors(late, live)
+                held, memory = lane.holdings.of(live)
             changed = lane.changed(held)
         except (CheckpointError, LeaseLostError) as error:
             problem, lost = str(error), isinstance(error, LeaseLostError)
@@ -438,7 +459,7 @@ class CheckpointStore:
                 return self._storage_away(step, begun, str(error))
         self._went_back = self._went_back and kind != STATE
         if changed:
-            self._replan(lane, replace(held, private=self._tiers.first.private), memory)
+            self._replan(lane, held, memory)
         version = Version(self._session, step)
         place = self._tiers.first if kind == STATE else self._log_place
         key = f"{self._submissions}/{version.folder}"
@@ -460,7 +481,8 @@ class CheckpointStore:
         """Share out the work anew, and continue only if all ranks can."""
         problem = ""
         try:
-            lane.replan(held, memory)
+            with collection_paused():
+                lane.replan(held, memory)
         except CheckpointError as error:
             problem = str(error)
         if self._coordinated:
