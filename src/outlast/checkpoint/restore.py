@@ -117,8 +117,7 @@ def whole_tensor(reader: VersionReader, name: str) -> torch.Tensor:
     """One tensor of a version, whole, on the CPU."""
     facts = reader.contents.catalogue.tensors[name]
     tensor = torch.empty(facts.shape, dtype=dtype_of(facts))
-    box = whole(facts.shape)
-    reader.read([Wanted(name, box, opaque_array(tensor))])
+    reader.read([Wanted(name, whole(facts.shape), opaque_array(tensor))])
     return tensor
 
 
@@ -992,11 +991,9 @@ class Restorer:
             raise unexpected or CheckpointError(problem)
         if problem:
             # A version also reads the packs of those before it, which the problem may name.
-            folder = contents.version.folder
-            if not unsure:
-                place.damaged.add(contents.version)
+            folder, harmed = contents.version.folder, set() if unsure else {contents.version}
+            place.damaged.update(harmed)
             return None, problem if folder in problem else f"{location}/{folder}: {problem}"
         assert counters is not None
         install(wish.state, targets, saved, decoded)
-        read, needed = counters.read_bytes, counters.needed_bytes
-        return Restored(step, skipped, read, needed, location), ""
+        return Restored(step, skipped, counters.read_bytes, counters.needed_bytes, location), ""
