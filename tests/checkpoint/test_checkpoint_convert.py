@@ -1,10 +1,12 @@
 """Checkpoints of other programs, into a store and out of it: exact, safe, all or nothing."""
 
+import io
 import json
 import os
 import pickle
 import sys
 import types
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from outlast.checkpoint import CheckpointStore, convert, list_versions, storage_of
 from outlast.checkpoint.convert import export_checkpoint, import_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
+from outlast.checkpoint.storage import FsspecStorage
 from outlast.errors import CheckpointError
 
 
@@ -156,6 +160,59 @@ def test_versions_of_a_checkpoint_store_are_exported(tmp_path: Path, store: Path
     export_checkpoint(store, tmp_path / "d.pt", kind="torch", step=2, prefix="model.")
     older = torch.load(tmp_path / "d.pt")
     assert older["seen"] < found["model.seen"]
+
+
+@pytest.mark.parametrize("kind", convert.EXPORT_KINDS)
+def test_an_export_to_an_object_store_is_that_to_a_folder(
+    tmp_path: Path, store: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    told: list[tuple[int, int]] = []
+    save_file({f"weight{n}": torch.randn(50, 20) for n in range(9)}, tmp_path / "a.safetensors")
+    monkeypatch.setattr(convert, "_BATCH_BYTES", 10_000)
+    import_checkpoint(tmp_path / "a.safetensors", store, progress=lambda *at: told.append(at))
+    assert told[0][0] < told[-1][0] == told[-1][1] == 36_000
+    place, local = f"memory://{uuid.uuid4().hex}", tmp_path / "out" / "model"
+    for target in (f"{place}/model", local):
+        told.clear()
+        export_checkpoint(
+            store, target, kind=kind, shard_bytes=9000, progress=lambda *at: told.append(at)
+        )
+        assert told[-1] == (36_000, 36_000)
+    files = sorted(each for each in [local, *local.rglob("*")] if each.is_file())
+    names = [str(each.relative_to(tmp_path / "out")) for each in files]
+    sent = storage_of(place)
+    inside = fsspec.filesystem("memory").find(place)
+    assert sorted(each.split("/", 2)[2] for each in inside) == names
+    # The other formats have their own path within.
+    assert kind != "safetensors" or all(
+        sent.read(name) == each.read_bytes() for name, each in zip(names, files, strict=True)
+    )
+    if kind == "torch":
+        found, expected = torch.load(io.BytesIO(sent.read("model"))), torch.load(local)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(CheckpointError, match="exists already"):
+        export_checkpoint(store, f"{place}/model", kind=kind)
+    with pytest.raises(CheckpointError, match="must name a folder"):
+        export_checkpoint(store, place, kind=kind)
+
+
+def test_an_export_that_an_object_store_refuses_leaves_nothing(
+    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_file({f"weight{n}": torch.randn(50, 20) for n in range(9)}, tmp_path / "a.safetensors")
+    import_checkpoint(tmp_path / "a.safetensors", store)
+    place, create = f"memory://{uuid.uuid4().hex}", FsspecStorage.create
+
+    def refuse(self: FsspecStorage, name: str, **settings: Any) -> Any:
+        if "00002" in name:
+            raise PermissionError(13, "Permission denied")
+        return create(self, name, **settings)
+
+    monkeypatch.setattr(FsspecStorage, "create", refuse)
+    with pytest.raises(CheckpointError, match="model cannot be written: Permission denied"):
+        export_checkpoint(store, f"{place}/model", kind="safetensors", shard_bytes=9000)
+    assert storage_of(place).files("model") == {}
 
 
 @pytest.mark.parametrize("kind", ["torch", "safetensors", "dcp"])

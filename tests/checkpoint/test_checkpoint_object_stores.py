@@ -14,6 +14,8 @@ from outlast.checkpoint import Retention, list_versions, storage_of
 from outlast.checkpoint.version import SEAL, UnreadableError, Version, is_published, prune
 from outlast.errors import CheckpointError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*offers no conditional write")
+
 Refuses = Callable[[str, str], bool]
 
 

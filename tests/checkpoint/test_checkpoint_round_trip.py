@@ -294,9 +294,7 @@ def _state_of_two_models() -> dict[str, Any]:
         ({"data": Holder({"a": [_Unsavable()]})}, r"`data\.a\.0` is of type _Unsavable"),
         ({"data": Holder({"a": torch.eye(2).to_sparse()})}, r"data\.a.*sparse"),
         ({"data": Holder({"a": torch.empty(2, device="meta")})}, r"data\.a.*meta"),
-        ({"data": Holder({"a": np.array(["text"])})}, r"data\.a.*ndarray"),
-        ({"data": Holder({"a": np.str_("text")})}, r"data\.a.*str_"),
-        ({"data": Holder({"a": np.datetime64("2026-01-01")})}, r"data\.a.*datetime64"),
+        ({"data": Holder({"a": np.array([None])})}, r"data\.a.*ndarray of object"),
         (_state_of_two_models(), "holds 2 modules"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "needs its model"),
         (

@@ -83,3 +83,10 @@ def test_a_wrong_product_is_noticed(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
     assert matmul_check("cpu", "float32", size=32).broken
+
+
+def test_checkpoints_without_compiled_code_are_said_to_be_slower(monkeypatch):
+    monkeypatch.setattr("outlast.checkpoint.compiled._library", lambda: "no C compiler was found")
+    [check] = [found for found in diagnosis._python_checks() if found.name == "checkpoints"]
+    assert (check.state, check.found) == ("degraded", "no C compiler was found")
+    assert "gcc" in check.remedy

@@ -179,7 +179,7 @@ class CompiledTiles:
     def new(cls) -> CompiledTiles | None:
         """None where there is no C compiler, or no zstd or XXH3 to call."""
         found = _library()
-        if found is None:
+        if isinstance(found, str):
             return None
         library, functions = found
         numbers = np.array(list(_PARAMETERS.items()), np.int32)
@@ -277,24 +277,30 @@ def address_of(array: NDArray[Any]) -> int:
     return address
 
 
+def why_not() -> str:
+    """Say why NumPy does the work here; empty where compiled code does."""
+    found = _library()
+    return found if isinstance(found, str) else ""
+
+
 @functools.cache
-def _library() -> tuple[ctypes.CDLL, Any] | None:
-    """The compiled functions, and those of other libraries as they take them."""
+def _library() -> tuple[ctypes.CDLL, Any] | str:
+    """The compiled functions, and those of other libraries as they take them; or why not."""
     zstd = _files_of("blosc2", "lib/libblosc2.so*")
     xxhash = _files_of("xxhash", "_xxhash.*")
     if not (zstd and xxhash):
-        return None
-    library, _ = load(
+        return "the installed blosc2 or xxhash comes without a library that can be called"
+    library, problem = load(
         resources.files("outlast.checkpoint") / "native", ["tiles.c"], _FLAGS, ("-O3",)
     )
     if library is None:
-        return None
+        return problem
     try:
         found = [getattr(ctypes.CDLL(str(zstd[0])), name) for name in _ZSTD]
         found.append(ctypes.CDLL(str(xxhash[0])).XXH128)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:
         # They were built with other libraries, or show none of this.
-        return None
+        return f"blosc2 or xxhash cannot be called: {error}"
     functions = [ctypes.cast(function, _POINTER).value for function in found]
     p, i = _POINTER, _INTEGER
     for name, result, *takes in (

@@ -9,14 +9,16 @@ result appears complete or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pickle
+import tempfile
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,7 +57,7 @@ from outlast.state.box import Box, aligned
 from outlast.state.tensors import dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.planner import WriteItem
@@ -65,8 +67,10 @@ if TYPE_CHECKING:
     from outlast.checkpoint.version import Contents
 
 
+Progress: TypeAlias = "Callable[[int, int], None]"
 EXPORT_KINDS = ("safetensors", "torch", "dcp", "megatron")
 _ONE_FILE_BYTES = 1 << 30
+_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ def export_checkpoint(
     step: int | None = None,
     prefix: str = "",
     shard_bytes: int = FILE_BYTES,
+    progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Write a version of a store as a checkpoint of another format.
 
@@ -105,20 +110,19 @@ def export_checkpoint(
 
     Args:
         store_place: Directory or fsspec URL of the store.
-        target: Folder or file to be made; must not exist.
+        target: Folder or file to be made, which must not exist; or an fsspec URL, to which it is
+            sent from a temporary folder when it is complete, what says so last.
         kind: One of the kinds above.
         step: Which version; default: the newest that is whole.
         prefix: Export only names that begin with it, without it.
         shard_bytes: Largest file of ``safetensors``; one tensor may exceed it.
+        progress: Called with the bytes of tensors that are read, and those in all.
 
     Raises:
         CheckpointError: When the target exists, nothing fits, or the version is damaged.
     """
     if kind not in EXPORT_KINDS:
         raise CheckpointError(f'kind = "{kind}" is unknown; take {", ".join(EXPORT_KINDS)}')
-    path = Path(target)
-    if path.exists():
-        raise CheckpointError(f"{path} exists already; give a new name")
     storage = storage_of(store_place)
     contents, _, skipped = newest_contents(storage, step)
     exporters: dict[str, Callable[[_Selection, Path, int], None]] = {
@@ -128,7 +132,7 @@ def export_checkpoint(
         "megatron": _export_megatron,
     }
     with VersionReader(storage, contents) as reader:
-        selection = _Selection(reader, read_dcp_content(storage, contents), prefix)
+        selection = _Selection(reader, read_dcp_content(storage, contents), prefix, progress)
         selection.notes += [f"skipped a newer checkpoint: {sentence}" for sentence in skipped]
         if not selection.tensors:
             raise CheckpointError(
@@ -137,18 +141,56 @@ def export_checkpoint(
                 if prefix
                 else f"step {contents.version.step} in {storage.location} has no tensors"
             )
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with appearing(path) as temporary:
-                exporters[kind](selection, temporary, shard_bytes)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {sentence_of(error)}") from error
+        with _appearing(os.fspath(target)) as path:
+            exporters[kind](selection, path, shard_bytes)
     return Converted(
         contents.version.step,
         len(selection.tensors),
         selection.bytes,
         selection.notes,
     )
+
+
+@contextlib.contextmanager
+def _appearing(target: str) -> Iterator[Path]:
+    """Where to write what appears at `target` when the block ends well.
+
+    Raises:
+        CheckpointError: When it is there, or cannot be written.
+    """
+    parent, _, name = target.rstrip("/").rpartition("/")
+    is_remote = "://" in target
+    if is_remote and ("://" not in parent or not name):
+        raise CheckpointError(f"{target} must name a folder or file below its place")
+    try:
+        if not is_remote:
+            path = Path(target)
+            if path.exists():
+                raise CheckpointError(f"{path} exists already; give a new name")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with appearing(path) as temporary:
+                yield temporary
+            return
+        storage = storage_of(parent)
+        if name in storage.files("") or storage.files(name):
+            raise CheckpointError(f"{target} exists already; give a new name")
+        with tempfile.TemporaryDirectory(prefix="outlast-export-") as folder:
+            yield (made := Path(folder) / name)
+            files = [each for each in [made, *made.rglob("*")] if each.is_file()]
+            # Readers begin with an index.
+            files.sort(key=lambda each: (each.suffix == ".json" or each.name == ".metadata", each))
+            try:
+                for file in files:
+                    to = str(file.relative_to(folder))
+                    with storage.create(to) as sent, file.open("rb") as read:
+                        while block := read.read(_BLOCK_BYTES):
+                            sent.write(block)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    storage.remove_folder(name)
+                raise
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {sentence_of(error)}") from error
 
 
 class _Selection:
@@ -163,8 +205,12 @@ class _Selection:
         notes: Sentences for the user.
     """
 
-    def __init__(self, reader: VersionReader, content: DcpContent, prefix: str) -> None:
+    def __init__(
+        self, reader: VersionReader, content: DcpContent, prefix: str, progress: Progress
+    ) -> None:
         self.reader = reader
+        self._progress = progress
+        self._done = 0
         self.prefix = prefix
         self.content = content
         self.contents: Contents = reader.contents
@@ -188,7 +234,14 @@ class _Selection:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor exported as `name`."""
-        return whole_tensor(self.reader, self.tensors[name])
+        tensor = whole_tensor(self.reader, self.tensors[name])
+        self.advance(tensor.nbytes)
+        return tensor
+
+    def advance(self, size: int) -> None:
+        """Tell that `size` more bytes are read."""
+        self._done += size
+        self._progress(self._done, self.bytes)
 
     def object_bytes(self, name: str) -> bytes:
         """The bytes of the object exported as `name`."""
@@ -239,7 +292,7 @@ def _export_safetensors(selection: _Selection, folder: Path, shard_bytes: int) -
         file = file if len(shards) > 1 else "model.safetensors"
         own = {name: (selection.tensors[name], facts[name]) for name in names}
         with safetensors_file(folder / file, own, {"format": "pt"}) as wanted:
-            selection.reader.read([want for want in wanted if want.box.elements])
+            selection.reader.read([want for want in wanted if want.box.elements], selection.advance)
         weight_map.update(dict.fromkeys(names, file))
     if len(shards) > 1:
         total = sum(fact.bytes for fact in facts.values())
@@ -379,6 +432,7 @@ def import_checkpoint(
     kind: str = "auto",
     prefix: str = "",
     reduction: Reduction | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Copy a checkpoint of another program into a store, as its newest version.
 
@@ -400,6 +454,7 @@ def import_checkpoint(
         kind: One of the kinds above, or ``auto``.
         prefix: Put before every name.
         reduction: Codecs and error bounds; by default everything is exact.
+        progress: Called with the bytes that are written, before coding, and those in all.
 
     Raises:
         CheckpointError: When the source cannot be read safely, or the storage fails.
@@ -422,7 +477,8 @@ def import_checkpoint(
             version = Version(max(sessions, default=0) + 1, step)
             ownership.claim(version.session)
             try:
-                size = _write(storage, version, opened, prefix, reduction or Reduction())
+                reduction = reduction or Reduction()
+                size = _write(storage, version, opened, prefix, reduction, progress=progress)
             except BaseException:
                 storage.remove_folder(version.folder)
                 raise
@@ -436,7 +492,13 @@ def import_checkpoint(
 
 
 def _write(
-    storage: Storage, version: Version, source: ForeignCheckpoint, prefix: str, reduction: Reduction
+    storage: Storage,
+    version: Version,
+    source: ForeignCheckpoint,
+    prefix: str,
+    reduction: Reduction,
+    *,
+    progress: Progress,
 ) -> int:
     """Write the version in parts of bounded size; returns the bytes of all tensors."""
     facts = {
@@ -466,6 +528,7 @@ def _write(
     arena.detach()
     encoder = Encoder(storage, reduction, [arena.memory])
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    done = 0
     for rank, batch in enumerate(batches):
         for name, box, start in batch:
             entry = source.tensors[name]
@@ -484,6 +547,8 @@ def _write(
             ),
             lambda: None,
         )
+        done += sum(box.elements * facts[name].itemsize for name, box, _ in batch)
+        progress(done, total)
     if (dcp_content := source.dcp) is not None:
         if prefix:
             names = [prefix + name for name in dcp_content.names]

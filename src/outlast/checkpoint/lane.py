@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from outlast.checkpoint.codec import Bound
     from outlast.checkpoint.encoder import Reduction
+    from outlast.checkpoint.plan import Holdings
     from outlast.checkpoint.version import Version
     from outlast.distributed.group import Group
     from outlast.state.box import Box
@@ -51,6 +52,13 @@ _PIECE_SAMPLES = 16
 """Places of a tensor, and of a piece of one, from which bytes are compared."""
 
 _NICE = 5
+_SMALL_BYTES = 16 << 10
+_GROUP_BYTES = 16 << 20
+# Types that torch can put side by side.
+_STACKED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
 
 
 class _Piece(NamedTuple):
@@ -295,11 +303,16 @@ class StagingPlan:
     Attributes:
         pieces: Every saved box and its place in an arena.
         copies: Name of a tensor to the byte where its memory goes; of tied tensors one only.
+        single: Names of those that are copied one by one.
+        groups: Names of small tensors of one shape and type, whose places lie side by side: a call
+            for each would cost more than its copy.
         size: Bytes of an arena.
     """
 
     pieces: list[StagedPiece]
     copies: dict[str, int]
+    single: list[str]
+    groups: list[list[str]]
     size: int
 
     def names_at(self) -> dict[int, list[str]]:
@@ -317,22 +330,38 @@ def plan_staging(
 
     Tensors in `lossy` are rounded in the arena, so each of them has a place of its own.
     """
-    pieces, copies, size = [], {}, 0
-    places: dict[tuple[object, ...], int] = {}
-    for name, box in boxes.items():
+    copies, groups, size = {}, [], 0
+    places: dict[tuple[object, ...], str] = {}
+    first_names = {}
+    alike: dict[object, list[str]] = {}
+    for name in boxes:
         tensor = memory[name]
-        same = place_of(tensor)
+        bytes_ = tensor.numel() * tensor.element_size()
         # Empty tensors all have the same address.
-        if tensor.numel() == 0 or same not in places or name in lossy:
-            start = size
-            if name not in lossy:
-                places[same] = start
-            copies[name] = start
-            size += aligned(tensor.numel() * tensor.element_size())
+        if bytes_ and name not in lossy:
+            first_names[name] = places.setdefault(place_of(tensor), name)
+        if first_names.get(name, name) != name:
+            continue
+        if bytes_ <= _SMALL_BYTES and tensor.dtype in _STACKED:
+            key = tensor.dtype, tensor.shape, tensor.device
+            group = alike.setdefault(key, [])
+            if len(group) * bytes_ >= _GROUP_BYTES:
+                group = alike[key] = []
+            if not group:
+                groups.append(group)
+            group.append(name)
         else:
-            start = places[same]
-        pieces.append(StagedPiece(name, box, start))
-    return StagingPlan(pieces, copies, size)
+            copies[name] = size
+            size += aligned(bytes_)
+    single = [*copies]
+    for group in groups:
+        bytes_ = memory[group[0]].numel() * memory[group[0]].element_size()
+        copies.update((name, size + number * bytes_) for number, name in enumerate(group))
+        size += aligned(len(group) * bytes_)
+    pieces = [
+        StagedPiece(name, box, copies[first_names.get(name, name)]) for name, box in boxes.items()
+    ]
+    return StagingPlan(pieces, copies, single, groups, size)
 
 
 class StagingMemory:
@@ -377,21 +406,34 @@ class StagingMemory:
         arena = self._bytes[number]
         devices: set[torch.device] = set()
         window = CopyWindow(pinned=self._pinned, timeout_seconds=timeout_seconds)
-        names = plan.names_at()
-        for name, start in plan.copies.items():
-            own = memory[name]
+        names = plan.names_at() if late else {}
+        single = [*plan.single]
+        for group in plan.groups:
+            if late and not late.keys().isdisjoint(group):
+                single += group
+                continue
+            sources = [*map(memory.__getitem__, group)]
+            first, start = sources[0], plan.copies[group[0]]
+            place = arena[start : start + len(group) * first.numel() * first.element_size()]
+            target = place.view(first.dtype).view(len(group), *first.shape)
+            if first.device.type == "cpu":
+                torch.stack(sources, out=target)
+            else:
+                target.copy_(torch.stack(sources), non_blocking=self._pinned)
+                devices.add(first.device)
+        for name in single:
+            own, start = memory[name], plan.copies[name]
             if own.numel() == 0:
                 continue
-            ties = names[start]
-            if may_be_late(own) and all(tie in late for tie in ties):
+            ties = names.get(start, ())
+            if ties and may_be_late(own) and all(tie in late for tie in ties):
                 witnesses = [own, *(late[tie] for tie in ties)]
                 window.add(name, *_copy(own, arena, start), witnesses)
                 continue
             target, source = _copy(own.resolve_conj().resolve_neg(), arena, start)
             if source.is_cuda:
                 devices.add(source.device)
-            with torch.no_grad():
-                target.copy_(source, non_blocking=self._pinned)
+            target.copy_(source, non_blocking=self._pinned)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return window
@@ -474,6 +516,7 @@ class SaveHandle:
 
     Attributes:
         version: As given.
+        heard: Whether somebody has been told how it ended.
     """
 
     def __init__(
@@ -485,6 +528,7 @@ class SaveHandle:
         self.version = version
         self._future = future
         self._copied = copied
+        self.heard = False
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not; never before all copies are made."""
@@ -503,6 +547,7 @@ class SaveHandle:
     def result(self) -> SaveResult:
         """Wait for the end, of the copies too; a failure is in the result's `error`."""
         self.copied()
+        self.heard = True
         return self._future.result()
 
     def wait(self) -> SaveResult:
@@ -574,6 +619,7 @@ class Lane:
     Args:
         place: Path or URL of the store.
         ranks: This process among those that save together.
+        holdings: What this process holds.
         reduction: Codecs and deltas.
         writer: Who codes and writes.
         coordinated: Whether ranks share the work of every new plan.
@@ -586,6 +632,7 @@ class Lane:
         self,
         place: str,
         ranks: Group,
+        holdings: Holdings,
         *,
         reduction: Reduction,
         writer: WriterKind,
@@ -595,6 +642,7 @@ class Lane:
     ) -> None:
         self._place = place
         self._ranks = ranks
+        self.holdings = holdings
         self._reduction = reduction
         self._writer_kind = writer
         self._coordinated = coordinated
@@ -623,10 +671,13 @@ class Lane:
         if self._last is not None:
             self._last.copied()
 
-    def settle(self) -> None:
-        """Wait for the save under way."""
-        if self._last is not None:
-            self._last.result()
+    def settle(self) -> str:
+        """Wait for the save under way; returns why it failed, if nobody has heard of it."""
+        if self._last is None:
+            return ""
+        was_heard = self._last.heard
+        result = self._last.result()
+        return "" if was_heard else result.error or ""
 
     def failed_at(self, step: int) -> bool:
         """Return whether the save before was of `step` and was not published."""
@@ -643,23 +694,43 @@ class Lane:
 
     def changed(self, held: Holding) -> bool:
         """Return whether this rank holds something else than when the work was shared out."""
-        return held != self._held
+        return held is not self._held and held != self._held
 
     def forget(self) -> None:
         """Share out the work anew with the next save, because it could not be done."""
         self._held = None
+
+    def sharing(
+        self, held: Holding, *, together: bool = True
+    ) -> Callable[[], tuple[Plan, dict[str, Bound]]]:
+        """Exchange what the ranks hold.
+
+        Args:
+            held: By this rank.
+            together: Whether all ranks call this; else it plans for itself.
+
+        Returns:
+            What makes this rank's plan and the error bounds of its tensors, or raises
+            CheckpointError when they cannot be saved.
+        """
+        alone = self._ranks.size > 1 and not together
+        shared = self._ranks.gather(held) if self._ranks.size > 1 and together else [held]
+        rank = self._ranks.rank if len(shared) > 1 else 0
+
+        def plan() -> tuple[Plan, dict[str, Bound]]:
+            made = make_plan(shared, rank, alone=alone)
+            return made, self._reduction.bounds_of(made.catalogue, made.tensors)
+
+        return plan
 
     def replan(self, held: Holding, memory: dict[str, torch.Tensor]) -> None:
         """Share out the work anew, because what is to be saved has changed.
 
         Ranks that coordinate all come here together, and all ranks do for their first save.
         """
-        if self._ranks.size > 1 and (self._coordinated or self._plan is None):
-            plan = make_plan(self._ranks.gather(held), self._ranks.rank)
-        else:
-            plan = make_plan([held], 0, alone=self._ranks.size > 1)
+        together = self._coordinated or self._plan is None
+        plan, self._bounds = self.sharing(held, together=together)()
         self._held, self._plan = held, plan
-        self._bounds = self._reduction.bounds_of(plan.catalogue, plan.tensors)
         self._staging = plan_staging(plan.tensors, memory, self._bounds)
         if self._memory is None or self._memory.size < self._staging.size:
             self._grow(self._staging.size, memory)
@@ -683,7 +754,8 @@ class Lane:
         assert self._staging is not None
         assert self._memory is not None
         arena = (self._base_arena + 1) % len(self._memory.arenas)
-        window = self._memory.stage(arena, self._staging, memory, late, self._timeout_seconds)
+        with torch.no_grad():
+            window = self._memory.stage(arena, self._staging, memory, late, self._timeout_seconds)
         job = PartJob(
             arena=arena,
             version=save.version,

@@ -42,6 +42,7 @@ _SMALL_TILE_BYTES_ELSE = 40 << 10
 _INNER_ELEMENTS = 64
 
 
+@functools.lru_cache(4096)
 def grid(shape: tuple[int, ...], itemsize: int, tile_bytes: int = TILE_BYTES) -> tuple[int, ...]:
     """Distance of the grid lines in every dimension, in elements.
 

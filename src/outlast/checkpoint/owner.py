@@ -2,7 +2,8 @@
 
 In a file system, a lock keeps a second writer out while the first one lives. An object store has no
 locks. There, every session has a small object ``session-NUMBER.json`` that only one writer can have
-made. The newest one holds the store: a writer whose session is older publishes nothing more.
+made. The newest one holds the store: a writer whose session is older publishes nothing more. Who
+makes it tries to make it twice, since some clients and servers do not keep to the condition.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import time
 import uuid
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.storage import LocalStorage, make_directory, publish, sentence_of
@@ -22,7 +24,7 @@ from outlast.records import OwnerLock, lives_on_this_host, this_process
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from outlast.checkpoint.storage import Storage
+    from outlast.checkpoint.storage import FsspecStorage, Storage
 
 _NAME = re.compile(r"session-([1-9]\d{0,17})\.json", re.ASCII)
 _REMEDY = "wait for it to end, or save to another directory"
@@ -52,8 +54,9 @@ class Claim:
     Args:
         storage: An object store.
         session: Larger than that of every version and claim there.
-        mine: Names of the claims that this writer has made before.
+        mine: Names of the claims that this writer has made before, and which this one replaces.
         held: Whether this process continues to hold the store between its saves.
+        writer: What tells this writer's claims from those of others.
 
     Attributes:
         name: Of its object in the store.
@@ -64,7 +67,13 @@ class Claim:
     """
 
     def __init__(
-        self, storage: Storage, session: int, *, mine: Collection[str] = (), held: bool = True
+        self,
+        storage: FsspecStorage,
+        session: int,
+        *,
+        mine: Collection[str] = (),
+        held: bool = True,
+        writer: str = "",
     ) -> None:
         self._storage = storage
         self._session = session
@@ -75,15 +84,23 @@ class Claim:
             owner = _read(storage, others[other])
             if other >= session or (owner.get("held") and lives_on_this_host(owner)):
                 raise OwnedError(f"{_in_use(storage, owner)}; {_REMEDY}")
-        self._owner = {**this_process(), "held": held, "since": time.time(), "id": uuid.uuid4().hex}
+        writer = writer or uuid.uuid4().hex
+        self._owner = {**this_process(), "held": held, "since": time.time(), "id": writer}
         self.name = f"session-{session}.json"
         try:
             publish(storage, self.name, self._content)
         except FileExistsError:
             owner = _read(storage, self.name)
             raise OwnedError(f"{_in_use(storage, owner)}; {_REMEDY}") from None
+        if not storage.refuses(self.name, self._content):
+            warnings.warn(
+                f"{storage.location} offers no conditional write (If-None-Match or the like): two "
+                "runs that begin to save there at the same moment would not notice each other; "
+                "see to it that only one does, or save to S3, Google Cloud Storage or Azure",
+                stacklevel=2,
+            )
         for other in others:
-            if other <= session - _CLAIMS_KEPT:
+            if other <= session - _CLAIMS_KEPT or others[other] in mine:
                 with contextlib.suppress(OSError):
                     storage.remove(others[other])
 
@@ -139,6 +156,9 @@ class Ownership:
         self._held = held
         self._lock: OwnerLock | None = None
         self._claim: Claim | None = None
+        self._id = uuid.uuid4().hex
+        # Sessions that were asked for, of which an outage may have hidden that they were given.
+        self._asked: set[int] = set()
 
     def lock(self, *, remedy: str = _REMEDY) -> None:
         """Take the lock of a store in a file system, unless it is taken; make its directory.
@@ -173,11 +193,31 @@ class Ownership:
             OwnedError: When another live process saves there.
             OSError: When the storage fails.
         """
-        if not isinstance(self._storage, LocalStorage):
-            mine = [] if self._claim is None else [self._claim.name]
-            claim = Claim(self._storage, session, mine=mine, held=self._held)
-            self.release()
+        if isinstance(self._storage, LocalStorage):
+            return
+        self._asked.add(session)
+        # Its own claims are still there, while those of others come and go.
+        others = self.others()
+        mine = [f"session-{own}.json" for own in self._asked - others.keys() - {session}]
+        claim = Claim(self._storage, session, mine=mine, held=self._held, writer=self._id)
+        # Storage that hung may answer when a later session has been asked for.
+        if session == max(self._asked):
             self._claim = claim
+        if self._asked == {session}:
+            with contextlib.suppress(OSError):
+                self._storage.drop_uploads("step-")
+
+    def others(self) -> dict[int, str]:
+        """Session to name of the claims of other writers.
+
+        Raises:
+            OSError: When they cannot be read.
+        """
+        return {
+            session: name
+            for session, name in claimed(self._storage).items()
+            if session not in self._asked or _read(self._storage, name).get("id") != self._id
+        }
 
     def check(self) -> None:
         """See that no other process has taken the store over.

@@ -8,18 +8,24 @@ All ranks compute the same plan from the same exchange, so nobody has to distrib
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from outlast.checkpoint.manifest import Catalogue, TensorFacts
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, covers
 from outlast.state.live import local_box
+from outlast.state.sharded import is_dtensor
 from outlast.state.tensors import dtype_name, place_of
 
 if TYPE_CHECKING:
-    import torch
-
     from outlast.state.live import Live
+
+_PLAIN = {torch.Tensor, nn.Parameter}
+_FACTS = attrgetter("shape", "dtype", "device", "layout")
 
 
 @dataclass(frozen=True)
@@ -58,29 +64,83 @@ class Plan:
     values: tuple[str, ...]
 
 
-def holding(live: Live) -> tuple[Holding, dict[str, torch.Tensor]]:
-    """List this rank's boxes of the state, and the memory of each tensor on this rank.
+class Holdings:
+    """Lists what one rank holds of a state, again and again.
 
-    Raises:
-        CheckpointError: Naming a tensor that cannot be saved.
+    Args:
+        private: As in `Holding`.
     """
-    tensors, memory = {}, {}
-    first_names: dict[tuple[object, ...], str] = {}
-    tied = []
-    for name, tensor in live.tensors.items():
-        try:
-            box, memory[name] = local_box(tensor)
-        except CheckpointError as error:
-            raise CheckpointError(f"`{name}`: {error}") from None
-        tensors[name] = (dtype_name(tensor), tuple(tensor.shape), box)
-        if memory[name].numel():
-            first = first_names.setdefault(place_of(memory[name]), name)
-            if first != name:
-                tied.append((name, first))
-    held = Holding(
-        tensors, tuple(live.values), frozenset(live.objects), tuple(tied), frozenset(live.varying)
-    )
-    return held, memory
+
+    def __init__(self, *, private: bool = False) -> None:
+        self._private = private
+        self._held: Holding | None = None
+        self._facts: list[object] = []
+        self._specs: dict[int, object] = {}
+
+    def of(self, live: Live) -> tuple[Holding, dict[str, torch.Tensor]]:
+        """List this rank's boxes of the state, and the memory of each tensor on this rank.
+
+        The holding is the same object as before where nothing of it has changed. The memory may
+        require gradients.
+
+        Raises:
+            CheckpointError: Naming a tensor that cannot be saved.
+        """
+        if self._held is not None and (known := self._as_before(live, self._held)) is not None:
+            return self._held, known
+        tensors, memory = {}, {}
+        first_names: dict[tuple[object, ...], str] = {}
+        tied = []
+        for name, tensor in live.tensors.items():
+            try:
+                box, memory[name] = local_box(tensor)
+            except CheckpointError as error:
+                raise CheckpointError(f"`{name}`: {error}") from None
+            tensors[name] = (dtype_name(tensor), tuple(tensor.shape), box)
+            if memory[name].numel():
+                first = first_names.setdefault(place_of(memory[name]), name)
+                if first != name:
+                    tied.append((name, first))
+        held = Holding(
+            tensors,
+            tuple(live.values),
+            frozenset(live.objects),
+            tuple(tied),
+            frozenset(live.varying),
+            self._private,
+        )
+        self._specs = {
+            number: tensor._spec
+            for number, tensor in enumerate(live.tensors.values())
+            if is_dtensor(tensor)
+        }
+        self._facts, self._held = [*map(_FACTS, memory.values())], held
+        return held, memory
+
+    def _as_before(self, live: Live, held: Holding) -> dict[str, torch.Tensor] | None:
+        """The memory of each tensor; None where the state may differ from what was held before."""
+        if (
+            [*live.tensors] != [*held.tensors]
+            or tuple(live.values) != held.values
+            or frozenset(live.objects) != held.objects
+            or frozenset(live.varying) != held.varying
+        ):
+            return None
+        tensors = [*live.tensors.values()]
+        for number, spec in self._specs.items():
+            shard = tensors[number]
+            if not is_dtensor(shard) or shard._spec is not spec:
+                return None
+            tensors[number] = shard._local_tensor
+        if not {*map(type, tensors)} <= _PLAIN or not all(
+            map(eq, map(_FACTS, tensors), self._facts)
+        ):
+            return None
+        sharded = bool(self._specs)
+        memory = dict(zip(live.tensors, tensors, strict=True)) if sharded else live.tensors
+        if any(place_of(memory[name]) != place_of(memory[first]) for name, first in held.tied):
+            return None
+        return memory
 
 
 def make_plan(holdings: list[Holding], rank: int, *, alone: bool = False) -> Plan:

@@ -55,7 +55,6 @@ _BATCH_BYTES = 4 << 20
 _MOST_THREADS = 8
 # Of a version with more files than this, only those that are read are opened.
 _FILES_HELD = 64
-_READ_AHEAD = 1
 # Decoded together: with all that is made on the way, it fits into a core's second-level cache.
 _DECODED_BYTES = 128 << 10
 
@@ -229,13 +228,14 @@ class VersionReader:
         if not batches:
             return
         coming: deque[tuple[list[_Fetch], Future[dict[int, memoryview]]]] = deque()
-        with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="restore") as pool:
+        ahead = self._storage.reads_at_once
+        with ThreadPoolExecutor(ahead, thread_name_prefix="restore") as pool:
             try:
-                for number in range(len(batches) + _READ_AHEAD):
+                for number in range(len(batches) + ahead):
                     if number < len(batches):
                         batch = batches[number]
                         coming.append((batch, pool.submit(self._read_chunks, batch)))
-                    if number >= _READ_AHEAD:
+                    if number >= ahead:
                         batch, blocks = coming.popleft()
                         size = self._place(batch, blocks.result())
                         if done is not None:
@@ -538,7 +538,8 @@ class _CompiledPlan:
             batch = slice(*span)
             return self._read(table[batch], names[pack[span[0]]], order[batch])
 
-        with ThreadPoolExecutor(_threads(), thread_name_prefix="restore") as pool:
+        threads = max(_threads(), self._reader._storage.reads_at_once)
+        with ThreadPoolExecutor(threads, thread_name_prefix="restore") as pool:
             try:
                 for size in pool.map(read, itertools.pairwise(bounds)):
                     if done is not None:

@@ -18,6 +18,7 @@ for step in range(steps):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from torch import nn
 from outlast.checkpoint.lane import SaveHandle, SaveResult
 from outlast.checkpoint.manifest import REPLAY, collection_paused
 from outlast.checkpoint.reader import VersionReader, Wanted
-from outlast.checkpoint.storage import describe_failure, sentence_of
+from outlast.checkpoint.storage import describe_failure, sentence_of, within
 from outlast.checkpoint.tiers import Place, Tiers
 from outlast.checkpoint.version import UnfinishedError, Version, leading_on, list_versions
 from outlast.errors import CheckpointError
@@ -812,11 +813,13 @@ class Restorer:
         """
         if not self._log_place.keeps_house:
             return []
+        storage = self._log_place.storage
         try:
-            return list_versions(self._log_place.storage)
+            asks = functools.partial(list_versions, storage)
+            return within(self._tiers.timeout_seconds, asks, storage.location)
         except OSError as error:
             raise CheckpointError(
-                f"{self._log_place.storage.location} cannot be listed: {sentence_of(error)}"
+                f"{storage.location} cannot be listed: {sentence_of(error)}"
             ) from None
 
     def all_logged(self) -> set[Version]:

@@ -2,12 +2,13 @@
 
 Every file appears complete or not at all: it is written under a temporary name, synced and
 renamed, and the directory is synced; an object store makes an uploaded object visible at once.
-Nothing is ever changed in place. A process that has lost its lease (see `outlast.records.lease`)
-makes nothing visible.
+A large object goes to S3 in parts, a few at a time. Nothing is ever changed in place. A process
+that has lost its lease (see `outlast.records.lease`) makes nothing visible.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import mmap
@@ -16,6 +17,7 @@ import shutil
 import stat
 import threading
 import uuid
+from collections import deque
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -34,8 +36,14 @@ T = TypeVar("T")
 TEMPORARY = ".tmp"
 # Of files that are read as a whole: manifests.
 _LONGEST_READ = 1 << 31
-# Protocols whose fsspec clients make mode "xb" a condition of the request itself.
-_CONDITIONAL = {"s3", "s3a", "gs", "gcs", "abfs", "az", "adl"}
+# Protocols of object stores whose clients make mode "xb" a condition of the request itself.
+_CONDITIONAL = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
+# Up to this size, an object is one request.
+_PART_BYTES = 16 << 20
+# S3 takes 10,000 parts; after so many, parts are twice as large.
+_PARTS_ALIKE = 2500
+_PARTS_AT_ONCE = 4
+_UPLOAD = "outlast-upload"
 
 
 @contextlib.contextmanager
@@ -152,7 +160,10 @@ class LocalStorage:
     Attributes:
         root: The directory.
         location: Its path, for people.
+        reads_at_once: Reads of a few MiB that are asked for together at the least.
     """
+
+    reads_at_once = 1
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -275,7 +286,12 @@ class _LocalReader:
         done = 0
         # One call reads at most 2 GiB, and may be interrupted by a signal.
         while done < memory.size:
-            count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._descriptor, [memory[done:].data], offset + done)
+            else:
+                part = os.pread(self._descriptor, memory.size - done, offset + done)
+                count = len(part)
+                memory[done : done + count] = np.frombuffer(part, np.uint8)
             if not count:
                 break
             done += count
@@ -323,7 +339,10 @@ class FsspecStorage:
 
     Attributes:
         location: The URL, for people.
+        reads_at_once: As of `LocalStorage`.
     """
+
+    reads_at_once = 8
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -341,6 +360,8 @@ class FsspecStorage:
                 f"{url} cannot be used: {type(error).__name__}: {error}"
             ) from error
         self._root = PurePosixPath(root)
+        protocols = self._filesystem.protocol
+        self._protocols = {protocols} if isinstance(protocols, str) else {*protocols}
 
     def folders(self) -> list[str]:
         """Names of the folders below the root; empty when there is none."""
@@ -372,31 +393,68 @@ class FsspecStorage:
         Google Cloud Storage, Azure); elsewhere, one that appears between the look and the write is
         overwritten.
         """
-        path, mode = self._path(name), "wb"
-        with _as_os_errors():
-            self._filesystem.makedirs(str(PurePosixPath(path).parent), exist_ok=True)
-            if exclusive:
+        path = self._path(name)
+        if exclusive:
+            with _as_os_errors():
                 if self._filesystem.exists(path):
                     raise _taken(path)
-                protocols = self._filesystem.protocol
-                protocols = {protocols} if isinstance(protocols, str) else {*protocols}
-                mode = "xb" if protocols & _CONDITIONAL else "wb"
-            # With autocommit off, the object appears at commit() and is dropped by discard().
-            file = self._filesystem.open(path, mode, autocommit=False)
+        upload = self._upload(path, exclusive=exclusive)
         try:
-            yield PendingFile(file)
+            yield PendingFile(upload)
             check_lease()
-            try:
-                with _as_os_errors():
-                    file.close()
-                    file.commit()
-            except FileExistsError:
-                raise _taken(path) from None
+            upload.commit()
         except BaseException:
             # Its own failure must not hide the first one.
             with contextlib.suppress(Exception):
-                file.discard()
+                upload.discard()
             raise
+
+    def refuses(self, name: str, content: bytes) -> bool:
+        """Return whether the object store refuses to write over an object that is there.
+
+        Args:
+            name: Of one that was just written.
+            content: What it holds, and will hold where nothing is refused.
+
+        Raises:
+            OSError: When the storage fails.
+        """
+        upload = self._upload(self._path(name), exclusive=True)
+        upload.write(content)
+        try:
+            upload.commit()
+        except FileExistsError:
+            return True
+        return False
+
+    @_as_os_errors()
+    def drop_uploads(self, prefix: str) -> None:
+        """Drop what writers that were killed have sent of objects whose names begin so.
+
+        Only S3 keeps it, unseen and for ever.
+        """
+        if not self._is_s3:
+            return
+        ask, (bucket, key, _) = (
+            self._filesystem.call_s3,
+            self._filesystem.split_path(str(self._root)),
+        )
+        found = ask("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/{prefix}".lstrip("/"))
+        for left in found.get("Uploads", ()):
+            which = {"Key": left["Key"], "UploadId": left["UploadId"]}
+            ask("abort_multipart_upload", Bucket=bucket, **which)
+
+    @property
+    def _is_s3(self) -> bool:
+        return bool(self._protocols & {"s3", "s3a"})
+
+    def _upload(self, path: str, *, exclusive: bool) -> _Upload:
+        with _as_os_errors():
+            # Object stores have no folders.
+            if not self._protocols & _CONDITIONAL:
+                self._filesystem.makedirs(str(PurePosixPath(path).parent), exist_ok=True)
+            mode = "xb" if exclusive and self._protocols & _CONDITIONAL else "wb"
+            return (_S3Upload if self._is_s3 else _Upload)(self._filesystem, path, mode)
 
     @_as_os_errors()
     def remove(self, name: str) -> None:
@@ -421,6 +479,137 @@ class FsspecStorage:
 
     def _path(self, name: str) -> str:
         return str(self._root / name)
+
+
+class _Upload:
+    """An object on its way; a small one is sent when it is complete.
+
+    Args:
+        filesystem: Of fsspec.
+        path: The object's.
+        mode: ``wb``, or ``xb`` when none may be there.
+    """
+
+    def __init__(self, filesystem: Any, path: str, mode: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+        self._mode = mode
+        self._buffer = bytearray()
+        self._file: Any = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`; what fills a part is sent."""
+        self._buffer += memoryview(data)
+        while len(self._buffer) > (size := self._part_bytes):
+            part = bytes(memoryview(self._buffer)[:size])
+            del self._buffer[:size]
+            self._send(part)
+
+    @_as_os_errors()
+    def commit(self) -> None:
+        """Let the object appear.
+
+        Raises:
+            FileExistsError: When none may be there, and one of another writer is.
+            OSError: When the storage fails; it may have appeared all the same.
+        """
+        try:
+            self._send(bytes(self._buffer))
+            self._file.close()
+            self._file.commit()
+        except FileExistsError:
+            raise _taken(self._path) from None
+
+    def discard(self) -> None:
+        """Drop what has been sent."""
+        if self._file is not None:
+            self._file.discard()
+            # Else its last reference would complete it.
+            self._file.closed = True
+
+    @property
+    def _part_bytes(self) -> int:
+        return _PART_BYTES
+
+    def _send(self, part: bytes) -> None:
+        if self._file is None:
+            # With autocommit off, the object appears at commit() and is dropped by discard().
+            self._file = self._filesystem.open(self._path, self._mode, autocommit=False)
+        self._file.write(part)
+
+
+class _S3Upload(_Upload):
+    """The same on S3: parts go in parallel, and the object says which upload it is of."""
+
+    def __init__(self, filesystem: Any, path: str, mode: str) -> None:
+        super().__init__(filesystem, path, mode)
+        bucket, key, _ = filesystem.split_path(path)
+        self._object = {"Bucket": bucket, "Key": key}
+        self._label = {_UPLOAD: uuid.uuid4().hex}
+        self._parts: list[str] = []
+        self._sent = 0
+        self._under_way: deque[Future[dict[str, Any]]] = deque()
+
+    @property
+    def _part_bytes(self) -> int:
+        return _PART_BYTES << self._sent // _PARTS_ALIKE
+
+    def _send(self, part: bytes) -> None:
+        if self._file is None:
+            begun = self._call("create_multipart_upload", Metadata=self._label).result()
+            self._file = {"UploadId": begun["UploadId"]}
+        if len(self._under_way) == _PARTS_AT_ONCE:
+            self._settle()
+        self._sent += 1
+        asked = self._call("upload_part", Body=part, PartNumber=self._sent, **self._file)
+        self._under_way.append(asked)
+
+    @_as_os_errors()
+    def commit(self) -> None:
+        """Let the object appear: by one request, of which a condition is that none is there."""
+        condition = {"IfNoneMatch": "*"} if self._mode == "xb" else {}
+        body = bytes(self._buffer)
+        try:
+            if self._file is None:
+                self._call("put_object", Body=body, Metadata=self._label, **condition).result()
+                return
+            self._send(body)
+            while self._under_way:
+                self._settle()
+            parts = [{"PartNumber": n, "ETag": tag} for n, tag in enumerate(self._parts, 1)]
+            self._call(
+                "complete_multipart_upload",
+                MultipartUpload={"Parts": parts},
+                **self._file,
+                **condition,
+            ).result()
+        except Exception:
+            # A client that lost the answer to its request asks again, and is refused.
+            try:
+                label = self._call("head_object").result()["Metadata"]
+            except Exception:
+                label = None
+            if label is not None and label.get(_UPLOAD) == self._label[_UPLOAD]:
+                return
+            if condition and label is not None:
+                raise _taken(self._path) from None
+            raise
+        finally:
+            self._filesystem.invalidate_cache(self._path)
+
+    def discard(self) -> None:
+        """Drop what has been sent."""
+        for asked in self._under_way:
+            asked.cancel()
+        if self._file is not None:
+            self._call("abort_multipart_upload", **self._file).result()
+
+    def _settle(self) -> None:
+        self._parts.append(self._under_way.popleft().result()["ETag"])
+
+    def _call(self, method: str, **arguments: Any) -> Future[dict[str, Any]]:
+        asks = self._filesystem._call_s3(method, **self._object, **arguments)
+        return asyncio.run_coroutine_threadsafe(asks, self._filesystem.loop)
 
 
 class _FsspecReader:

@@ -22,9 +22,9 @@ import torch
 
 from outlast.checkpoint.encoder import Reduction
 from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKind
-from outlast.checkpoint.manifest import REPLAY, STATE
+from outlast.checkpoint.manifest import REPLAY, STATE, collection_paused
 from outlast.checkpoint.owner import OwnedError
-from outlast.checkpoint.plan import holding
+from outlast.checkpoint.plan import Holdings
 from outlast.checkpoint.restore import Restored, Restorer
 from outlast.checkpoint.storage import (
     LocalStorage,
@@ -40,7 +40,7 @@ from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
 from outlast.state.install import Misfit
-from outlast.state.live import State, collect, mesh_of
+from outlast.state.live import Collector, State, mesh_of
 
 if TYPE_CHECKING:
     from outlast.checkpoint.plan import Holding
@@ -153,18 +153,21 @@ class CheckpointStore:
         self._writer_kind = writer
         self._timeout_seconds = timeout_seconds
         self._coordinated = coordinated and self._ranks.size > 1
+        self._collector = Collector()
         self._states = self._lane(self._reduction, first)
         self._log_place = replace(first, storage=logs_of(self.storage))
         self._logs: Lane | None = None
         self._restorer = Restorer(self._tiers, self._log_place, self._ranks)
         self._last_save: LastSave | None = None
-        self._session = 0
+        self._session = self._asked = 0
         self._saves = 0
         self._submissions = 0
         self._went_back = False
         self._closed = False
         self._signals = StoreAgreement()
         self._look: Future[None] | None = None
+        self._pruning: Future[None] = Future()
+        self._pruning.set_result(None)
         self._warned = False
         self._process = os.getpid()
         _OPEN.add(self)
@@ -182,9 +185,10 @@ class CheckpointStore:
         """Copy `state` and write it in the background as the version of `step`.
 
         Returns when the copy is made. The handle's result carries an error instead of raising, so
-        that a failed write need not stop training; so it is where the storage does not answer at
-        the first save, of which a warning tells at once. A step that this store has published is
-        refused in the same way: no version is ever overwritten.
+        that a failed write need not stop training. A warning tells of it, too: at once where the
+        storage does not answer at the first save, else with the next save or the end, unless the
+        caller has asked for the result. A step that this store has published is refused in the same
+        way: no version is ever overwritten.
 
         Tensors in `late` are copied in the background after the return, while training reads them;
         ``handle.copied()`` must be called before the first of them is written, which is when the
@@ -219,7 +223,7 @@ class CheckpointStore:
         notes: dict[str, Any] = {"metrics": figures, "torch": str(torch.__version__)}
 
         def collected() -> Live:
-            live = collect(state)
+            live = self._collector.collect(state)
             if mesh := mesh_of(live):
                 notes["mesh"] = mesh
             return live
@@ -235,6 +239,24 @@ class CheckpointStore:
     ) -> SaveResult:
         """Save and wait until the version is published; raises CheckpointError if it is not."""
         return self.save_async(step, state, metrics=metrics).wait()
+
+    def check(self, state: State) -> None:
+        """Refuse what `save_async` would refuse of `state`, before training starts.
+
+        Nothing is copied or written, and nobody becomes the owner of the store. All ranks call it
+        together, with what they would save.
+
+        Raises:
+            CheckpointError: On all ranks, naming what cannot be saved by its path and type, what
+                ranks disagree about, or the setting that does not fit.
+        """
+
+        def holding() -> Holding:
+            with collection_paused():
+                return self._states.holdings.of(self._collector.collect(state))[0]
+
+        held = self._ranks.raise_together(holding)
+        self._ranks.raise_together(self._states.sharing(held))
 
     def log_async(self, step: int, log: Live, *, base: int) -> SaveHandle:
         """Copy `log` and write it in the background as a replay log; see `restore.ReplayLog`.
@@ -349,6 +371,7 @@ class CheckpointStore:
         self._closed = True
         for lane in self._lanes:
             lane.close()
+            self._settle(lane)
         self._tiers.close(drain=drain)
         self._signals.close()
         self._tiers.disown()
@@ -363,6 +386,7 @@ class CheckpointStore:
         return Lane(
             place.storage.location,
             self._ranks,
+            Holdings(private=place.private),
             reduction=reduction,
             writer=self._writer_kind,
             coordinated=self._coordinated,
@@ -395,9 +419,10 @@ class CheckpointStore:
         unexpected: Exception | None = None
         try:
             self._check_right()
-            live = collected()
-            deferred = _late_tensors(late, live)
-            held, memory = holding(live)
+            with collection_paused():
+                live = collected()
+                deferred = _late_tensors(late, live)
+                held, memory = lane.holdings.of(live)
             changed = lane.changed(held)
         except (CheckpointError, LeaseLostError) as error:
             problem, lost = str(error), isinstance(error, LeaseLostError)
@@ -421,7 +446,7 @@ class CheckpointStore:
         # A log that is given up makes those after it useless.
         if busy and self._when_busy == "replace" and kind == STATE:
             lane.abandon()
-        lane.settle()
+        self._settle(lane)
         # What comes after going back is newer than the versions of later steps, and parts of a
         # save that failed must not mix with it.
         again = kind == STATE and (self._went_back or self._comes_again(step))
@@ -434,13 +459,18 @@ class CheckpointStore:
                 return self._storage_away(step, begun, str(error))
         self._went_back = self._went_back and kind != STATE
         if changed:
-            self._replan(lane, replace(held, private=self._tiers.first.private), memory)
+            self._replan(lane, held, memory)
         version = Version(self._session, step)
         place = self._tiers.first if kind == STATE else self._log_place
         key = f"{self._submissions}/{version.folder}"
         finish = functools.partial(self._finish, place, number=number, key=key)
         save = Save(version, begun, finish, kind, requires, notes)
         return lane.submit(save, memory, live.values, deferred)
+
+    def _settle(self, lane: Lane) -> None:
+        """Wait for the save under way, and warn of its failure where nobody has heard of it."""
+        if problem := lane.settle():
+            warnings.warn(f"{problem}; training continues without it", stacklevel=4)
 
     def _comes_again(self, step: int) -> bool:
         """Return whether the run went back to `step`, or tries again what has failed."""
@@ -451,7 +481,8 @@ class CheckpointStore:
         """Share out the work anew, and continue only if all ranks can."""
         problem = ""
         try:
-            lane.replan(held, memory)
+            with collection_paused():
+                lane.replan(held, memory)
         except CheckpointError as error:
             problem = str(error)
         if self._coordinated:
@@ -494,9 +525,8 @@ class CheckpointStore:
         """
         tiers = self._tiers
         self._on_all_ranks(tiers.first.ownership.lock if tiers.first.keeps_house else None)
-        if self._session:
-            session = self._session + 1
-        else:
+        newest = self._session
+        if not newest:
             listed, unlisted = tiers.listed()
             versions = [*(version for _, version in listed), *self._restorer.all_logged()]
             newest = max((version.session for version in versions), default=0)
@@ -510,7 +540,8 @@ class CheckpointStore:
                     f"another process has saved to {self._place} since this one looked there last: "
                     "restore before the first save, or save to another place"
                 )
-            session = newest + 1
+        # An outage may have hidden that a session was claimed.
+        self._asked = session = max(newest, self._asked) + 1
         self._on_all_ranks(lambda: tiers.own(session))
         if self._session:
             self._session = session
@@ -559,14 +590,18 @@ class CheckpointStore:
                     self._offer(version, number)
         except (CheckpointError, LeaseLostError, OSError) as error:
             return problem or describe_failure(error)
-        if number and not problem:
-            self._tiers.prune()
+        if number and not problem and self._pruning.done():
+            self._pruning = in_background(self._prune)
             # What cannot be deleted now is deleted after the next save.
-            with contextlib.suppress(OSError, CheckpointError):
-                newest = self._tiers.first.newest() if self._restorer.logged() else None
-                if newest is not None:
-                    prune_logs(self._log_place.storage, newest)
+            with contextlib.suppress(TimeoutError, OSError, CheckpointError):
+                self._pruning.result(self._timeout_seconds)
         return problem
+
+    def _prune(self) -> None:
+        self._tiers.prune()
+        newest = self._tiers.first.newest() if self._restorer.logged() else None
+        if newest is not None:
+            prune_logs(self._log_place.storage, newest)
 
     def _offer(self, version: Version, number: int) -> None:
         """Let lower tiers have the version; replay logs, whose number is 0, stay in the first."""

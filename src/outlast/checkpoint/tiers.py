@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Protocol
 import xxhash
 
 from outlast.checkpoint.manifest import Part
-from outlast.checkpoint.owner import Ownership, claimed
+from outlast.checkpoint.owner import Ownership
 from outlast.checkpoint.storage import (
     LocalStorage,
     describe_failure,
@@ -559,7 +559,7 @@ class Tiers:
                 )
         count = len(self.places)
         self._ranks = ranks
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._every = [1, *(tier.every for tier in lower)]
         self._signals: StoreAgreement | None = None
         self._coordinated = False
@@ -598,7 +598,7 @@ class Tiers:
             if place.keeps_house:
                 try:
                     there = within(
-                        self._timeout_seconds,
+                        self.timeout_seconds,
                         functools.partial(list_versions, place.storage),
                         place.storage.location,
                     )
@@ -628,12 +628,12 @@ class Tiers:
                 if place.keeps_house and not isinstance(place.storage, LocalStorage):
                     sessions += self._claimed(place)
                     asks = functools.partial(list_versions, place.storage)
-                    there = within(self._timeout_seconds, asks, place.storage.location)
+                    there = within(self.timeout_seconds, asks, place.storage.location)
                     sessions += [version.session for version in there]
             self.seen = max(sessions)
 
     def claimed(self) -> int:
-        """The newest session that was claimed in a place that answers; 0: none."""
+        """The newest session that another writer claimed in a place that answers; 0: none."""
         newest = 0
         for place in self.places:
             if place.keeps_house:
@@ -642,8 +642,7 @@ class Tiers:
         return newest
 
     def _claimed(self, place: Place) -> dict[int, str]:
-        asks = functools.partial(claimed, place.storage)
-        return within(self._timeout_seconds, asks, place.storage.location)
+        return within(self.timeout_seconds, place.ownership.others, place.storage.location)
 
     def own(self, session: int) -> None:
         """Become the only one who writes to these places, as far as they answer.
@@ -661,13 +660,16 @@ class Tiers:
                         raise
 
     def disown(self) -> None:
-        """Let others write to these places."""
+        """Let others write to these places, as far as they answer."""
         for place in self.places:
-            place.ownership.release()
+            # No thread starts while the interpreter ends.
+            with contextlib.suppress(CheckpointError, RuntimeError):
+                within(self.timeout_seconds, place.ownership.release, place.storage.location)
 
     def newest(self) -> Version | None:
         """The newest complete version of the first tier and of those that answer."""
-        found = [self.first.newest(), *map(_head, self.places[1:])]
+        lower = (_head(place, self.timeout_seconds) for place in self.places[1:])
+        found = [self.first.newest(), *lower]
         return max((pair for pair in found if pair is not None), default=None)
 
     def begin(self, signals: StoreAgreement, *, coordinated: bool) -> None:
@@ -682,7 +684,10 @@ class Tiers:
         if self._signals is not None or len(self.places) == 1:
             return
         self._signals, self._coordinated = signals, coordinated
-        mine = [_head(place) if place.keeps_house else None for place in self.places]
+        mine = [
+            _head(place, self.timeout_seconds) if place.keeps_house else None
+            for place in self.places
+        ]
         everyone = self._ranks.gather(mine)
         heads = [
             (everyone[0][index] if len({said[index] for said in everyone}) == 1 else None)
@@ -752,7 +757,7 @@ class Tiers:
         with self._changed:
             self._changed.wait_for(
                 lambda: not (any(self._waiting) or any(self._current) or self._telling),
-                self._timeout_seconds,
+                self.timeout_seconds,
             )
 
     def close(self, *, drain: bool) -> None:
@@ -776,7 +781,7 @@ class Tiers:
             self._forget(left, "the store was closed before")
             for index, job in enumerate(self._current):
                 if drain and job is not None:
-                    reason = f"it took longer than {self._timeout_seconds:g} s (timeout_seconds)"
+                    reason = f"it took longer than {self.timeout_seconds:g} s (timeout_seconds)"
                     self._results.append(failed(self.places[index], job.version, reason))
             self._changed.notify_all()
         for thread in self._threads.values():
@@ -893,8 +898,8 @@ class Tiers:
                 self._changed.notify_all()
 
 
-def _head(place: Place) -> Version | None:
+def _head(place: Place, timeout_seconds: float) -> Version | None:
     """The newest version of a place; None also when it cannot be reached."""
     with contextlib.suppress(Exception):
-        return place.newest()
+        return within(timeout_seconds, place.newest, place.storage.location)
     return None

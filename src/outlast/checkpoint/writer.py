@@ -16,14 +16,28 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
-from typing import Protocol
+from operator import is_
+from typing import Protocol, TypeAlias
 
-from outlast.checkpoint.encoder import AbandonedError, Encoder, PartJob, Reduction, Written
+from outlast.checkpoint.codec import Bound
+from outlast.checkpoint.encoder import (
+    AbandonedError,
+    Encoder,
+    PartJob,
+    Reduction,
+    StagedPiece,
+    Written,
+)
+from outlast.checkpoint.manifest import Catalogue
 from outlast.checkpoint.storage import describe_failure, storage_of
 from outlast.errors import CheckpointError, LeaseLostError
 
 ABANDON = b"abandon"
+_JobPlan: TypeAlias = tuple[Catalogue, list[StagedPiece], dict[str, Bound]]
+"""What jobs have in common as long as the state has the same tensors."""
+
 _NICE = 5
 _PAUSE_SECONDS = 0.05
 _FAREWELL_SECONDS = 10.0
@@ -126,6 +140,7 @@ class ProcessWriter:
         self._timeout_seconds = timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._plan: _JobPlan | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -143,7 +158,12 @@ class ProcessWriter:
         deadline = time.monotonic() + self._timeout_seconds
         told = False
         try:
-            self._pipe.send(job)
+            # Pickling what stays would hold the interpreter's lock while training wants it.
+            plan = job.catalogue, job.pieces, job.bounds
+            known = self._plan is not None and all(map(is_, plan, self._plan))
+            shell = replace(job, catalogue=Catalogue({}), pieces=[], bounds={})
+            self._plan = plan
+            self._pipe.send((shell, None if known else plan))
             while not self._pipe.poll(_PAUSE_SECONDS):
                 if abandoned.is_set() and not told:
                     self._pipe.send(ABANDON)
@@ -183,7 +203,7 @@ class ProcessWriter:
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        self._pipe = ours
+        self._pipe, self._plan = ours, None
         ours.send(self._settings)
 
     def _end(self, *, kill: bool) -> int | None:
@@ -216,11 +236,13 @@ def serve(pipe: Connection) -> None:
     encoder = Encoder(storage_of(place), reduction, memories)
     abandoned = threading.Event()
     jobs: list[PartJob] = []
+    plan: _JobPlan = Catalogue({}), [], {}
     arrived = threading.Condition()
     closed = threading.Event()
 
     def listen() -> None:
         """Hear at once when a job is to be given up, or the trainer is gone."""
+        nonlocal plan
         while True:
             try:
                 message = pipe.recv()
@@ -229,10 +251,12 @@ def serve(pipe: Connection) -> None:
                 abandoned.set()
                 message = None
             with arrived:
-                if isinstance(message, PartJob):
+                if isinstance(message, tuple):
+                    shell, plan = message[0], message[1] or plan
                     # What was said of the job before does not concern this one.
                     abandoned.clear()
-                    jobs.append(message)
+                    catalogue, pieces, bounds = plan
+                    jobs.append(replace(shell, catalogue=catalogue, pieces=pieces, bounds=bounds))
                 elif message == ABANDON:
                     abandoned.set()
                 arrived.notify()

@@ -56,7 +56,9 @@ ExportedStep = Annotated[
 
 def export(
     store: Store,
-    target: Annotated[Path, typer.Argument(help="File or folder to make; must not exist.")],
+    target: Annotated[
+        str, typer.Argument(help="File or folder to make, or an fsspec URL; must not exist.")
+    ],
     *,
     kind: Annotated[
         str,
@@ -77,9 +79,11 @@ def export(
     from outlast.checkpoint.convert import export_checkpoint
     from outlast.checkpoint.inspection import open_store
 
-    done = export_checkpoint(
-        open_store(store).location, target, kind=kind, step=step, prefix=prefix
-    )
+    place = open_store(store).location
+    with bytes_progress(f"export to {target}") as progress:
+        done = export_checkpoint(
+            place, target, kind=kind, step=step, prefix=prefix, progress=progress
+        )
     _tell(done, f"wrote step {done.step} of {store} to {target}", json=json)
 
 
@@ -111,7 +115,10 @@ def import_(
     """
     from outlast.checkpoint.convert import import_checkpoint
 
-    done = import_checkpoint(source, store, step=step, kind=kind, prefix=prefix)
+    with bytes_progress(f"import {source}") as progress:
+        done = import_checkpoint(
+            source, store, step=step, kind=kind, prefix=prefix, progress=progress
+        )
     _tell(done, f"imported {source} into {store} as step {done.step}", json=json)
 
 

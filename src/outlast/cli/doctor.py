@@ -230,6 +230,18 @@ def _python_checks() -> Iterator[Check]:
         remedy=f"pip install {' '.join(lacking)}" if lacking else "",
         essential=True,
     )
+    if not lacking:
+        from outlast.checkpoint.compiled import why_not
+
+        problem = why_not()
+        yield Check(
+            group=group,
+            name="checkpoints",
+            state="degraded" if problem else "ok",
+            found=problem or "read and written by compiled C code",
+            means="saves and restores take two to four times the CPU time" if problem else "",
+            remedy="install gcc or clang" if problem else "",
+        )
 
 
 def _torch_checks(machine: Machine) -> Iterator[Check]:

@@ -91,6 +91,7 @@ def from_disk(
 
     Raises:
         RecoverError: When a newer state could not be used, and there is no checkpoint.
+        CheckpointError: When none can be used, or a state that begins anew cannot be saved.
     """
     begun = time.perf_counter()
     restored = store.restore(state)
@@ -101,6 +102,7 @@ def from_disk(
                 f"{'; '.join(passed_over)}; and there is no checkpoint to continue from: start "
                 "with the settings and the code of before, or anew in another directory"
             )
+        store.check(state)
         # Not silently: a run that had saved nothing looks just like one that has lost its files.
         return 0, [Warned(store.unfinished)] if store.unfinished else []
     skipped = [*passed_over, *restored.skipped]

@@ -8,13 +8,17 @@ to them as names.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress, repeat
+from operator import attrgetter, call, is_, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outlast.errors import CheckpointError
@@ -89,27 +93,230 @@ def collect(state: State) -> Live:
     Raises:
         CheckpointError: When something cannot be saved.
     """
-    live = Live()
-    reshard(state)
-    for key, value in state.items():
-        if isinstance(value, nn.Module):
-            for name, tensor in module_tensors(value):
-                live.put(f"{key}.{name}", tensor)
-                if not isinstance(tensor, nn.Parameter):
-                    live.varying.add(f"{key}.{name}")
-            for name, module in plain_modules(value):
-                if has_extra_state(module):
-                    path = f"{key}.{name}._extra_state"
-                    live.values[path] = values.encode(
-                        module.get_extra_state(), path, put_into(live)
-                    )
-        elif (optimizers := optimizers_of(value)) is not None:
-            names = parameter_names(state, key)
-            for optimizer in optimizers:
-                _collect_optimizer(live, key, optimizer, names)
-        else:
-            live.values[key] = values.encode(value.state_dict(), key, put_into(live))
-    return live
+    return Collector().collect(state)
+
+
+class Collector:
+    """Names the tensors and values of one state again and again.
+
+    Names are made anew only where modules, parameters or the entries of optimizers have changed.
+    No object of the state is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._names: _Names | None = None
+
+    def collect(self, state: State) -> Live:
+        """As the function `collect`."""
+        names, self._names = self._names, None
+        parts = None if names is None else names.find(state)
+        if names is None or parts is None:
+            reshard(state)
+            names = _Names(state)
+            parts = _Parts.of(state, names.found)
+            names.remember(parts)
+        live = names.live(state, parts)
+        self._names = names
+        return live
+
+
+@dataclass
+class _Parts:
+    """The objects of a state, side by side, so that thousands are looked at in one call.
+
+    Attributes:
+        kinds: What each value of the state is: None for a module, the number of optimizers, or a
+            negative number for another object.
+        modules: In the order of their names, as often as they have one.
+        optimizers: Of all values.
+        tensors: All parameters, then all buffers of the modules; None where there is none.
+        owned: Parameters of the optimizers.
+        entries: What the optimizers keep of each of these.
+        entered: All that is in these.
+    """
+
+    kinds: list[int | None]
+    modules: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    tensors: list[torch.Tensor | None]
+    owned: list[torch.Tensor]
+    entries: list[Mapping[Any, Any]]
+    entered: list[Any]
+
+    @classmethod
+    def of(cls, state: State, modules: list[nn.Module]) -> _Parts:
+        """The parts of `state`, whose modules are known."""
+        kinds: list[int | None] = []
+        optimizers: list[torch.optim.Optimizer] = []
+        for value in state.values():
+            is_module = isinstance(value, nn.Module)
+            found = None if is_module else optimizers_of(value)
+            optimizers += found or []
+            kinds.append(None if is_module else -1 if found is None else len(found))
+        tensors: list[torch.Tensor | None] = []
+        for table in ("_parameters", "_buffers"):
+            for content in map(attrgetter(table), modules):
+                tensors += content.values()
+        owned: list[torch.Tensor] = []
+        entries: list[Mapping[Any, Any]] = []
+        for optimizer in optimizers:
+            members = [member for group in optimizer.param_groups for member in group["params"]]
+            owned += members
+            entries += map(optimizer.state.get, members, repeat({}))
+        entered = [*chain.from_iterable(map(methodcaller("values"), entries))]
+        return cls(kinds, modules, optimizers, tensors, owned, entries, entered)
+
+    def structure(self) -> tuple[list[Any], list[object]]:
+        """What must be equal, and what must be the same objects, for names to stay."""
+        equal: list[Any] = [self.kinds, [*map(type, self.modules)]]
+        children: list[object] = []
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            contents = [*map(attrgetter(table), self.modules)]
+            equal += [[*map(len, contents)], [*chain.from_iterable(contents)]]
+            if table == "_modules":
+                children = [*chain.from_iterable(map(methodcaller("values"), contents))]
+        groups = [group["params"] for item in self.optimizers for group in item.param_groups]
+        equal += [
+            [len(optimizer.state) for optimizer in self.optimizers],
+            [*map(len, groups)],
+            [*map(len, self.entries)],
+            [*chain.from_iterable(self.entries)],
+            [*map(type, self.entered)],
+        ]
+        same = [*self.optimizers, *children, *self.tensors, *self.owned]
+        # A reference to what has gone gives None, too.
+        return [*equal, [*map(type, same)]], same
+
+
+class _Names:
+    """The names in a state, and what they depend on.
+
+    Args:
+        state: Whose modules are shown sharded; see `reshard`.
+
+    Attributes:
+        found: The modules of the state, until `remember` is called.
+
+    Raises:
+        CheckpointError: When something cannot be named.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._keys = [*state]
+        self._roots: list[int] = []
+        self.found: list[nn.Module] = []
+        paths = []
+        self._extras: list[tuple[int, str]] = []
+        self._objects: list[str] = []
+        self._groups: list[tuple[int, int, list[str]]] = []
+        owned: list[tuple[str, str]] = []
+        optimizers = 0
+        for key, value in state.items():
+            if isinstance(value, nn.Module):
+                self._roots.append(len(self.found))
+                for name, module in plain_modules(value):
+                    if has_extra_state(module):
+                        self._extras.append((len(self.found), f"{key}.{name}._extra_state"))
+                    paths.append(f"{key}.{name}." if name else f"{key}.")
+                    self.found.append(module)
+            elif (found := optimizers_of(value)) is not None:
+                names = parameter_names(state, key)
+                for optimizer in found:
+                    _check_owners(key, optimizer)
+                    for number, group in enumerate(optimizer.param_groups):
+                        own = [name_of(member, names, key) for member in group["params"]]
+                        if own:
+                            groups = [f"{key}.groups.{name}" for name in own]
+                            self._groups.append((optimizers, number, groups))
+                        owned += [(key, name) for name in own]
+                    optimizers += 1
+            else:
+                self._objects.append(key)
+        self._named(_Parts.of(state, self.found), paths, owned)
+
+    def _named(self, parts: _Parts, paths: list[str], owned: list[tuple[str, str]]) -> None:
+        """Name all tensors: None is no tensor, or none that is saved."""
+        names: list[str | None] = []
+        self._varying: set[str] = set()
+        for path, module in zip(paths, parts.modules, strict=True):
+            names += [
+                None if parameter is None else path + name
+                for name, parameter in module._parameters.items()
+            ]
+        for path, module in zip(paths, parts.modules, strict=True):
+            hidden = module._non_persistent_buffers_set
+            names += [
+                None if buffer is None or name in hidden else path + name
+                for name, buffer in module._buffers.items()
+            ]
+        for name, tensor in zip(names, parts.tensors, strict=True):
+            if name is not None and not isinstance(tensor, nn.Parameter):
+                self._varying.add(name)
+        self._others: list[tuple[int, str]] = []
+        for number, ((key, owner), entries) in enumerate(zip(owned, parts.entries, strict=True)):
+            others = False
+            for part, value in entries.items():
+                is_tensor = isinstance(value, torch.Tensor)
+                names.append(f"{key}.state.{owner}.{part}" if is_tensor else None)
+                others = others or not is_tensor
+            if others:
+                self._others.append((number, f"{key}.other.{owner}"))
+        everything: list[Any] = [*parts.tensors, *parts.entered]
+        live = Live()
+        for name, tensor in zip(names, everything, strict=True):
+            if name is not None:
+                live.put(name, tensor)
+        self._mask = [name is not None for name in names]
+        self._tensors = [name for name in names if name is not None]
+        # Of two tensors with one name, which are one now, it would not be seen that they part.
+        self._repeated = len(live.tensors) < len(self._tensors)
+
+    def remember(self, parts: _Parts) -> None:
+        """Note what the names depend on, without keeping it alive."""
+        self._equal, same = parts.structure()
+        self._modules = [*map(weakref.ref, self.found)]
+        # A reference to nothing.
+        self._same = [type(None) if item is None else weakref.ref(item) for item in same]
+        self._sharded = [n for n, module in enumerate(self.found) if is_fsdp_module(module)]
+        self.found = []
+
+    def find(self, state: State) -> _Parts | None:
+        """The parts of `state`; None when they are not named as before."""
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        if [*state] != self._keys or self._repeated or len(modules) < len(self._modules):
+            return None
+        roots = [value for value in state.values() if isinstance(value, nn.Module)]
+        if len(roots) != len(self._roots) or not all(
+            root is modules[number] for root, number in zip(roots, self._roots, strict=True)
+        ):
+            return None
+        for number in self._sharded:
+            modules[number].reshard()  # type: ignore[operator]
+        parts = _Parts.of(state, modules)
+        equal, same = parts.structure()
+        known = equal == self._equal and len(same) == len(self._same)
+        return parts if known and all(map(is_, same, map(call, self._same))) else None
+
+    def live(self, state: State, parts: _Parts) -> Live:
+        """Everything by its name."""
+        everything: list[Any] = [*parts.tensors, *parts.entered]
+        named = zip(self._tensors, compress(everything, self._mask), strict=True)
+        live = Live(dict(named), varying=set(self._varying))
+        put = put_into(live)
+        for number, path in self._extras:
+            extra = parts.modules[number].get_extra_state()
+            live.values[path] = values.encode(extra, path, put)
+        for owner, number, paths in self._groups:
+            group = parts.optimizers[owner].param_groups[number]
+            settings = {name: member for name, member in group.items() if name != "params"}
+            live.values.update(dict.fromkeys(paths, values.encode(settings, paths[0], put)))
+        for number, path in self._others:
+            entries = parts.entries[number].items()
+            others = {part: item for part, item in entries if not isinstance(item, torch.Tensor)}
+            live.values[path] = values.encode(others, path, put)
+        for key in self._objects:
+            live.values[key] = values.encode(state[key].state_dict(), key, put)
+        return live
 
 
 def reshard(state: State) -> None:
@@ -126,9 +333,8 @@ def reshard(state: State) -> None:
                     )
 
 
-def _collect_optimizer(
-    live: Live, key: str, optimizer: torch.optim.Optimizer, names: dict[int, str]
-) -> None:
+def _check_owners(key: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what an optimizer keeps under something else than its parameters."""
     parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for owner in optimizer.state:
         if owner not in parameters:
@@ -136,24 +342,6 @@ def _collect_optimizer(
                 f"the optimizer `{key}` keeps a state under {str(owner)[:60]!r}, which is no "
                 "parameter of it; give it a state_dict() of its own in the state"
             )
-    for group in optimizer.param_groups:
-        settings: Any = None
-        for parameter in group["params"]:
-            name = name_of(parameter, names, key)
-            path = f"{key}.groups.{name}"
-            if settings is None:
-                settings = {name: member for name, member in group.items() if name != "params"}
-                settings = values.encode(settings, path, put_into(live))
-            live.values[path] = settings
-            others = {}
-            for part, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    live.put(f"{key}.state.{name}.{part}", value)
-                else:
-                    others[part] = value
-            path = f"{key}.other.{name}"
-            if others:
-                live.values[path] = values.encode(others, path, put_into(live))
 
 
 def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -240,13 +428,14 @@ def put_into(live: Live, *, copied: bool = False) -> Callable[[str, Any], str | 
     """
 
     def put(path: str, value: Any) -> str | None:
-        if is_dtensor(value):
+        plain = type(value) in (torch.Tensor, nn.Parameter)
+        if not plain and is_dtensor(value):
             raise CheckpointError(
                 f"`{path}` is a sharded tensor, of which each rank has a part only; save it as a "
                 "parameter or buffer of the module"
             )
         # What consists of several tensors is refused with all that a checkpoint cannot hold.
-        if type(value) in (torch.Tensor, nn.Parameter) or is_traceable_wrapper_subclass(value):
+        if plain or is_traceable_wrapper_subclass(value):
             live.put(path, value.detach().clone() if copied else value)
         elif type(value) is np.ndarray:
             try:
@@ -270,7 +459,8 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
     """The box of the global tensor that this rank holds, and its memory.
 
     Raises:
-        CheckpointError: When the tensor is a partial sum, quantised, sparse or on no device.
+        CheckpointError: When the tensor is a partial sum, quantised, sparse, nested, on no device
+            or has no shape yet.
     """
     if is_dtensor(tensor):
         if any(placement.is_partial() for placement in tensor.placements):
@@ -281,17 +471,20 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         local = tensor.to_local()
         _refuse_wrapped(local)
         return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
-    what = ""
-    if tensor.device.type == "meta":
-        what = "meta"
-    elif tensor.is_nested or tensor.is_quantized:
-        what = "nested" if tensor.is_nested else "quantised"
+    what: tuple[str, str] | None = None
+    if is_lazy(tensor):
+        what = "tensor without a shape", "run one forward pass first"
+    elif tensor.device.type == "meta":
+        what = "meta tensor", "give it memory with to_empty() and fill it first"
+    elif tensor.is_nested:
+        what = "nested tensor", "give its values and offsets"
+    elif tensor.is_quantized:
+        what = "quantised tensor", "give its int_repr(), scale and zero point"
     elif tensor.layout != torch.strided:
-        what = str(tensor.layout).removeprefix("torch.")
+        layout = str(tensor.layout).removeprefix("torch.")
+        what = f"{layout} tensor", "give a dense one, e.g. its indices and values"
     if what:
-        raise CheckpointError(
-            f"a {what} tensor cannot be saved; give a dense one, e.g. its indices and values"
-        )
+        raise CheckpointError(f"a {what[0]} cannot be saved; {what[1]}")
     _refuse_wrapped(tensor)
     return whole(tuple(tensor.shape)), tensor.detach()
 
@@ -307,7 +500,8 @@ def _refuse_wrapped(tensor: torch.Tensor) -> None:
 
 def mesh_of(live: Live) -> dict[str, int]:
     """Name to size of the axes of the mesh that the state is sharded on; empty without shards."""
-    for tensor in live.tensors.values():
+    of_each_type = dict(zip(map(type, live.tensors.values()), live.tensors.values(), strict=True))
+    for tensor in of_each_type.values():
         if is_dtensor(tensor):
             mesh = tensor.device_mesh
             names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))

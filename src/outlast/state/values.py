@@ -3,18 +3,24 @@
 JSON has no tuples, sets, bytes, complex numbers, infinities or keys that are no strings; these and
 the other types of `encode` become objects with one key that starts with ``!``. What is reached in
 two ways is one object again. A type that is not listed there is refused: a class would have to be
-imported, and run, to make it. Tensors and arrays stay outside: they are replaced by
-``{"!tensor": NAME}`` and handed over beside the JSON.
+imported, and run, to make it. Named tuples and enumerations are found by the names of their
+classes among the modules that the program has imported itself. Tensors and arrays stay outside:
+they are replaced by ``{"!tensor": NAME}`` and handed over beside the JSON.
 """
 
 from __future__ import annotations
 
 import base64
 import datetime
+import enum
 import math
 import pathlib
+import re
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +29,8 @@ from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from numpy.typing import NDArray
 
 Json = Any
 MAX_DEPTH = 100
@@ -42,6 +50,11 @@ _FACTORIES = (None, bool, int, float, complex, str, bytes, list, tuple, set, fro
 _FACTORY_NAMES = {None if factory is None else factory.__name__: factory for factory in _FACTORIES}
 _MUTABLE = (list, dict, set, bytearray, deque, OrderedDict, defaultdict, Counter)
 _PLAIN_INTEGERS = 2**63
+_TORCH_CODES = "?bBhHiIlLqQefdFD"
+"""Codes of NumPy's element types that torch has, too."""
+
+_CODE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\w{1,9}\])?", re.ASCII)
+_REMEDY = "give numbers, texts, bytes, lists, dictionaries and tensors"
 
 
 def encode(value: Any, path: str, put_tensor: Callable[[str, Any], str | None]) -> Json:
@@ -49,9 +62,10 @@ def encode(value: Any, path: str, put_tensor: Callable[[str, Any], str | None]) 
 
     Args:
         value: Nested dictionaries, lists, tuples, sets and deques (OrderedDict, Counter and
-            defaultdict of a built-in type too) of numbers, texts, bytes, bytearrays, None, ranges,
-            slices, dates and times in UTC or without a zone, paths, torch's types, sizes and
-            devices, tensors and arrays. Subclasses of these are other types.
+            defaultdict of a built-in type too) of numbers (Decimal and Fraction too), texts,
+            bytes, bytearrays, None, ranges, slices, dates, times, fixed offsets from UTC, paths,
+            torch's types, sizes and devices, tensors and arrays; and named tuples and enumerations
+            whose classes a module has under their names. Subclasses of these are other types.
         path: Name of the value, for the names of its tensors and for errors.
         put_tensor: Called with a name and an object of another type; takes it if it is a tensor and
             returns the kind of it, or returns None. Every name is given once.
@@ -88,12 +102,12 @@ class _Encoding:
         children: Iterable[tuple[Any, Any]] = ()
         if isinstance(value, dict) and type(value) in _MUTABLE:
             children = [*value.items(), ("__dict__", getattr(value, "__dict__", None))]
-        elif type(value) in (list, tuple, set, frozenset, deque):
+        elif type(value) in (list, tuple, set, frozenset, deque) or _is_named_tuple(value):
             children = enumerate(value)
         if children:
             above = [*above, id(value)]
             for key, child in children:
-                if type(key) is tuple:
+                if isinstance(key, tuple):
                     self._count(key, f"{path}.key", above)
                 self._count(child, f"{path}.{key}", above)
 
@@ -134,10 +148,26 @@ class _Encoding:
             return {f"!{kind.__name__}": [self._encode(bound, path) for bound in bounds]}
         if kind in _PATHS:
             return {f"!{kind.__name__}": str(value)}
-        if kind is datetime.timedelta:
-            return {"!timedelta": [value.days, value.seconds, value.microseconds]}
         if kind in _TIMES and _in_plain_time(value):
             return {f"!{kind.__name__}": value.isoformat()}
+        if kind is datetime.timedelta or (kind is datetime.timezone and _is_nameless(value)):
+            span = value if kind is datetime.timedelta else value.utcoffset(None)
+            return {f"!{kind.__name__}": [span.days, span.seconds, span.microseconds]}
+        if kind is Decimal:
+            return {"!Decimal": str(value)}
+        if kind is Fraction:
+            return {"!Fraction": [hex(value.numerator), hex(value.denominator)]}
+        if (isinstance(value, enum.Enum) or _is_named_tuple(value)) and _class_of(
+            _name(kind)
+        ) is kind:
+            if isinstance(value, enum.Flag):
+                return {"!flag": [_name(kind), self._encode(value.value, path)]}
+            if isinstance(value, enum.Enum):
+                return {"!enum": [_name(kind), value.name]}
+            items = [
+                self.encode(v, f"{path}.{n}") for n, v in zip(kind._fields, value, strict=True)
+            ]
+            return {"!namedtuple": [_name(kind), [*kind._fields], items]}
         if kind.__module__ == "torch":
             if kind.__name__ == "Size":
                 return {"!torch.Size": list(value)}
@@ -174,6 +204,10 @@ class _Encoding:
         if id(value) in self._tensors:
             return self._tensors[id(value)][1]
         array = np.asarray(value) if isinstance(value, np.generic) else value
+        descr = _descr(array) if type(array) is np.ndarray else None
+        if descr is not None:
+            shape = array.shape
+            array = np.array(array, order="C").reshape(-1).view(np.uint8)
         name, number = path, 1
         # {1: ..., "1": ...} and {"a": {"b": ...}, "a.b": ...} lead to equal paths.
         while name in self._used:
@@ -181,10 +215,14 @@ class _Encoding:
             name = f"{path}~{number}"
         kind = self._put_tensor(name, array)
         if kind is None:
+            what, remedy = type(value).__name__, f"{_REMEDY} in state_dict()"
+            if isinstance(array, np.ndarray):
+                what += f" of {array.dtype}"
+            if isinstance(value, enum.Enum) or _is_named_tuple(value):
+                remedy = "define its class at the top level of a module"
             raise CheckpointError(
-                f"`{path}` is of type {type(value).__name__}, which a checkpoint cannot hold "
-                "without pickle; give numbers, texts, bytes, lists, dictionaries and tensors in "
-                "state_dict()"
+                f"`{path}` is of type {what}, which a checkpoint cannot hold without pickle; "
+                f"{remedy}"
             )
         self._used.add(name)
         found: Json = {"!tensor": name, "kind": kind}
@@ -192,6 +230,8 @@ class _Encoding:
             found["requires_grad"] = True
         if type(value).__name__ == "Parameter":
             found["parameter"] = True
+        if descr is not None:
+            found = {"!array": [descr, [*shape], found]}
         # The object is kept, so that no other one gets its identity.
         self._tensors[id(value)] = value, found
         return found
@@ -200,9 +240,56 @@ class _Encoding:
 def _in_plain_time(value: Any) -> bool:
     """Return whether ISO's text says all of a date or time: no summer time, no names of zones."""
     zone = getattr(value, "tzinfo", None)
-    return not getattr(value, "fold", 0) and (
-        zone is None or (type(value) is datetime.datetime and zone is datetime.UTC)
+    return not getattr(value, "fold", 0) and (zone is None or _is_nameless(zone))
+
+
+def _is_nameless(zone: Any) -> bool:
+    """Return whether a time zone is nothing but its offset from UTC."""
+    nameless = type(zone) is datetime.timezone
+    return nameless and repr(zone) == repr(datetime.timezone(zone.utcoffset(None)))
+
+
+def _is_named_tuple(value: Any) -> bool:
+    fields = getattr(type(value), "_fields", None)
+    return (
+        isinstance(value, tuple)
+        and isinstance(fields, tuple)
+        and len(fields) == len(value)
+        and not getattr(value, "__dict__", None)
     )
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class_of(name: str) -> Any:
+    """What the program has under the name of a class; None without it.
+
+    Nothing is imported and no code runs, whatever name a file gives.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split(".") if found is not None else ():
+        kind = type if isinstance(found, type) else object
+        try:
+            found = kind.__getattribute__(found, "__dict__").get(part)
+        except AttributeError:
+            return None
+    return found
+
+
+def _descr(array: NDArray[Any]) -> Json:
+    """NumPy's description of an element type that torch has not; None where it has, or none can."""
+    dtype = array.dtype
+    native = dtype.isnative and dtype.char in _TORCH_CODES
+    if native or dtype.hasobject or dtype.itemsize == 0 or dtype.metadata:
+        return None
+    descr = np.lib.format.dtype_to_descr(dtype)
+    # As JSON has it: lists instead of tuples.
+    made = np.lib.format.descr_to_dtype(descr)
+    same = made == dtype and made.isalignedstruct == dtype.isalignedstruct
+    return descr if same else None
 
 
 def _float_text(value: float) -> str:
@@ -243,7 +330,7 @@ class _Decoding:
         self._get_tensor = get_tensor
         self._shared: dict[int, Any] = {}
 
-    def decode(self, value: Json) -> Any:
+    def decode(self, value: Json) -> Any:  # noqa: PLR0912
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -271,10 +358,36 @@ class _Decoding:
             return defaultdict(_FACTORY_NAMES[content[0]], self._pairs(content[1]))
         if kind == "deque":
             return deque(self.decode(content[1]), content[0])
+        if kind == "array":
+            array = self.decode(content[2]).view(_dtype(content[0])).reshape(content[1])
+            return array[()] if value.get("scalar") else array
+        if kind in ("enum", "flag", "namedtuple"):
+            return self._of_class(kind, *content)
         if kind in ("range", "slice"):
             bounds = self.decode(content)
             return range(*bounds) if kind == "range" else slice(*bounds)
         return _decode_leaf(kind, content)
+
+    def _of_class(self, kind: str, name: str, *content: Json) -> Any:
+        """A member of an enumeration or a named tuple, of the program's own class."""
+        found = _class_of(name)
+        base = {"enum": enum.Enum, "flag": enum.Flag, "namedtuple": tuple}[kind]
+        fits = isinstance(found, type) and issubclass(found, base)
+        if fits and kind == "flag":
+            return found(self.decode(content[0]))
+        if fits and kind == "enum" and content[0] in found.__members__:
+            return found.__members__[content[0]]
+        if fits and kind == "namedtuple" and found._fields == (*content[0],):
+            return tuple.__new__(found, self.decode(content[1]))
+        what = (
+            f"with the fields {', '.join(content[0])}"
+            if kind == "namedtuple"
+            else f"with {content[0]}"
+        )
+        raise CheckpointError(
+            f"a value is of the class {name} {what}, which the program has not; import or define "
+            "it as it was before the restore"
+        )
 
     def _pairs(self, pairs: Json) -> list[tuple[Any, Any]]:
         return [(self.decode(key), self.decode(item)) for key, item in pairs]
@@ -290,7 +403,25 @@ class _Decoding:
         return tensor[()] if value.get("scalar") else tensor
 
 
-def _decode_leaf(kind: str, content: Json) -> Any:
+def _dtype(descr: Json) -> np.dtype[Any]:
+    """The element type of a description, in which JSON has made lists of tuples."""
+
+    def row(field: Json) -> Json:
+        name, kind, *shape = field
+        if isinstance(kind, str) and not _CODE.fullmatch(kind):
+            raise ValueError(f"{kind[:20]} is no element type")
+        name = tuple(name) if isinstance(name, list) else name
+        kind = [*map(row, kind)] if isinstance(kind, list) else kind
+        return (name, kind, *map(tuple, shape))
+
+    descr = [*map(row, descr)] if isinstance(descr, list) else row(["", descr])[1]
+    found = np.lib.format.descr_to_dtype(descr)
+    if found.hasobject or not found.itemsize:
+        raise ValueError(f"an array cannot be of {found}")
+    return found
+
+
+def _decode_leaf(kind: str, content: Json) -> Any:  # noqa: PLR0912
     if kind in ("bytes", "bytearray"):
         found = base64.b64decode(content)
         return found if kind == "bytes" else bytearray(found)
@@ -300,8 +431,13 @@ def _decode_leaf(kind: str, content: Json) -> Any:
         return int(content, 16)
     if kind == "complex":
         return complex(_float(content[0]), _float(content[1]))
-    if kind == "timedelta":
-        return datetime.timedelta(*content)
+    if kind in ("timedelta", "timezone"):
+        span = datetime.timedelta(*content)
+        return span if kind == "timedelta" else datetime.timezone(span)
+    if kind == "Decimal":
+        return Decimal(content)
+    if kind == "Fraction":
+        return Fraction(int(content[0], 16), int(content[1], 16))
     for path in _PATHS:
         if kind == path.__name__:
             return path(content)
@@ -334,9 +470,11 @@ def _is_hashable(content: Json) -> bool:
     if not isinstance(content, dict):
         return not isinstance(content, list)
     tag = next(iter(content), "")
+    if tag == "!namedtuple":
+        return type(content[tag]) is list and all(map(_is_hashable, content[tag][-1:][0]))
     if tag in ("!tuple", "!frozenset"):
         return type(content[tag]) is list and all(map(_is_hashable, content[tag]))
-    mutable = {"!shared", "!same", "!slice", *(f"!{item.__name__}" for item in _MUTABLE)}
+    mutable = {"!shared", "!same", "!slice", "!array", *(f"!{item.__name__}" for item in _MUTABLE)}
     return tag.startswith("!") and tag not in mutable
 
 
@@ -395,6 +533,25 @@ _CONTENTS: dict[str, Callable[[Json], bool]] = {
         and (content[0] is None or (_is_number(content[0]) and content[0] >= 0))
         and _is_rows(content[1])
     ),
+    "array": lambda content: (
+        _is_rows(content)
+        and len(content) == 3
+        and _works(_dtype)(content[0])
+        and _is_numbers(content[1])
+        and all(0 <= extent < 2**62 for extent in content[1])
+        and type(content[2]) is dict
+        and next(iter(content[2]), "") == "!tensor"
+    ),
+    "enum": lambda content: _is_rows(content) and len(content) == 2 and all(map(_is_text, content)),
+    "flag": lambda content: _is_rows(content) and len(content) == 2 and _is_text(content[0]),
+    "namedtuple": lambda content: (
+        _is_rows(content)
+        and len(content) == 3
+        and _is_text(content[0])
+        and all(map(_is_rows, content[1:]))
+        and all(map(_is_text, content[1]))
+        and len(content[1]) == len(content[2])
+    ),
     "range": lambda content: _is_numbers(content) and len(content) == 3 and content[2] != 0,
     "slice": lambda content: _is_rows(content) and len(content) == 3,
     "torch.Size": lambda content: _is_numbers(content) and all(abs(e) < 2**62 for e in content),
@@ -403,7 +560,8 @@ _CONTENTS: dict[str, Callable[[Json], bool]] = {
     **{
         kind: _works(lambda content, kind=kind: _decode_leaf(kind, content))  # type: ignore[misc]
         for kind in (
-            *("bytes", "bytearray", "float", "int", "complex", "timedelta"),
+            *("bytes", "bytearray", "float", "int", "complex", "timedelta", "timezone"),
+            *("Decimal", "Fraction"),
             *(time.__name__ for time in _TIMES),
         )
     },
