@@ -61,8 +61,8 @@ _ONLY_OF_THE_TRAINER = {
 """Settings that such a loop cannot follow -> why not."""
 
 _REMOVED = {
-    "checkpoint.delta_chain": "is no setting any more, since every checkpoint is stored in full; "
-    'remove it, and set checkpoint.replay = "bf16" to keep every step in less room',
+    "checkpoint.delta_chain": "is no setting any more, since every checkpoint is stored in full: "
+    'remove it; with `outlast train`, checkpoint.replay = "bf16" keeps every step in less room',
 }
 """Settings of earlier releases, of which 0 says what holds now -> what to do without them."""
 
