@@ -98,8 +98,8 @@ def coded(state: dict[str, np.ndarray], dtype: str) -> Coded:
     for _ in range(3):
         with scratch() as folder:
             storage = storage_of(folder)
-            job = PartJob(0, Version(1, 1), 0, 1, Catalogue(facts), pieces)
-            encoder = Encoder(storage, Reduction(), [memoryview(arena)])
+            job = PartJob(Version(1, 1), 0, 1, Catalogue(facts), pieces)
+            encoder = Encoder(storage, Reduction(), memoryview(arena))
             begun = time.process_time()
             written = encoder.write(job, lambda: None)
             encoding = time.process_time() - begun
@@ -465,8 +465,8 @@ def reshard_bars(quick: bool) -> list[Bar]:
                 parts.append(part.reshape(-1).view(np.uint8))
                 start += part.nbytes
             arena = memoryview(np.concatenate(parts))
-            job = PartJob(0, Version(1, 1), rank, 3, Catalogue(facts), pieces)
-            Encoder(storage, Reduction(), [arena]).write(job, lambda: None)
+            job = PartJob(Version(1, 1), rank, 3, Catalogue(facts), pieces)
+            Encoder(storage, Reduction(), arena).write(job, lambda: None)
         contents = load(storage, Version(1, 1))
         bars = []
         dcp_figures = {(0, 1): "1.0", (0, 2): "1.33", (0, 4): "-", (1, 2): "2.0", (1, 4): "4.0"}

@@ -26,7 +26,6 @@ def dense() -> Trainer.Config:
         interval=5,
         async_mode="async_with_pinned_mem",
         last_save_model_only=False,
-        delta_chain=4,
     )
     config.training.disable_cuda_graphs = True
     config.activation_checkpoint = FullAC.Config()

@@ -15,6 +15,8 @@ from outlast.checkpoint import CheckpointStore, SaveResult, list_versions, stora
 from outlast.checkpoint.encoder import Encoder, PartJob, Written
 
 VOCABULARY, WIDTH = 11, 6
+DELTA_CHAIN = Path(__file__).parent / "data" / "delta-chain"
+"""Four versions of which the last three are differences to the one before."""
 
 
 class Net(nn.Module):

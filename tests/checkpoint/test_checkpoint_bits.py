@@ -99,23 +99,21 @@ def test_every_type_and_layout_comes_back(tmp_path: Path, dtype: torch.dtype, la
     layout=st.sampled_from(sorted(LAYOUTS)),
     changes=st.lists(st.sampled_from(["all", "some", "none"]), max_size=5),
     compression=st.sampled_from(["auto", "zstd", "lz4", "none"]),
-    chain=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
-def test_deltas_of_many_small_tiles_come_back(
+def test_versions_of_many_small_tiles_come_back(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     layout: str,
     changes: list[str],
     compression: str,
-    chain: int,
     seed: int,
 ) -> None:
     directory = tmp_path_factory.mktemp("store")
     memory = random_bits(dtype, shape, seed)
     tensor = LAYOUTS[layout](memory)
-    reduction = Reduction(Compression(compression), chain=chain)
+    reduction = Reduction(Compression(compression))
     expected = []
     with pytest.MonkeyPatch.context() as patch:
         # What grid() takes by default is bound at its definition.
@@ -138,7 +136,7 @@ def test_deltas_of_many_small_tiles_come_back(
 def test_the_writer_process_keeps_every_bit(tmp_path: Path) -> None:
     tensors = {str(dtype).replace(".", "_"): random_bits(dtype, (300, 7), 5).T for dtype in DTYPES}
     expected = []
-    with CheckpointStore(tmp_path, reduction=Reduction(chain=3)) as store:
+    with CheckpointStore(tmp_path) as store:
         for step in range(1, 4):
             for tensor in tensors.values():
                 memory_of(tensor)[:: 7 * step] ^= 1
@@ -149,15 +147,14 @@ def test_the_writer_process_keeps_every_bit(tmp_path: Path) -> None:
         assert {name: bytes_of(tensor) for name, tensor in tensors.items()} == expected[step - 1]
 
 
-@pytest.mark.parametrize("chain", [0, 3])
-def test_tensors_of_many_tiles_come_back(tmp_path: Path, chain: int) -> None:
+def test_tensors_of_many_tiles_come_back(tmp_path: Path) -> None:
     tensors = {
         "rows": random_bits(torch.float32, (701, 130), 1),
         "columns": random_bits(torch.bfloat16, (130, 1501), 2).T,
         "cube": random_bits(torch.complex128, (17, 19, 67), 3),
         "line": random_bits(torch.int8, (400_003,), 4),
     }
-    with open_store(tmp_path, reduction=Reduction(chain=chain)) as store:
+    with open_store(tmp_path) as store:
         for step in range(1, 4):
             for tensor in tensors.values():
                 memory_of(tensor)[:: 1000 * step] += 1
@@ -211,8 +208,7 @@ def test_one_element_of_a_strided_view_comes_back(tmp_path: Path) -> None:
     assert view.item() == 3.0
 
 
-@pytest.mark.parametrize("chain", [0, 2])
-def test_aliased_views_of_other_shapes_and_types_come_back(tmp_path: Path, chain: int) -> None:
+def test_aliased_views_of_other_shapes_and_types_come_back(tmp_path: Path) -> None:
     counts = torch.arange(400, dtype=torch.int64) * 1_000_003
     views = {
         "all": counts,
@@ -222,7 +218,7 @@ def test_aliased_views_of_other_shapes_and_types_come_back(tmp_path: Path, chain
         "tail": counts[100:],
         "every": counts[::3],
     }
-    with open_store(tmp_path, reduction=Reduction(chain=chain)) as store:
+    with open_store(tmp_path) as store:
         for step in range(1, 4):
             counts += 1
             store.save(step, {"data": Holder(views)})
@@ -232,8 +228,8 @@ def test_aliased_views_of_other_shapes_and_types_come_back(tmp_path: Path, chain
     assert {name: bytes_of(view) for name, view in found.state.items()} == expected
 
 
-def test_empty_tensors_come_back_from_a_chain(tmp_path: Path) -> None:
-    with open_store(tmp_path, reduction=Reduction(chain=3)) as store:
+def test_empty_tensors_come_back_from_a_later_version(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
         for step in range(1, 5):
             state = {"empty": torch.empty(0, 3), "other": torch.full((9,), float(step))}
             store.save(step, {"data": Holder(state)})

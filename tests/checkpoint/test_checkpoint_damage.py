@@ -32,8 +32,8 @@ def make_model(value: float) -> nn.Module:
     return model
 
 
-def save(directory: Path, *steps: int, chain: int = 0) -> None:
-    with open_store(directory, keep=10, reduction=Reduction(chain=chain)) as store:
+def save(directory: Path, *steps: int) -> None:
+    with open_store(directory, keep=10) as store:
         for step in steps:
             store.save(step, {"model": make_model(float(step))})
 
@@ -249,14 +249,6 @@ def test_when_all_are_damaged_the_error_names_them_and_keeps_them(tmp_path: Path
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_the_base_of_a_delta_is_checked_too(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 3, chain=3)
-    damaged = flip(folder(tmp_path, 1) / PACK)
-    with pytest.raises(CheckpointError) as caught:
-        restore(tmp_path)
-    assert str(damaged) in str(caught.value)
-
-
 def test_a_listing_that_lags_hides_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from test_checkpoint_encoder import Case, encoders_for, random_array, write
 
@@ -312,9 +304,9 @@ def test_the_order_of_versions_does_not_depend_on_the_clock(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of three versions with deltas, by their names."""
+    """The files of three versions, by their names."""
     directory = tmp_path_factory.mktemp("intact")
-    save(directory, 1, 2, 3, chain=2)
+    save(directory, 1, 2, 3)
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 

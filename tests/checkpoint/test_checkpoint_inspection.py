@@ -70,10 +70,10 @@ def save_tensors(directory: Path, step: int, **tensors: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four versions of a small training, with deltas, lossy momenta and metrics."""
+    """Four versions of a small training, with lossy momenta and metrics."""
     directory = tmp_path_factory.mktemp("trained")
     state = make_state()
-    reduction = Reduction(chain=2, lossy={"*.exp_avg": Bound(relative=1e-2)})
+    reduction = Reduction(lossy={"*.exp_avg": Bound(relative=1e-2)})
     with store_at(directory, reduction) as store:
         for step in range(1, 5):
             train(state, step, step)
@@ -150,7 +150,7 @@ def test_a_summary_adds_up(trained: Path) -> None:
         assert each.raw_bytes > raw_bytes, "the model's tensors and the optimizer's"
         assert each.ratio == each.raw_bytes / each.stored_bytes
     assert summaries[0].referred_bytes == 0
-    assert all(each.referred_bytes for each in summaries[1:3]), "deltas refer to older versions"
+    assert summaries[1].referred_bytes, "the buffers, which do not change"
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
@@ -237,7 +237,6 @@ def write_replay(directory: Path, step: int, requires: list[int], *, sealed: boo
     storage = storage_of(directory / "replay")
     memory = memoryview(bytearray(8))
     job = PartJob(
-        arena=0,
         version=Version(1, step),
         rank=0,
         world_size=1,
@@ -247,7 +246,7 @@ def write_replay(directory: Path, step: int, requires: list[int], *, sealed: boo
         kind=REPLAY,
         requires=requires,
     )
-    Encoder(storage, PLAIN, [memory]).write(job, lambda: None)
+    Encoder(storage, PLAIN, memory).write(job, lambda: None)
     if sealed:
         seal(storage, load(storage, job.version))
 
@@ -349,21 +348,6 @@ def test_a_description_says_how_each_tensor_is_stored(trained: Path) -> None:
     assert weight.coding.max_error is None
     assert found.values["data"]["position"] == 3
     assert found.coding.stored_bytes <= found.referred_bytes + found.own_bytes
-
-
-def test_the_depth_of_a_delta_chain_is_counted(tmp_path: Path) -> None:
-    values = torch.randn(5000)
-    with store_at(tmp_path, Reduction(chain=2)) as store:
-        for step in range(4):
-            # Few bits change, so that a difference is worth it.
-            model = Tensors(weight=(values.view(torch.int32) + step).view(torch.float32))
-            store.save(step, {"model": model})
-    storage = storage_of(tmp_path)
-    codings = [describe(storage, find_version(storage, step)).coding for step in range(4)]
-    assert [each.depth for each in codings] == [0, 1, 2, 0]
-    assert [each.deltas for each in codings] == [0, 1, 1, 0]
-    assert all(each.full + each.deltas == 1 for each in codings)
-    assert any("+" in name for name in codings[2].codecs)
 
 
 def difference(directory: Path, before: int, after: int) -> Difference:
@@ -560,7 +544,7 @@ def test_usage_adds_up_to_the_files(trained: Path) -> None:
     assert found.total_bytes == sum(path.stat().st_size for path in files)
     assert found.temporary_bytes == found.orphan_bytes == 0
     assert found.raw_bytes == sum(each.raw_bytes or 0 for each in found.versions)
-    assert found.shared_bytes > 0, "deltas share the packs of their bases"
+    assert found.shared_bytes > 0, "the buffers, which do not change"
     assert (
         found.own_bytes + found.shared_bytes + found.manifest_bytes
         == found.total_bytes

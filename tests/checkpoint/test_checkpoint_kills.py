@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from checkpoint_states import bits, make_state, open_store, steps_in, train
 
-from outlast.checkpoint import CheckpointStore, Reduction, list_versions, storage_of
+from outlast.checkpoint import CheckpointStore, list_versions, storage_of
 from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.storage import PendingFile
 from outlast.checkpoint.version import is_published, load
@@ -28,10 +28,9 @@ LAST = 6
 # Audit events of calls that change files or make or list folders; os.fsync has none.
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir"}
 KINDS: dict[str, dict[str, Any]] = {
-    "full": {"before": 1, "keep": 9, "chain": 0},
-    "delta": {"before": 2, "keep": 9, "chain": 3},
-    "retention": {"before": 3, "keep": 1, "chain": 2},
-    "first": {"before": 0, "keep": 1, "chain": 1},
+    "later": {"before": 2, "keep": 9},
+    "retention": {"before": 3, "keep": 1},
+    "first": {"before": 0, "keep": 1},
 }
 
 
@@ -53,7 +52,7 @@ def forked(work: Callable[..., Any], *args: Any) -> Any:
 
 
 def settings_of(kind: str) -> dict[str, Any]:
-    return {"keep": KINDS[kind]["keep"], "reduction": Reduction(chain=KINDS[kind]["chain"])}
+    return {"keep": KINDS[kind]["keep"]}
 
 
 class Killer:
@@ -173,7 +172,7 @@ def test_a_kill_before_every_single_file_event_loses_nothing(
 
 def save_for_ever(directory: Path, ready: Any, first: int) -> None:
     state = make_state()
-    store = open_store(directory, keep=2, reduction=Reduction(chain=2))
+    store = open_store(directory, keep=2)
     for step in range(first, first + 10**6):
         state["model"].seen.fill_(step)
         state["data"].advance(step)
@@ -215,7 +214,7 @@ def writers_of(pid: int) -> list[int]:
 
 def test_a_killed_writer_process_is_an_error_and_is_replaced(tmp_path: Path) -> None:
     state = make_state()
-    with CheckpointStore(tmp_path, reduction=Reduction(chain=3)) as store:
+    with CheckpointStore(tmp_path) as store:
         train(state, 1, 1)
         store.save(1, state)
         train(state, 2, 2)

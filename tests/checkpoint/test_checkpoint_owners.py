@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint_states import Holder, WritingHeld, open_store, restore_step, save_once, steps_in
 
-from outlast.checkpoint import CheckpointStore, Reduction, Version, load, storage_of
+from outlast.checkpoint import CheckpointStore, Version, load, storage_of
 from outlast.checkpoint import storage as storage_module
 from outlast.checkpoint import store as store_module
 from outlast.checkpoint.owner import Ownership
@@ -128,7 +128,7 @@ def test_another_process_restores_while_versions_come_and_go(tmp_path: Path) -> 
 
     context = multiprocessing.get_context("fork")
     # No reader is so slow that what it has listed is deleted before it is read.
-    with open_store(tmp_path, keep=20, reduction=Reduction(chain=2)) as store:
+    with open_store(tmp_path, keep=20) as store:
         store.save(1, state_of(1))
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=read_for_ever, args=(sender,), daemon=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from checkpoint_states import Holder, WritingHeld, open_store, restore_step, steps_in
 
-from outlast.checkpoint import Reduction
 from outlast.checkpoint.encoder import Encoder, PartJob, Written
 
 
@@ -51,7 +50,7 @@ def test_skip_makes_no_version_and_says_so_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing = WritingHeld(monkeypatch)
-    with open_store(tmp_path, when_busy="skip", reduction=Reduction(chain=2)) as store:
+    with open_store(tmp_path, when_busy="skip") as store:
         first = store.save_async(1, state_of(1))
         skipped = store.save_async(2, state_of(2))
         assert skipped.done()
@@ -103,13 +102,11 @@ def replaced(
     return older, store.save_async(newer, state_of(newer))
 
 
-@pytest.mark.parametrize("chain", [0, 3])
 def test_replace_never_publishes_the_older_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reduction = Reduction(chain=chain)
     halting = Halting(monkeypatch, step=2)
-    with open_store(tmp_path, keep=9, when_busy="replace", reduction=reduction) as store:
+    with open_store(tmp_path, keep=9, when_busy="replace") as store:
         store.save(1, state_of(1))
         older, newer = replaced(store, halting, monkeypatch, 3)
         result = older.result()

@@ -15,7 +15,7 @@ from checkpoint_meshes import fsdp, matrix_state
 from checkpoint_states import Holder, Net, Sampler, bits, open_store, save_once, steps_in, train
 from torch import nn
 
-from outlast.checkpoint import Reduction, SaveResult
+from outlast.checkpoint import SaveResult
 from outlast.checkpoint.encoder import Encoder
 from outlast.errors import CheckpointError, LeaseLostError
 
@@ -276,7 +276,7 @@ def replace_together(directory: Path) -> list[tuple[str | None, str]]:
         return write(encoder, job, slow)
 
     Encoder.write = halting  # type: ignore[method-assign]
-    with open_store(directory, when_busy="replace", reduction=Reduction(chain=2)) as store:
+    with open_store(directory, when_busy="replace") as store:
         store.save(1, {"model": Net(1)})
         older = store.save_async(2, {"model": Net(2)})
         time.sleep(0.5)

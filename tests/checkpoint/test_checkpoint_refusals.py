@@ -231,9 +231,3 @@ def test_a_vocabulary_that_the_ranks_do_not_divide_comes_back_on_any_number(
     model = Net(0)
     restore_step(tmp_path, {"model": model})
     assert torch.equal(model.embedding.weight, Net(3).embedding.weight)
-
-
-@pytest.mark.parametrize("chain", [-1, 513])
-def test_a_chain_that_could_not_be_read_back_is_refused(chain: int) -> None:
-    with pytest.raises(CheckpointError, match=f"chain = {chain} must be from 0 to 512"):
-        Reduction(chain=chain)

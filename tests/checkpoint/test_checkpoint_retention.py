@@ -49,29 +49,26 @@ def check(directory: Path, steps: list[int]) -> None:
             assert torch.equal(found.state[name], tensor), (step, name)
 
 
-@pytest.mark.parametrize("chain", [0, 1, 2, 3, 4])
-def test_every_kept_version_is_whole_after_every_save(tmp_path: Path, chain: int) -> None:
-    with open_store(tmp_path, keep=2, reduction=Reduction(chain=chain)) as store:
+def test_every_kept_version_is_whole_after_every_save(tmp_path: Path) -> None:
+    with open_store(tmp_path, keep=2) as store:
         for step in range(1, 9):
             store.save(step, state_at(step))
             check(tmp_path, list(range(max(step - 1, 1), step + 1)))
 
 
-@pytest.mark.parametrize("chain", [0, 3])
-def test_multiples_are_kept_for_ever(tmp_path: Path, chain: int) -> None:
+def test_multiples_are_kept_for_ever(tmp_path: Path) -> None:
     retention = Retention(1, every=4)
-    with open_store(tmp_path, keep=retention, reduction=Reduction(chain=chain)) as store:
+    with open_store(tmp_path, keep=retention) as store:
         for step in range(1, 11):
             store.save(step, state_at(step))
     check(tmp_path, [4, 8, 10])
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", [3, 6]), ("max", [2, 5])])
-@pytest.mark.parametrize("chain", [0, 2])
-def test_the_best_are_kept(tmp_path: Path, mode: Any, best: list[int], chain: int) -> None:
+def test_the_best_are_kept(tmp_path: Path, mode: Any, best: list[int]) -> None:
     figures = {1: 5.0, 2: 9.0, 3: 1.0, 4: 5.0, 5: 8.0, 6: 2.0, 7: 5.0, 8: 5.0}
     retention = Retention(1, best=2, metric="loss", mode=mode)
-    with open_store(tmp_path, keep=retention, reduction=Reduction(chain=chain)) as store:
+    with open_store(tmp_path, keep=retention) as store:
         for step, figure in figures.items():
             store.save(step, state_at(step), metrics={"loss": figure})
     check(tmp_path, [*best, 8])
@@ -129,7 +126,6 @@ def test_the_newest_are_always_kept(
 
 @settings(max_examples=15, deadline=None)
 @given(
-    chain=st.integers(0, 4),
     keep=st.integers(1, 3),
     every=st.sampled_from([0, 3]),
     gaps=st.lists(st.integers(1, 4), min_size=1, max_size=9),
@@ -137,7 +133,6 @@ def test_the_newest_are_always_kept(
 )
 def test_all_that_is_kept_can_be_restored(
     tmp_path_factory: pytest.TempPathFactory,
-    chain: int,
     keep: int,
     every: int,
     gaps: list[int],
@@ -147,7 +142,7 @@ def test_all_that_is_kept_can_be_restored(
     step = 0
 
     def opened() -> Any:
-        reduction = Reduction(Compression("lz4"), chain=chain)
+        reduction = Reduction(Compression("lz4"))
         return open_store(directory, keep=Retention(keep, every=every), reduction=reduction)
 
     store = opened()
@@ -178,7 +173,7 @@ def test_a_dry_run_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_files_that_are_referred_to_stay_and_others_go(tmp_path: Path) -> None:
-    with open_store(tmp_path, keep=1, reduction=Reduction(chain=2)) as store:
+    with open_store(tmp_path, keep=1) as store:
         for step in range(1, 12):
             store.save(step, state_at(step))
             storage = storage_of(tmp_path)
@@ -219,7 +214,7 @@ def test_manifests_go_before_the_chunks_that_they_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = storage_of(tmp_path)
-    with open_store(tmp_path, keep=9, reduction=Reduction(chain=3)) as store:
+    with open_store(tmp_path, keep=9) as store:
         for step in range(1, 4):
             store.save(step, {"data": Holder({"x": torch.arange(900.0) + (step % 2)})})
         store.save(4, {"data": Holder({"x": torch.rand(900)})})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoint_states import Holder, make_state, open_store, restore_step, total_bytes, train
 
-from outlast.checkpoint import Compression, Reduction, Version, load, storage_of
+from outlast.checkpoint import Compression, Reduction
 
 PLAIN = Compression("none")
 
@@ -20,11 +20,6 @@ def restored(directory: Path, step: int) -> Any:
     found = Holder()
     assert restore_step(directory, {"data": found}, step=step) == step
     return found.state
-
-
-def longest_chain(directory: Path, step: int) -> int:
-    parts = load(storage_of(directory), Version(1, step)).parts
-    return max(len(part.chain(n)) for part in parts for n in range(len(part.chunks)))
 
 
 def test_frozen_tensors_are_stored_once(tmp_path: Path) -> None:
@@ -53,15 +48,14 @@ def test_a_frozen_tensor_leaks_no_space_over_many_versions(tmp_path: Path) -> No
     assert torch.equal(restored(tmp_path, 29)["frozen"], noise(0))
 
 
-@pytest.mark.parametrize("chain", [0, 2])
-def test_a_small_frozen_tensor_keeps_no_large_file_alive(tmp_path: Path, chain: int) -> None:
+def test_a_small_frozen_tensor_keeps_no_large_file_alive(tmp_path: Path) -> None:
     most = 0
-    with open_store(tmp_path, keep=1, reduction=Reduction(PLAIN, chain=chain)) as store:
+    with open_store(tmp_path, keep=1, reduction=Reduction(PLAIN)) as store:
         for step in range(30):
             state = {"frozen": noise(0, 4000), "changing": noise(step + 1)}
             store.save(step, {"data": Holder(state)})
             most = max(most, total_bytes(tmp_path))
-    assert most < (3 + chain) * 176_000
+    assert most < 3 * 176_000
     assert torch.equal(restored(tmp_path, 29)["frozen"], noise(0, 4000))
 
 
@@ -82,7 +76,7 @@ def test_constant_tensors_take_no_space(tmp_path: Path) -> None:
 
 
 def test_content_that_comes_back_after_a_change_is_right(tmp_path: Path) -> None:
-    with open_store(tmp_path, keep=9, reduction=Reduction(chain=2)) as store:
+    with open_store(tmp_path, keep=9) as store:
         for step, seed in enumerate([1, 2, 1, 1, 2, 3, 1], start=1):
             store.save(step, {"data": Holder({"x": noise(seed)})})
     for step, seed in enumerate([1, 2, 1, 1, 2, 3, 1], start=1):
@@ -90,7 +84,7 @@ def test_content_that_comes_back_after_a_change_is_right(tmp_path: Path) -> None
 
 
 def test_tensors_that_swap_their_contents_are_right(tmp_path: Path) -> None:
-    with open_store(tmp_path, keep=9, reduction=Reduction(chain=2)) as store:
+    with open_store(tmp_path, keep=9) as store:
         for step in range(1, 5):
             state = {"a": noise(step), "b": noise(step + 1)}
             store.save(step, {"data": Holder(state)})
@@ -98,30 +92,6 @@ def test_tensors_that_swap_their_contents_are_right(tmp_path: Path) -> None:
         found = restored(tmp_path, step)
         assert torch.equal(found["a"], noise(step))
         assert torch.equal(found["b"], noise(step + 1))
-
-
-@pytest.mark.parametrize("chain", [1, 2, 3])
-def test_a_chain_is_never_longer_than_asked(tmp_path: Path, chain: int) -> None:
-    lengths = []
-    values = noise(0)
-    with open_store(tmp_path, keep=9, reduction=Reduction(chain=chain)) as store:
-        for step in range(1, 9):
-            values[::40] += 1.0
-            store.save(step, {"data": Holder({"x": values})})
-            lengths.append(longest_chain(tmp_path, step))
-    assert lengths == [number % (chain + 1) + 1 for number in range(8)]
-    assert torch.equal(restored(tmp_path, 8)["x"], values)
-
-
-def test_deltas_make_small_changes_small(tmp_path: Path) -> None:
-    values = noise(0)
-    sizes = []
-    with open_store(tmp_path, reduction=Reduction(chain=2)) as store:
-        for step in range(1, 4):
-            sizes.append(store.save(step, {"data": Holder({"x": values})}).bytes)
-            values[::400] += 1.0
-    assert sizes[1] < sizes[0] / 10
-    assert sizes[2] < sizes[0] / 10
 
 
 CHANGES: dict[str, list[dict[str, torch.Tensor]]] = {
@@ -140,9 +110,8 @@ CHANGES: dict[str, list[dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("chain", [0, 3])
-def test_a_state_may_change_between_versions(tmp_path: Path, change: str, chain: int) -> None:
-    with open_store(tmp_path, keep=9, reduction=Reduction(chain=chain)) as store:
+def test_a_state_may_change_between_versions(tmp_path: Path, change: str) -> None:
+    with open_store(tmp_path, keep=9) as store:
         for step, state in enumerate(CHANGES[change], start=1):
             store.save(2 * step, {"data": Holder(state)})
             again = {name: tensor.clone() for name, tensor in state.items()}
@@ -160,7 +129,7 @@ def test_a_state_may_change_between_versions(tmp_path: Path, change: str, chain:
 
 def test_the_optimizer_may_appear_between_versions(tmp_path: Path) -> None:
     state = make_state()
-    with open_store(tmp_path, reduction=Reduction(chain=3)) as store:
+    with open_store(tmp_path) as store:
         for step in range(4):
             if step:
                 train(state, step, step)
@@ -171,11 +140,11 @@ def test_the_optimizer_may_appear_between_versions(tmp_path: Path) -> None:
         assert len(optimizer.state) == len(saved.state) > 0
 
 
-def test_a_failed_save_does_not_spoil_the_next_delta(
+def test_a_failed_save_does_not_spoil_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = noise(0)
-    with open_store(tmp_path, keep=9, reduction=Reduction(chain=5)) as store:
+    with open_store(tmp_path, keep=9) as store:
         for step in range(1, 9):
             values[step::50] += 1.0
             with monkeypatch.context() as patch:
@@ -191,12 +160,11 @@ def test_a_failed_save_does_not_spoil_the_next_delta(
                 assert torch.equal(restored(tmp_path, step)["x"], values)
 
 
-@pytest.mark.parametrize("chain", [0, 2])
 def test_a_step_whose_seal_failed_can_be_saved_again_with_another_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"kept": noise(0), "changing": noise(1), "slowly": noise(2)}
-    with open_store(tmp_path, keep=9, reduction=Reduction(chain=chain)) as store:
+    with open_store(tmp_path, keep=9) as store:
         store.save(1, {"data": Holder(values)})
         values["kept"] = noise(10)
         create = type(store.storage).create

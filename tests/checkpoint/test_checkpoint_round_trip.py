@@ -26,7 +26,7 @@ from checkpoint_states import (
 )
 from torch import nn
 
-from outlast.checkpoint import CheckpointStore, Reduction
+from outlast.checkpoint import CheckpointStore
 from outlast.errors import CheckpointError
 
 
@@ -51,10 +51,9 @@ def test_everything_comes_back_in_new_objects(tmp_path: Path) -> None:
     assert other["model"].head.weight is other["model"].embedding.weight
 
 
-@pytest.mark.parametrize("chain", [0, 3])
-def test_a_restored_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, chain: int) -> None:
+def test_a_restored_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     state = make_state()
-    with open_store(tmp_path, reduction=Reduction(chain=chain)) as store:
+    with open_store(tmp_path) as store:
         for step in range(1, 5):
             train(state, step, step)
             store.save(step, state)
@@ -68,7 +67,7 @@ def test_a_restored_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, chain
 @pytest.mark.distributed
 def test_the_writer_process_does_the_same(tmp_path: Path) -> None:
     state = make_state()
-    with CheckpointStore(tmp_path, reduction=Reduction(chain=2)) as store:
+    with CheckpointStore(tmp_path) as store:
         for step in range(1, 4):
             train(state, step, step)
             assert store.save(step, state).error is None

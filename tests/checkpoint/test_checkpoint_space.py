@@ -22,7 +22,7 @@ from checkpoint_states import (
     train,
 )
 
-from outlast.checkpoint import CheckpointStore, Reduction, SaveResult
+from outlast.checkpoint import CheckpointStore, SaveResult
 from outlast.checkpoint.storage import LocalStorage, PendingFile
 from outlast.errors import CheckpointError
 
@@ -211,16 +211,16 @@ class Failing:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("code", "chain"), [(errno.EIO, 0), (errno.EDQUOT, 2)])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT])
 def test_an_error_at_every_single_operation_is_survived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, chain: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     number, failures, reached = 0, 0, True
     while reached:
         number += 1
         directory = tmp_path / f"fails-at-{number}"
         state, plain = make_state(), make_state()
-        with open_store(directory, keep=2, reduction=Reduction(chain=chain)) as store:
+        with open_store(directory, keep=2) as store:
             for step in (1, 2):
                 train(state, step, step)
                 store.save(step, state)
@@ -284,7 +284,7 @@ def test_an_unknown_url_is_refused(tmp_path: Path) -> None:
 def test_a_store_in_memory_behind_a_url_keeps_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec = pytest.importorskip("fsspec")
     place = "memory://outlast-test-store"
-    with CheckpointStore(place, keep=2, writer="thread", reduction=Reduction(chain=2)) as store:
+    with CheckpointStore(place, keep=2, writer="thread") as store:
         for step in range(1, 5):
             store.save(step, state_of(step))
         found: dict[str, Any] = {"data": Holder()}

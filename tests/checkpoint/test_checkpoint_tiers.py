@@ -26,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from outlast.checkpoint import (
     CheckpointStore,
     DrainResult,
-    Reduction,
     Restored,
     Retention,
     Tier,
@@ -232,15 +231,12 @@ def test_a_damaged_source_is_not_spread(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_deltas_arrive_with_what_they_are_relative_to(
-    tmp_path: Path, memory: str, every: int
-) -> None:
+def test_versions_arrive_with_what_they_refer_to(tmp_path: Path, memory: str, every: int) -> None:
     first = tmp_path / "first"
-    reduction = Reduction(chain=2)
-    state = make_state()
+    state = {**make_state(), "frozen": nn.Linear(90, 90)}
     expected = {}
     tiers = [Tier(memory, every=every, keep=1)]
-    with open_store(first, keep=1, reduction=reduction, tiers=tiers) as store:
+    with open_store(first, keep=1, tiers=tiers) as store:
         for step in range(1, 10):
             train(state, step, step)
             store.save(step, state)
@@ -254,10 +250,11 @@ def test_deltas_arrive_with_what_they_are_relative_to(
                     reader.check()
         assert len(contents.packs) > 1, "it needs packs of versions that were not copied"
     shutil.rmtree(first)
-    back = make_state(4)
+    back = {**make_state(4), "frozen": nn.Linear(90, 90)}
     restored = open_store(first, tiers=tiers).restore(back)
     assert restored is not None
     assert bits(back) == expected[restored.step]
+    assert torch.equal(back["frozen"].weight, state["frozen"].weight)
     assert restored.step == 9
 
 
@@ -307,8 +304,7 @@ def test_what_is_being_copied_is_not_deleted_and_only_one_waits(
 ) -> None:
     first, disk = tmp_path / "first", tmp_path / "disk"
     slow = SlowTier(monkeypatch, disk)
-    reduction = Reduction(chain=1)
-    with open_store(first, keep=1, reduction=reduction, tiers=[Tier(disk, keep=9)]) as store:
+    with open_store(first, keep=1, tiers=[Tier(disk, keep=9)]) as store:
         store.save(1, make_model(1.0))
         assert slow.begun.wait(30)
         for step in range(2, 7):
@@ -469,7 +465,7 @@ def forked(work: Callable[..., Any], *args: Any) -> Any:
 
 def drain_and_die(first: Path, disk: Path, events: int) -> None:
     """Save step 3 and die at file event number `events` of the copy of it."""
-    store = open_store(first, keep=1, reduction=Reduction(chain=2), tiers=[Tier(disk, keep=1)])
+    store = open_store(first, keep=1, tiers=[Tier(disk, keep=1)])
     count = 0
 
     def count_event(name: str, arguments: tuple[Any, ...]) -> None:
@@ -489,9 +485,8 @@ def drain_and_die(first: Path, disk: Path, events: int) -> None:
 @pytest.mark.distributed
 def test_a_kill_before_every_file_event_of_a_copy_leaves_no_half_version(tmp_path: Path) -> None:
     template = tmp_path / "template"
-    reduction = Reduction(chain=2)
     tiers = [Tier(template / "disk", keep=1)]
-    with open_store(template / "first", keep=1, reduction=reduction, tiers=tiers) as store:
+    with open_store(template / "first", keep=1, tiers=tiers) as store:
         for step in (1, 2):
             store.save(step, make_model(float(step)))
     killed, ended, seen = 0, False, set()

@@ -16,7 +16,6 @@ from checkpoint_meshes import fsdp
 from checkpoint_states import bits, make_state, open_store, restore_step, steps_in, train
 from torch import nn
 
-from outlast.checkpoint import Reduction
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
@@ -34,9 +33,7 @@ def train_in_windows(directory: Path, coordinated: bool) -> list[dict[str, Any]]
     state = fsdp(seed=0)
     rank = dist.get_rank()
     seen, handles = [], []
-    with open_store(
-        directory, keep=9, coordinated=coordinated, reduction=Reduction(chain=2)
-    ) as store:
+    with open_store(directory, keep=9, coordinated=coordinated) as store:
         for step in range(1, 5):
             tokens = torch.randint(11, (4, 3), generator=torch.Generator().manual_seed(step))
             logits = state["model"](tokens)

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from outlast.checkpoint import CheckpointStore, Reduction, ReplayLog
+from outlast.checkpoint import CheckpointStore, ReplayLog
 from outlast.cli import console
 from outlast.cli.console import Column, bytes_progress, print_table, ratio_text, size_text
 from outlast.cli.main import main
@@ -45,9 +45,7 @@ def saved(tmp_path_factory):
     run = tmp_path_factory.mktemp("cli") / "run"
     model, data = Model(), Data()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    with CheckpointStore(
-        run / "checkpoints", keep=9, reduction=Reduction(chain=1), writer="thread"
-    ) as store:
+    with CheckpointStore(run / "checkpoints", keep=9, writer="thread") as store:
         for step in (100, 200, 300):
             model.layer_with_quite_a_long_name(torch.ones(2, 8)).sum().backward()
             optimizer.step()

@@ -259,8 +259,8 @@ def test_what_cannot_be_kept_is_refused_at_once(
 
 def test_a_wrong_setting_and_a_part_added_twice(tmp_path: Path) -> None:
     trainer = trainer_of(Plan(str(tmp_path)))
-    with pytest.raises(JobError, match="delta_chain"):
-        add_checkpoints(trainer, delta_chian=3)
+    with pytest.raises(JobError, match="compresion is not a known key"):
+        add_checkpoints(trainer, compresion="lz4")
     add_guard(trainer)
     with pytest.raises(IntegrationError, match="add each part of Outlast once"):
         add_guard(trainer)

@@ -118,7 +118,7 @@ def test_one_rank_goes_on_where_two_were(tmp_path: Path, whole: dict[int, float]
 
 def train_in_full(folder: Path) -> None:
     """Keep everything, also of the first step."""
-    config = settings(keep_latest_k=0, enable_first_step_checkpoint=True, delta_chain=3)
+    config = settings(keep_latest_k=0, enable_first_step_checkpoint=True)
     Titan(config, folder, steps=STEPS).train()
 
 

@@ -138,7 +138,7 @@ from outlast.integrations.torchtitan import use_outlast
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 def my_run():
-    return use_outlast(llama3_debugmodel(), enable=True, delta_chain=4)
+    return use_outlast(llama3_debugmodel(), enable=True, timeout_seconds=60.0)
 """
 
 
@@ -153,11 +153,11 @@ def test_a_recipe_keeps_its_settings_and_those_of_the_command_line(
     arguments = ["--module", "my_recipes", "--config", "my_run", "--checkpoint.keep_latest_k", "5"]
     found = ConfigManager().parse_args(arguments).checkpoint
     assert isinstance(found, OutlastCheckpointManager.Config)
-    assert (found.enable, found.delta_chain, found.keep_latest_k) == (True, 4, 5)
+    assert (found.enable, found.timeout_seconds, found.keep_latest_k) == (True, 60.0, 5)
     assert found.interval == before.interval
     assert found.last_save_model_only == before.last_save_model_only
 
 
 def test_unknown_settings_of_a_recipe_are_refused() -> None:
-    with pytest.raises(IntegrationError, match="delta_chian = 4 is no setting of"):
-        use_outlast(llama3_debugmodel(), delta_chian=4)
+    with pytest.raises(IntegrationError, match="stop_in_tmie = False is no setting of"):
+        use_outlast(llama3_debugmodel(), stop_in_tmie=False)

@@ -125,7 +125,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 def my_run():
-    config = use_outlast(llama3_debugmodel(), "job.toml", enable=True, delta_chain=4)
+    config = use_outlast(llama3_debugmodel(), "job.toml", enable=True, timeout_seconds=60.0)
     config.activation_checkpoint = FullAC.Config()
     return config
 """
@@ -150,7 +150,7 @@ def test_torchtitan_s_parser_takes_the_recipe_and_the_settings_of_its_command_li
     settings = ["--training.disable_cuda_graphs", "--outlast_settings", "guard.policy=linear"]
     config = ConfigManager().parse_args(arguments + settings)
     assert isinstance(config, OutlastTrainer.Config)
-    assert (config.checkpoint.enable, config.checkpoint.delta_chain) == (True, 4)
+    assert (config.checkpoint.enable, config.checkpoint.timeout_seconds) == (True, 60.0)
     job = job_of(config)
     assert (job.guard.policy, job.recover.mode) == ("linear", "off")
     assert (job.run.directory, job.run.name) == (str(tmp_path), "outputs")

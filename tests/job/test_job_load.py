@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from outlast.errors import JobError
-from outlast.job import Job, default_job_text, job_from_text, load_job, load_loop_job
+from outlast.job import (
+    Job,
+    default_job_text,
+    job_from_text,
+    load_job,
+    load_loop_job,
+    loop_job_from_text,
+    settings_from_text,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MODEL = '[model.settings]\nmodel_type = "llama"\n'
@@ -147,6 +156,33 @@ def test_misspelt_section_is_not_also_reported_as_missing() -> None:
     with pytest.raises(JobError) as caught:
         job_from_text('[modle]\nconfig = "config.json"')
     assert caught.value.problems == ["modle is not a known section; did you mean model?"]
+
+
+@pytest.mark.parametrize("read", [load_job, load_loop_job])
+def test_a_setting_of_an_earlier_release_is_answered_with_what_to_do(
+    tmp_path: Path, read: Callable[[Path], Any]
+) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(("" if read is load_loop_job else MODEL) + "[checkpoint]\ndelta_chain = 8\n")
+    with pytest.raises(JobError, match=r"checkpoint\.delta_chain is no setting any more") as caught:
+        read(file)
+    (problem,) = caught.value.problems
+    assert 'checkpoint.replay = "bf16" keeps every step' in problem
+    # What was written out as the default says what holds now.
+    file.write_text(file.read_text().replace("8", "0"))
+    read(file)
+
+
+@pytest.mark.parametrize("chain", [0, 8])
+def test_what_an_earlier_release_has_recorded_of_a_run_is_read(chain: int) -> None:
+    text = f"[checkpoint]\ndelta_chain = {chain}\nkeep = 5\n"
+    for job in (
+        job_from_text(text + MODEL),
+        loop_job_from_text(text),
+        settings_from_text(text),
+        settings_from_text(text + MODEL),
+    ):
+        assert job.checkpoint.keep == 5
 
 
 def test_long_value_is_shown_shortened() -> None:

@@ -153,7 +153,6 @@ def test_a_code_of_a_job_saves_restarts():
     [
         ("coding.scheme=cyclic_repetition", "coding.scheme"),
         ("checkpoint.replay=exact", "checkpoint.replay"),
-        ("checkpoint.delta_chain=3", "checkpoint.delta_chain"),
         ("checkpoint.mirror=/else", "checkpoint.mirror"),
         ("guard.policy=light;guard.modules={'*.mlp.*' = 'linear'}", "guard.modules"),
     ],

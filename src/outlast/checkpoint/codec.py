@@ -1,7 +1,8 @@
 """Codecs of a tile: raw, constant fill, byte planes and blosc2, each with its inverse.
 
-A codec's name says how bytes were coded, from the outside in: ``diff+planes`` is the difference to
-a base tile, coded by byte planes. Names are part of the file format.
+A codec's name says how bytes were coded, from the outside in: ``diff+planes``, which earlier
+releases have written, is the difference to a base tile, coded by byte planes. Names are part of the
+file format.
 
 *Error-bounded rounding*: the trailing mantissa bits of a trained tensor are noise that no lossless
 codec can shrink. Setting them to zero leaves the bytes a valid tensor of the same dtype and length,
@@ -51,8 +52,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Errors: TypeAlias = NDArray[np.float64]
 
 RAW, FILL, PLANES, BLOSC2 = "raw", "fill", "planes", "blosc2"
-XOR, DIFFERENCE = "xor", "diff"
-DELTAS = (XOR, DIFFERENCE)
 _WORTH_CODING_BYTES = 64
 # Of a tile, to find out what pays for its tensor.
 _SAMPLE_BYTES = 32 << 10
@@ -94,19 +93,18 @@ class Coder:
         self._planes: dict[int, PlaneCoder] = {}
         self._compiled = CompiledTiles.new()
 
-    def plan(self, raw: Bytes, dtype: str, *, delta: bool) -> PlanePlan | None:
+    def plan(self, raw: Bytes, dtype: str) -> PlanePlan | None:
         """Choose what pays for a tensor, from a tile of it; None where there is no choice.
 
         Args:
-            raw: Bytes of the tile, or of its difference to a base.
+            raw: Bytes of the tile.
             dtype: Type of its elements.
-            delta: Whether it is a difference.
         """
         itemsize = item_bytes(dtype)
-        fits = itemsize in ITEM_BYTES and (delta or "float" in dtype)
+        fits = itemsize in ITEM_BYTES and "float" in dtype
         if self._compression.codec != "auto" or not fits:
             return None
-        return self._plane_coder(itemsize).plan(raw[:_SAMPLE_BYTES], rotate=not delta)
+        return self._plane_coder(itemsize).plan(raw[:_SAMPLE_BYTES])
 
     def takes_all(self, dtype: str) -> bool:
         """Return whether `encode_all` codes tiles of a type."""
@@ -121,7 +119,7 @@ class Coder:
         return digests_of(sources["content_hash"])
 
     def encode_all(self, sources: Table, plan: PlanePlan | None) -> memoryview:
-        """As `encode`, of tiles that are no deltas, in one call.
+        """As `encode`, of many tiles in one call.
 
         Args:
             sources: (n,) of `SOURCE`; their codecs, lengths and hashes are filled in.
@@ -132,18 +130,15 @@ class Coder:
         """
         assert self._compiled is not None
         coded = -1 if plan is None else plan.coded
-        return self._compiled.write(sources, coded, ZEROS, _WORTH_CODING_BYTES, rotate=True).data
+        return self._compiled.write(sources, coded, ZEROS, _WORTH_CODING_BYTES).data
 
-    def encode(
-        self, raw: Bytes, itemsize: int, plan: PlanePlan | None, *, delta: bool
-    ) -> tuple[str, bytes]:
+    def encode(self, raw: Bytes, itemsize: int, plan: PlanePlan | None) -> tuple[str, bytes]:
         """Code a tile as whatever is smallest.
 
         Args:
-            raw: (n,) bytes of the tile, or of its difference to a base.
+            raw: (n,) bytes of the tile.
             itemsize: Bytes of an element.
             plan: As `plan` gave it for this tensor.
-            delta: Whether it is a difference.
 
         Returns:
             Name of the codec and the stored bytes.
@@ -155,7 +150,7 @@ class Coder:
             coded: bytes
             if plan is not None:
                 name = PLANES
-                coded = self._plane_coder(itemsize).encode(raw, plan, rotate=not delta)
+                coded = self._plane_coder(itemsize).encode(raw, plan)
             else:
                 name = BLOSC2
                 blosc2 = _blosc2()
@@ -243,36 +238,28 @@ def _constant(raw: Bytes, itemsize: int) -> bool:
     return not (raw[itemsize:] != raw[:-itemsize]).any()
 
 
-def subtract(delta: str, raw: Bytes, base: Bytes, itemsize: int) -> Bytes:
-    """`raw` relative to `base`: their exclusive or, or their difference as unsigned integers.
-
-    Small negative differences become small integers: 0, -1, 1, -2 become 0, 1, 2, 3.
-    """
-    now, before = (item.view(_integers(itemsize)) for item in (raw, base))
-    if delta == XOR:
-        return np.bitwise_xor(now, before).view(np.uint8)
-    difference = now - before
-    sign = difference.view(f"i{difference.itemsize}") >> (8 * difference.itemsize - 1)
-    np.left_shift(difference, 1, out=difference)
-    np.bitwise_xor(difference, sign.view(difference.dtype), out=difference)
-    return difference.view(np.uint8)
-
-
 def add(delta: str, difference: Bytes, base: Bytes, itemsize: int) -> Bytes:
-    """The inverse of `subtract`."""
-    changed, before = (item.view(_integers(itemsize)) for item in (difference, base))
-    if delta == XOR:
+    """The tile of which earlier releases have stored the `difference` to `base`.
+
+    Args:
+        delta: ``xor``, or ``diff``: subtracted as unsigned integers, of which 0, -1, 1, -2 are
+            stored as 0, 1, 2, 3.
+        difference: (n,) bytes.
+        base: (n,) bytes.
+        itemsize: Bytes of an element.
+    """
+    # Complex numbers are pairs of reals.
+    integers: np.dtype[np.unsignedinteger] = np.dtype(
+        f"<u{itemsize if itemsize in (1, 2, 4) else 8}"
+    )
+    changed, before = (item.view(integers) for item in (difference, base))
+    if delta == "xor":
         return np.bitwise_xor(changed, before).view(np.uint8)
     sign = np.bitwise_and(changed, 1)
     np.negative(sign, out=sign)
     magnitude = np.right_shift(changed, 1)
     np.bitwise_xor(magnitude, sign, out=magnitude)
     return np.add(magnitude, before, out=magnitude).view(np.uint8)
-
-
-def _integers(itemsize: int) -> np.dtype[np.unsignedinteger]:
-    # Complex numbers are pairs of reals.
-    return np.dtype(f"<u{itemsize if itemsize in (1, 2, 4) else 8}")
 
 
 Rounding = Literal["nearest", "stochastic"]

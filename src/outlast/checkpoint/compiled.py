@@ -206,9 +206,7 @@ class CompiledTiles:
         if not self._library.outlast_tiles_hash(self._coder, sources.ctypes.data, len(sources)):
             raise MemoryError("no memory to copy a tile")
 
-    def write(
-        self, sources: Table, coded: int, zeros: float, least: int, *, rotate: bool
-    ) -> NDArray[np.uint8]:
+    def write(self, sources: Table, coded: int, zeros: float, least: int) -> NDArray[np.uint8]:
         """Code tiles; fills `codec`, `length` and `stored_hash`.
 
         Args:
@@ -216,7 +214,6 @@ class CompiledTiles:
             coded: `PlanePlan.coded`, or -1 to store them as they are.
             zeros: As of `PlaneCoder`.
             least: A tile of fewer bytes is stored as it is.
-            rotate: As of `PlaneCoder.encode`.
 
         Returns:
             Their codes, one after the other; valid until the next call.
@@ -226,14 +223,14 @@ class CompiledTiles:
         """
         out = self._room(int(sources["bytes"].sum()), int(sources["bytes"].max()))
         if not self._library.outlast_tiles_write(
-            *(self._coder, sources.ctypes.data, len(sources), rotate, coded, least, zeros),
+            *(self._coder, sources.ctypes.data, len(sources), coded, least, zeros),
             out.ctypes.data,
         ):
             raise MemoryError(f"no memory to code {len(sources)} tiles")
         return out[: int(sources["length"].sum())]
 
     def encode_planes(
-        self, raw: NDArray[np.uint8], itemsize: int, coded: int, zeros: float, *, rotate: bool
+        self, raw: NDArray[np.uint8], itemsize: int, coded: int, zeros: float
     ) -> bytes:
         """As `PlaneCoder.encode`.
 
@@ -243,7 +240,7 @@ class CompiledTiles:
         raw = np.ascontiguousarray(raw)
         out = self._room(raw.size, raw.size)
         length = self._library.outlast_tiles_encode(
-            *(self._coder, raw.ctypes.data, raw.size, itemsize, rotate, coded, zeros),
+            *(self._coder, raw.ctypes.data, raw.size, itemsize, coded, zeros),
             out.ctypes.data,
         )
         if not length:
@@ -306,11 +303,11 @@ def _library() -> tuple[ctypes.CDLL, Any] | str:
     for name, result, *takes in (
         ("new", p, p, p, i),
         ("free", None, p),
-        ("encode", i, p, p, i, _SMALL, _SMALL, ctypes.c_uint32, _REAL, p),
+        ("encode", i, p, p, i, _SMALL, ctypes.c_uint32, _REAL, p),
         ("decode", i, p, p, p, i, i, _SMALL, p),
         ("read", None, p, p, i, p),
         ("hash", i, p, p, i),
-        ("write", i, p, p, i, _SMALL, i, i, _REAL, p),
+        ("write", i, p, p, i, i, i, _REAL, p),
     ):
         function = getattr(library, f"outlast_tiles_{name}")
         function.restype, function.argtypes = result, takes

@@ -532,7 +532,7 @@ def _write(
     catalogue = Catalogue(facts, tuple(values_found))
     arena = Arena(aligned(max(*starts, 1)))
     arena.detach()
-    encoder = Encoder(storage, reduction, [arena.memory])
+    encoder = Encoder(storage, reduction, arena.memory)
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
     done = 0
     for rank, batch in enumerate(batches):
@@ -543,7 +543,6 @@ def _write(
                 target.view(entry.dtype).view(box.shape).copy_(entry.read(box))
         encoder.write(
             PartJob(
-                arena=0,
                 version=version,
                 rank=rank,
                 world_size=len(batches),

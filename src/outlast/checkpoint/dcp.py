@@ -276,9 +276,8 @@ class SaveEngine:
         self._session = 0
         self.claim: Claim | None = None
         self._step = 0
-        self._arenas: list[Arena] = []
+        self._arena: Arena | None = None
         self._encoder: Encoder | None = None
-        self._last_arena = -1
 
     def whole_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The ranks' plans, where a planner that caches sends no more than what changed."""
@@ -357,8 +356,7 @@ class SaveEngine:
             size = box.elements * tensors[name].itemsize
             staged.append((item, StagedPiece(name, box, total), size))
             total += aligned(size)
-        arena = self._free_arena(total)
-        memory = torch.frombuffer(self._arenas[arena].memory, dtype=torch.uint8)
+        memory = torch.frombuffer(self._room(total), dtype=torch.uint8)
         for item, piece, size in staged:
             target = memory[piece.start : piece.start + size]
             if size and _is_bytes(item):
@@ -371,7 +369,6 @@ class SaveEngine:
         announced = {piece.name for piece in pieces if piece.name in task.tensors}
         self._encoder.write(
             PartJob(
-                arena=arena,
                 version=task.version,
                 rank=task.rank,
                 world_size=task.world_size,
@@ -383,7 +380,6 @@ class SaveEngine:
             # DCP has no way to give up a save.
             lambda: None,
         )
-        self._last_arena = arena
         part_name = task.version.part_name(task.rank, task.world_size)
         return [
             WriteResult(index=item.index, size_in_bytes=size, storage_data=part_name)
@@ -392,21 +388,17 @@ class SaveEngine:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._encoder = None
-        self._arenas, self._last_arena = [], -1
+        self._encoder = self._arena = None
 
-    def _free_arena(self, size: int) -> int:
-        """The arena that does not hold the last version's bytes."""
-        if not self._arenas or self._arenas[0].size < size:
+    def _room(self, size: int) -> memoryview:
+        """The arena, made anew where it is too small."""
+        if self._arena is None or self._arena.size < size:
             self.close()
-            count = 2 if self.reduction.chain else 1
-            self._arenas = [Arena(aligned(max(size, 1))) for _ in range(count)]
-            for item in self._arenas:
-                # No other process needs the descriptor; the memory goes with its last user.
-                item.detach()
-            memories = [arena.memory for arena in self._arenas]
-            self._encoder = Encoder(self.storage, self.reduction, memories)
-        return (self._last_arena + 1) % len(self._arenas)
+            self._arena = Arena(aligned(max(size, 1)))
+            # No other process needs the descriptor; the memory goes with its last user.
+            self._arena.detach()
+            self._encoder = Encoder(self.storage, self.reduction, self._arena.memory)
+        return self._arena.memory
 
 
 _copies: dict[str, SaveEngine] = {}
@@ -533,9 +525,8 @@ class _AtStore:
 class OutlastWriter(_AtStore, StorageWriter):
     """Saves DCP states as versions of a store.
 
-    One writer may serve many saves; then later versions refer to content that earlier ones hold,
-    and `Reduction.chain` stores differences. It needs a copy of this rank's share of the state in
-    host memory (two with a chain), which it keeps until `close`.
+    One writer may serve many saves; then later versions refer to content that earlier ones hold.
+    It needs a copy of this rank's share of the state in host memory, which it keeps until `close`.
 
     The step of a save comes from the ``checkpoint_id`` when that ends in digits, else from `step`
     when it was set since the last save, else it is one more than the last. A step that is not
@@ -548,7 +539,7 @@ class OutlastWriter(_AtStore, StorageWriter):
         place: Directory or fsspec URL of the store.
         step: Steps done, at the first save.
         keep: Newest versions kept, or a `Retention`.
-        reduction: Codecs, deltas and error bounds; by default everything is exact.
+        reduction: Codecs and error bounds; by default everything is exact.
 
     Attributes:
         metrics: Figures of the next saves, for `Retention.best`.
@@ -693,7 +684,7 @@ class OutlastWriter(_AtStore, StorageWriter):
         return StorageMeta(checkpoint_id=self._place, save_id=self._identity)
 
     def close(self) -> None:
-        """Give the memory back; the next save starts anew, without deltas."""
+        """Give the memory back; the next save starts anew."""
         self._engine.close()
 
     def __getstate__(self) -> dict[str, Any]:

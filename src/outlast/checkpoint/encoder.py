@@ -1,4 +1,4 @@
-"""From staged bytes to a durable part: tiles, content addresses, deltas, codecs, files.
+"""From staged bytes to a durable part: tiles, content addresses, codecs, files.
 
 Needs neither torch nor the training process: the writer process runs it on shared memory.
 """
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from outlast.checkpoint import codec
-from outlast.checkpoint.codec import DELTAS, LOSSY_DTYPES, Bound, Coder, Compression, round_to_bound
+from outlast.checkpoint.codec import LOSSY_DTYPES, Bound, Coder, Compression, round_to_bound
 from outlast.checkpoint.compiled import (
     CODECS,
     COPY,
@@ -26,7 +25,6 @@ from outlast.checkpoint.compiled import (
     digests_of,
 )
 from outlast.checkpoint.manifest import (
-    MAX_CHAIN,
     STATE,
     Catalogue,
     Chunk,
@@ -49,32 +47,21 @@ if TYPE_CHECKING:
     from outlast.checkpoint.codec import Bytes
     from outlast.checkpoint.compiled import Table
     from outlast.checkpoint.manifest import TensorFacts
-    from outlast.checkpoint.planes import PlanePlan
     from outlast.checkpoint.storage import PendingFile, Storage
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Codec, deltas and error bounds that make the versions of a store smaller.
+    """Codec and error bounds that make the versions of a store smaller.
 
     Attributes:
         compression: Codec and level of every tile.
-        chain: Versions in a row that may be stored as differences to the one before; 0: every
-            version is stored in full. Deltas keep a second copy of the state in host memory.
         lossy: Pattern of tensor names (as in `fnmatch`) to the bound of their error; the first
             pattern that fits counts. Empty: everything is exact.
-
-    Raises:
-        CheckpointError: When `chain` is longer than what is read back.
     """
 
     compression: Compression = field(default_factory=Compression)
-    chain: int = 0
     lossy: dict[str, Bound] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.chain <= MAX_CHAIN:
-            raise CheckpointError(f"chain = {self.chain} must be from 0 to {MAX_CHAIN}")
 
     def bounds_of(self, catalogue: Catalogue, names: Iterable[str]) -> dict[str, Bound]:
         """Error bound of each lossy tensor among `names`; scalars, such as counters, stay exact.
@@ -112,7 +99,6 @@ class PartJob:
     """All that the writer needs to know of one save.
 
     Attributes:
-        arena: Number of the memory that holds the staged bytes.
         version: Session and step.
         rank: Who saves.
         world_size: How many save.
@@ -126,7 +112,6 @@ class PartJob:
         alone: Whether the version counts without a seal, because ranks do not coordinate.
     """
 
-    arena: int
     version: Version
     rank: int
     world_size: int
@@ -162,12 +147,7 @@ class AbandonedError(Exception):
     """The save was given up: a newer one replaces it, or its trainer is gone."""
 
 
-_SAMPLE_BYTES = 16 << 10
 _TILES_PER_PLAN = 16
-
-
-# A delta that saves less is not worth the longer restore.
-_DELTA_GAIN = 0.97
 
 
 # A file of which less is still in use is not referred to again, so that it can be deleted.
@@ -183,14 +163,14 @@ class Encoder:
 
     Args:
         storage: Where to.
-        reduction: Codecs and deltas.
-        arenas: Memories that hold staged bytes: one, or two where deltas need the one before.
+        reduction: Codecs and error bounds.
+        arena: Memory that holds staged bytes.
     """
 
-    def __init__(self, storage: Storage, reduction: Reduction, arenas: list[memoryview]) -> None:
+    def __init__(self, storage: Storage, reduction: Reduction, arena: memoryview) -> None:
         self._storage = storage
         self._reduction = reduction
-        self._arenas = [np.frombuffer(arena, np.uint8) for arena in arenas]
+        self._arena = np.frombuffer(arena, np.uint8)
         self._last: _Coding | None = None
 
     def write(self, job: PartJob, check: Callable[[], None]) -> Written:
@@ -226,7 +206,7 @@ class Encoder:
         made: list[str] = []
         try:
             with _Pack(self._storage, pack_name) as pack, collection_paused():
-                coding = _Coding(job, self._reduction, self._arenas, last, pack)
+                coding = _Coding(job, self._reduction.compression, self._arena, last, pack)
                 for piece in job.pieces:
                     coding.add(piece, check)
             if pack.length:
@@ -292,17 +272,15 @@ class _Coding:
         job: What is saved.
         part: Its manifest.
         raw_bytes: Bytes of the content.
-        pieces: Where each piece lies in the arena, and its chunks.
         contents: Content to its chunk.
-        deltas: Delta that was found best for a tensor; None: none.
         pack_bytes: Sizes of the packs that the part refers to.
     """
 
     def __init__(
         self,
         job: PartJob,
-        reduction: Reduction,
-        arenas: list[Bytes],
+        compression: Compression,
+        arena: Bytes,
         last: _Coding | None,
         pack: _Pack,
     ) -> None:
@@ -319,16 +297,12 @@ class _Coding:
             notes=job.notes,
         )
         self.raw_bytes = 0
-        self.pieces: dict[tuple[str, Box], tuple[int, list[int]]] = {}
         self.contents: dict[_Address, int] = {}
-        self.deltas: dict[str, str | None] = {}
         self.pack_bytes: dict[str, int] = {}
-        self._coder = Coder(reduction.compression)
-        self._chain = reduction.chain if job.kind == STATE else 0
-        self._arenas = arenas
+        self._coder = Coder(compression)
+        self._arena = arena
         self._last = last
         self._pack = pack
-        self._adopted: dict[int, int] = {}
         self._sources: dict[tuple[Box, TensorFacts], Table] = {}
         # Packs of which enough is still in use to continue referring to them.
         self._reusable: set[int] = set()
@@ -352,13 +326,13 @@ class _Coding:
     def add(self, staged: StagedPiece, check: Callable[[], None]) -> None:
         """Code all tiles of one piece."""
         facts = self.job.catalogue.tensors[staged.name]
-        array = _view(self._arenas[self.job.arena], staged.start, staged.box, facts.itemsize)
+        array = _view(self._arena, staged.start, staged.box, facts.itemsize)
         self.raw_bytes += array.nbytes
         errors = self._round(array, staged, facts)
-        source = self._source(array, staged, facts)
         numbers: list[int] = []
-        if source.delta is None and self._coder.takes_all(facts.dtype):
-            numbers += self._add_all(array, source, errors, check)
+        if self._coder.takes_all(facts.dtype):
+            numbers += self._add_all(array, staged.box, facts, errors, check)
+        plan, planned = None, -_TILES_PER_PLAN
         behind = itertools.islice(tiles(staged.box, facts.steps), len(numbers), None)
         for number, tile in enumerate(behind, len(numbers)):
             check()
@@ -368,21 +342,36 @@ class _Coding:
             address = (content, facts.itemsize, errors[number] if errors else 0.0)
             known = self._known(address)
             if known is None:
-                chunk = self._code(raw, content, source, tile, number)
-                known = self._append(chunk._replace(max_error=address[2]))
-                self.contents[address] = known
+                if number - planned >= _TILES_PER_PLAN:
+                    plan, planned = self._coder.plan(raw, facts.dtype), number
+                name, stored = self._coder.encode(raw, facts.itemsize, plan)
+                known = self.contents[address] = self._append(
+                    Chunk(
+                        self._number(self.part.packs, self._pack.name),
+                        self._pack.append(stored),
+                        len(stored),
+                        self._number(self.part.codecs, name),
+                        raw.size,
+                        xxhash.xxh3_128_hexdigest(stored),
+                        content,
+                        max_error=address[2],
+                    )
+                )
             numbers.append(known)
         self.part.pieces.setdefault(staged.name, []).append(Piece(staged.box, numbers))
-        self.pieces[staged.name, staged.box] = staged.start, numbers
 
     def _add_all(
-        self, array: NDArray[Any], source: _Source, errors: list[float], check: Callable[[], None]
+        self,
+        array: NDArray[Any],
+        box: Box,
+        facts: TensorFacts,
+        errors: list[float],
+        check: Callable[[], None],
     ) -> Iterator[int]:
-        """Code the tiles of a piece in full, many in a call; yields their chunks.
+        """Code the tiles of a piece, many in a call; yields their chunks.
 
         None, where they are not such as compiled code copies.
         """
-        facts, box = source.facts, source.box
         key = (box, facts)
         if key not in self._sources:
             self._sources[key] = _sources(box, facts)
@@ -401,16 +390,16 @@ class _Coding:
                 if address not in news and self._known(address) is None:
                     news[address] = row
             if news:
-                self._store_all(sources[[*news.values()]], [*news], array, source)
+                self._store_all(sources[[*news.values()]], [*news], array, facts)
             yield from (self.contents[address] for address in addresses)
 
     def _store_all(
-        self, sources: Table, addresses: list[_Address], array: NDArray[Any], source: _Source
+        self, sources: Table, addresses: list[_Address], array: NDArray[Any], facts: TensorFacts
     ) -> None:
         """Code tiles, append them to the pack, and note their chunks."""
         start, size = int(sources["copy"]["from"]["start"][0]), int(sources["bytes"][0])
         raw = array.reshape(-1).view(np.uint8)[start : start + size]
-        plan = self._coder.plan(raw, source.facts.dtype, delta=False)
+        plan = self._coder.plan(raw, facts.dtype)
         stored = self._coder.encode_all(sources, plan)
         pack, offset = self._number(self.part.packs, self._pack.name), self._pack.append(stored)
         codecs = [
@@ -431,7 +420,7 @@ class _Coding:
             offset += length
 
     def _round(self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts) -> list[float]:
-        """Round a lossy piece in the arena, so that later deltas start from what was stored.
+        """Round a lossy piece in the arena.
 
         Returns:
             The largest error of each tile; nothing for an exact piece.
@@ -453,96 +442,19 @@ class _Coding:
     def _known(self, address: _Address) -> int | None:
         """The number of a chunk with this content, from this part or the one before."""
         if address not in self.contents:
-            number = None if self._last is None else self._last.contents.get(address)
-            if number is None or not self._may_refer_to(number):
+            if self._last is None or address not in self._last.contents:
                 return None
-            self.contents[address] = self._adopt(number)
-        return self.contents[address]
-
-    def _source(self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts) -> _Source:
-        """Choose the delta to the version before, if its bytes are still in memory.
-
-        The smallest one is found by a sample in the middle of the piece.
-        """
-        last, name, source = self._last, staged.name, _Source(facts, staged.box)
-        if self._chain == 0 or last is None or last.job.arena == self.job.arena:
-            return source
-        same = last.job.catalogue.tensors.get(name) == facts
-        if not same or (name, staged.box) not in last.pieces or not staged.box.elements:
-            return source
-        start, source.chunks = last.pieces[name, staged.box]
-        source.base = _view(self._arenas[last.job.arena], start, staged.box, facts.itemsize)
-        if name in last.deltas and last.part.chunks[source.chunks[0]].base >= 0:
-            # Within a chain, what was found at its first delta holds on.
-            source.delta = self.deltas[name] = last.deltas[name]
-            return source
-        count = _SAMPLE_BYTES // facts.itemsize
-        first = max((array.size - count) // 2, 0)
-        now, before = (
-            np.ascontiguousarray(item.reshape(-1)[first : first + count]).view(np.uint8)
-            for item in (array, source.base)
-        )
-        sizes = {
-            delta: self._size(codec.subtract(delta, now, before, facts.itemsize), facts, delta=True)
-            for delta in DELTAS
-        }
-        best = min(sizes, key=lambda delta: sizes[delta])
-        pays = sizes[best] < _DELTA_GAIN * self._size(now, facts, delta=False)
-        source.delta = self.deltas[name] = best if pays else None
-        return source
-
-    def _size(self, sample: Bytes, facts: TensorFacts, *, delta: bool) -> int:
-        """Bytes of `sample` when it is coded."""
-        plan = self._coder.plan(sample, facts.dtype, delta=delta)
-        return len(self._coder.encode(sample, facts.itemsize, plan, delta=delta)[1])
-
-    def _code(self, raw: Bytes, content: str, source: _Source, tile: Box, number: int) -> Chunk:
-        """Store one tile, as a delta where that was chosen and the chain allows it."""
-        itemsize, base, prefix, coded = source.facts.itemsize, -1, "", raw
-        if self._last is not None and source.base is not None and source.delta is not None:
-            before = source.chunks[number]
-            depth = len(self._last.part.chain(before))
-            if depth <= self._chain and self._may_refer_to(before):
-                base, prefix = self._adopt(before), f"{source.delta}+"
-                base_tile = _tile(source.base, tile, source.box)
-                coded = codec.subtract(source.delta, raw, base_tile, itemsize)
-        is_delta = bool(prefix)
-        made_for, plan = source.plans.get(is_delta, (-_TILES_PER_PLAN, None))
-        if number - made_for >= _TILES_PER_PLAN:
-            plan = self._coder.plan(coded, source.facts.dtype, delta=is_delta)
-            source.plans[is_delta] = number, plan
-        name, stored = self._coder.encode(coded, itemsize, plan, delta=is_delta)
-        return Chunk(
-            self._number(self.part.packs, self._pack.name),
-            self._pack.append(stored),
-            len(stored),
-            self._number(self.part.codecs, prefix + name),
-            raw.size,
-            xxhash.xxh3_128_hexdigest(stored),
-            content,
-            base,
-        )
-
-    def _may_refer_to(self, number: int) -> bool:
-        """Return whether the last part's chunk `number` and its bases lie in files that stay."""
-        assert self._last is not None
-        part = self._last.part
-        return all(part.chunks[item].pack in self._reusable for item in part.chain(number))
-
-    def _adopt(self, number: int) -> int:
-        """Take chunk `number` of the last part, and what it needs, into this part."""
-        assert self._last is not None
-        if number not in self._adopted:
             last = self._last.part
-            chunk = last.chunks[number]
-            self._adopted[number] = self._append(
+            chunk = last.chunks[self._last.contents[address]]
+            if chunk.pack not in self._reusable:
+                return None
+            self.contents[address] = self._append(
                 chunk._replace(
                     pack=self._number(self.part.packs, last.packs[chunk.pack]),
                     codec=self._number(self.part.codecs, last.codecs[chunk.codec]),
-                    base=-1 if chunk.base < 0 else self._adopt(chunk.base),
                 )
             )
-        return self._adopted[number]
+        return self.contents[address]
 
     def _append(self, chunk: Chunk) -> int:
         self.part.chunks.append(chunk)
@@ -553,28 +465,6 @@ class _Coding:
         if name not in names:
             names.append(name)
         return names.index(name)
-
-
-@dataclass
-class _Source:
-    """Way in which the tiles of one piece are coded.
-
-    Attributes:
-        facts: Of the tensor.
-        box: Of the piece.
-        delta: Kind of the difference to the version before; None: every tile in full.
-        base: The piece in the version before, if its bytes are in memory.
-        chunks: The chunks of the part before that hold it.
-        plans: By whether tiles are deltas: the plan for them, and the tile for which it was made;
-            it is made anew every few tiles.
-    """
-
-    facts: TensorFacts
-    box: Box
-    delta: str | None = None
-    base: NDArray[Any] | None = None
-    chunks: list[int] = field(default_factory=list)
-    plans: dict[bool, tuple[int, PlanePlan | None]] = field(default_factory=dict)
 
 
 def _view(arena: Bytes, start: int, box: Box, itemsize: int) -> NDArray[Any]:

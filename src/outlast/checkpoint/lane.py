@@ -365,35 +365,32 @@ def plan_staging(
 
 
 class StagingMemory:
-    """The arenas of a store: one, or two that take turns when deltas need the state before."""
+    """The arena of a store."""
 
-    def __init__(self, size: int, count: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         try:
-            self.arenas = [Arena(size) for _ in range(count)]
+            self.arena = Arena(size)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"{count * size / 1e9:.1f} GB of host memory to copy the state to cannot be had "
-                f"({error}); free some, shard the model over more ranks, or save without deltas"
+                f"{size / 1e9:.1f} GB of host memory to copy the state to cannot be had "
+                f"({error}); free some, or shard the model over more ranks"
             ) from None
         self.size = size
-        self._bytes = [
-            torch.frombuffer(arena.memory, dtype=torch.uint8) if size else torch.empty(0)
-            for arena in self.arenas
-        ]
+        self._bytes = (
+            torch.frombuffer(self.arena.memory, dtype=torch.uint8) if size else torch.empty(0)
+        )
         self._pinned = size > 0 and device.type == "cuda" and self._pin(device)
 
     def stage(
         self,
-        number: int,
         plan: StagingPlan,
         memory: dict[str, torch.Tensor],
         late: Mapping[str, torch.Tensor],
         timeout_seconds: float,
     ) -> CopyWindow:
-        """Copy the tensors of `plan` into arena `number`.
+        """Copy the tensors of `plan` into the arena.
 
         Args:
-            number: Which arena.
             plan: Where everything goes.
             memory: Name to this rank's part of each tensor.
             late: Name to tensor of those that need not be copied at once; of tied tensors all must
@@ -403,7 +400,7 @@ class StagingMemory:
         Returns:
             The copies that are still to be made; all others are made.
         """
-        arena = self._bytes[number]
+        arena = self._bytes
         devices: set[torch.device] = set()
         window = CopyWindow(pinned=self._pinned, timeout_seconds=timeout_seconds)
         names = plan.names_at() if late else {}
@@ -441,30 +438,23 @@ class StagingMemory:
     def close(self) -> None:
         """Give the memory back."""
         if self._pinned:
-            for byte in self._bytes:
-                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-                runtime.cudaHostUnregister(byte.data_ptr())
-        self._bytes = []
-        for arena in self.arenas:
-            arena.close()
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._bytes.data_ptr())
+        self._bytes = torch.empty(0)
+        self.arena.close()
 
     def _pin(self, device: torch.device) -> bool:
-        """Page-lock the arenas, so that the GPU copies into them directly; False if refused."""
+        """Page-lock the arena, so that the GPU copies into it directly; False if refused."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        done: list[torch.Tensor] = []
         with torch.cuda.device(device):
-            for byte in self._bytes:
-                if int(runtime.cudaHostRegister(byte.data_ptr(), byte.numel(), 0)) == 0:
-                    done.append(byte)
-                    continue
-                for earlier in done:
-                    runtime.cudaHostUnregister(earlier.data_ptr())
-                # The refusal stays noted as CUDA's last error until a launch takes it up; that
-                # launch must not be one of the training's.
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros(1, device=device).add_(1)
-                return False
-        return True
+            pinned = int(runtime.cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0))
+            if pinned == 0:
+                return True
+            # The refusal stays noted as CUDA's last error until a launch takes it up; that launch
+            # must not be one of the training's.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device).add_(1)
+            return False
 
 
 def _copy(
@@ -620,7 +610,7 @@ class Lane:
         place: Path or URL of the store.
         ranks: This process among those that save together.
         holdings: What this process holds.
-        reduction: Codecs and deltas.
+        reduction: Codecs and error bounds.
         writer: Who codes and writes.
         coordinated: Whether ranks share the work of every new plan.
         check: Called in the background before each write; raises CheckpointError or OSError when
@@ -655,7 +645,6 @@ class Lane:
         self._staging: StagingPlan | None = None
         self._memory: StagingMemory | None = None
         self._writer: Writer | None = None
-        self._base_arena = -1
         self._abandoned = threading.Event()
         self._window: CopyWindow | None = None
         self._last: SaveHandle | None = None
@@ -753,11 +742,9 @@ class Lane:
         assert self._plan is not None
         assert self._staging is not None
         assert self._memory is not None
-        arena = (self._base_arena + 1) % len(self._memory.arenas)
         with torch.no_grad():
-            window = self._memory.stage(arena, self._staging, memory, late, self._timeout_seconds)
+            window = self._memory.stage(self._staging, memory, late, self._timeout_seconds)
         job = PartJob(
-            arena=arena,
             version=save.version,
             rank=self._ranks.rank,
             world_size=self._ranks.size,
@@ -814,15 +801,12 @@ class Lane:
         # Both memories at once might be more than there is.
         del writer, old
         device = next((t.device for t in memory.values() if t.is_cuda), torch.device("cpu"))
-        self._memory = StagingMemory(size, 2 if self._reduction.chain else 1, device)
-        self._base_arena = -1
-        arenas = self._memory.arenas
+        self._memory = StagingMemory(size, device)
+        arena = self._memory.arena
         if self._writer_kind == "thread":
-            self._writer = ThreadWriter(self._place, self._reduction, arenas)
+            self._writer = ThreadWriter(self._place, self._reduction, arena)
         else:
-            self._writer = ProcessWriter(
-                self._place, self._reduction, arenas, self._timeout_seconds
-            )
+            self._writer = ProcessWriter(self._place, self._reduction, arena, self._timeout_seconds)
 
     def _in_background(self, work: Callable[[], None]) -> None:
         try:
@@ -846,7 +830,8 @@ class Lane:
             if problem:
                 raise CheckpointError(problem)
             within(self._timeout_seconds, self._check, self._place)
-            written = self._write(job, abandoned)
+            assert self._writer is not None
+            written = self._writer.write(job, abandoned)
         except AbandonedError:
             problem = _REPLACED
         except Exception as error:
@@ -875,15 +860,3 @@ class Lane:
             return sum(storage_of(self._place).files(job.version.folder).values())
         except (OSError, CheckpointError):
             return written.stored_bytes
-
-    def _write(self, job: PartJob, abandoned: threading.Event) -> Written:
-        assert self._writer is not None
-        # A failed save leaves no base for deltas, one that was given up leaves the one before.
-        self._base_arena, base = -1, self._base_arena
-        try:
-            written = self._writer.write(job, abandoned)
-        except AbandonedError:
-            self._base_arena = base
-            raise
-        self._base_arena = job.arena
-        return written

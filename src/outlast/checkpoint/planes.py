@@ -4,9 +4,12 @@ The mantissas of a trained model are noise, the exponents are not. A tile is spl
 of its bytes, the sign turned behind the upper mantissa so that the exponent is one plane; each
 plane goes through zstd, set up so that it looks for hardly any matches and codes the entropy of
 single bytes (the matches that it finds among exponents are mostly false and cost more than they
-save), or stays raw. Differences to a version shortly before are mostly tiny: their upper halves are
-then coded as nibbles, with a list of the exceptions. Layout of a coded tile: parts (uint8), flags
-(uint8), exceptions (uint32), length of each part (uint32), parts. All little-endian.
+save), or stays raw. Layout of a coded tile: parts (uint8), flags (uint8), exceptions (uint32),
+length of each part (uint32), parts. All little-endian.
+
+Earlier releases have also coded differences to a version shortly before, whose sign is not turned;
+as most of them are tiny, their upper halves may stand as nibbles, with a list of the exceptions.
+These are decoded, and never written.
 
 This is the coder in NumPy. Compiled code (see `compiled`) does most of the work where it can be
 had; the bytes are the same.
@@ -35,7 +38,6 @@ _ROTATED, _NIBBLES = 1, 2
 _HEAD = struct.Struct("<BBI")
 _ESCAPE = 15
 _PAYS = 0.985
-_SMALL_HALVES = 0.9
 ZEROS = 0.98
 """A half of whose low bytes fewer are not zero is coded, whatever the plan says."""
 
@@ -46,11 +48,9 @@ class PlanePlan:
 
     Attributes:
         planes: Whether each byte plane is coded, from the lowest to the highest.
-        nibbles: Whether the upper halves are coded as nibbles.
     """
 
     planes: list[bool]
-    nibbles: bool = False
 
     @property
     def coded(self) -> int:
@@ -119,59 +119,28 @@ class PlaneCoder:
         self._room = 0
         self._compiled = CompiledTiles.new()
 
-    def plan(self, raw: NDArray[np.uint8], *, rotate: bool) -> PlanePlan:
+    def plan(self, raw: NDArray[np.uint8]) -> PlanePlan:
         """Find out on one tile what pays for its tensor."""
         if raw.size == 0:
             return PlanePlan([False] * self._itemsize)
-        everything = self.encode(raw, PlanePlan([True] * self._itemsize), rotate=rotate)
+        everything = self.encode(raw, PlanePlan([True] * self._itemsize))
         parts = _Code.parse(everything, self._itemsize).parts
-        plan = PlanePlan([len(part) < _PAYS * raw.size / self._itemsize for part in parts])
-        if rotate:
-            return plan
-        _, upper = self._halves(raw, rotate=rotate)
-        if np.mean(upper < _ESCAPE) > _SMALL_HALVES and upper.size % 2 == 0:
-            nibbles = PlanePlan(plan.planes, nibbles=True)
-            by_plan, by_nibbles = (
-                len(self.encode(raw, item, rotate=False)) for item in (plan, nibbles)
-            )
-            return nibbles if by_nibbles < by_plan else plan
-        return plan
+        return PlanePlan([len(part) < _PAYS * raw.size / self._itemsize for part in parts])
 
-    def encode(self, raw: NDArray[np.uint8], plan: PlanePlan, *, rotate: bool) -> bytes:
+    def encode(self, raw: NDArray[np.uint8], plan: PlanePlan) -> bytes:
         """Code a tile.
 
         Args:
             raw: Bytes of the tile.
             plan: What to do with each plane.
-            rotate: Turn the sign bit to the end of the upper half: right for floating-point
-                numbers, not for differences.
         """
-        if self._compiled is not None and not plan.nibbles:
-            return self._compiled.encode_planes(
-                raw, self._itemsize, plan.coded, ZEROS, rotate=rotate
-            )
-        lower, upper = self._halves(raw, rotate=rotate)
-        flags, exceptions = _ROTATED if rotate else 0, 0
+        if self._compiled is not None:
+            return self._compiled.encode_planes(raw, self._itemsize, plan.coded, ZEROS)
+        lower, upper = self._halves(raw)
         parts = [] if lower is None else self._split_half(lower, plan.planes[:2])
-        if plan.nibbles and upper.size % 2 == 0:
-            flags |= _NIBBLES
-            # 16-bit words below 15 as nibbles, two to a byte, and the others in full beside them.
-            count = upper.size
-            others = upper[upper >= _ESCAPE]
-            small = self._shifted[:count]
-            np.minimum(upper, _ESCAPE, out=small)
-            pairs = small.view("<u4")
-            packed = pairs | (pairs >> 12)
-            in_full = np.concatenate([others.astype(np.uint8), (others >> 8).astype(np.uint8)])
-            exceptions, nibbles = (
-                others.size,
-                [self._compress(packed.astype(np.uint8)), self._compress(in_full)],
-            )
-            parts += nibbles
-        else:
-            parts += self._split_half(upper, plan.planes[-2:])
+        parts += self._split_half(upper, plan.planes[-2:])
         lengths = struct.pack(f"<{len(parts)}I", *map(len, parts))
-        return b"".join([_HEAD.pack(len(parts), flags, exceptions), lengths, *parts])
+        return b"".join([_HEAD.pack(len(parts), _ROTATED, 0), lengths, *parts])
 
     def decode(self, stored: Sequence[bytes | memoryview], size: int) -> NDArray[np.uint8]:
         """Decode several tiles of one size: together they take less time.
@@ -235,8 +204,8 @@ class PlaneCoder:
         np.bitwise_or(words, shifted, out=words)
         return words
 
-    def _halves(self, raw: NDArray[np.uint8], *, rotate: bool) -> tuple[Words | None, Words]:
-        """The lower (none of 16-bit numbers) and upper 16 bits of the words of a tile."""
+    def _halves(self, raw: NDArray[np.uint8]) -> tuple[Words | None, Words]:
+        """The lower (none of 16-bit numbers) and upper 16 bits, turned, of the words of a tile."""
         words = raw.view(self._type)
         count = words.size
         self._make_room(count)
@@ -246,12 +215,10 @@ class PlaneCoder:
             np.copyto(lower, words, casting="unsafe")
             np.right_shift(words, 16, out=shifted)
             np.copyto(upper, shifted, casting="unsafe")
-        if rotate:
-            turned, spare = self._upper[:count], self._spare[:count]
-            np.right_shift(upper, 15, out=spare)
-            np.add(upper, upper, out=turned)
-            upper = np.bitwise_or(turned, spare, out=turned)
-        return lower, upper
+        turned, spare = self._upper[:count], self._spare[:count]
+        np.right_shift(upper, 15, out=spare)
+        np.add(upper, upper, out=turned)
+        return lower, np.bitwise_or(turned, spare, out=turned)
 
     def _split_half(self, half: Words, coded: list[bool]) -> list[bytes]:
         """Two byte planes of 16-bit words; both raw: the words as they are, and nothing."""
@@ -331,7 +298,5 @@ class PlaneCoder:
         self._room = count
         self._words = np.empty(count, self._type)
         self._spare = np.empty(count, "<u2")
-        self._lower = np.empty(count + count % 2, "<u2")
-        self._upper = np.empty(count + count % 2, "<u2")
-        self._shifted = np.empty(count + count % 2, "<u2")
+        self._lower, self._upper, self._shifted = (np.empty(count, "<u2") for _ in range(3))
         self._bytes = (np.empty(count, np.uint8), np.empty(count, np.uint8))

@@ -96,7 +96,7 @@ class CheckpointStore:
         tiers: Slower, safer places that versions are copied on to in the background.
         private: Whether ranks do not see each other's files in `place`, as on a node's own disk:
             then each saves all that it holds, and reads it again only if every rank still has it.
-        reduction: Codecs, deltas and error bounds; by default everything is exact, without deltas.
+        reduction: Codecs and error bounds; by default everything is exact.
         asynchronous: Whether `save_async` returns before the version is published.
         when_busy: What a save does while the one before is under way: ``wait`` for it, ``skip``
             this one, or ``replace`` the older one, which is then never published.

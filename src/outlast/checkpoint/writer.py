@@ -1,8 +1,8 @@
 """The writer: a process that codes and publishes what the trainer has staged in shared memory.
 
 Coding in the trainer's process would take its interpreter lock, so a program of its own does it:
-``python -m outlast.checkpoint.writer``, which imports no torch. It gets its memories as inherited
-file descriptors and its jobs over a pipe. When the trainer dies, the pipe closes and the writer
+``python -m outlast.checkpoint.writer``, which imports no torch. It gets its memory as an inherited
+file descriptor and its jobs over a pipe. When the trainer dies, the pipe closes and the writer
 gives up without publishing. `ThreadWriter` runs the same code in a thread, for small states.
 """
 
@@ -110,8 +110,8 @@ def write_part(encoder: Encoder, job: PartJob, abandoned: threading.Event) -> Wr
 class ThreadWriter:
     """Codes in the calling thread; the store calls it from its background thread."""
 
-    def __init__(self, place: str, reduction: Reduction, arenas: list[Arena]) -> None:
-        self._encoder = Encoder(storage_of(place), reduction, [arena.memory for arena in arenas])
+    def __init__(self, place: str, reduction: Reduction, arena: Arena) -> None:
+        self._encoder = Encoder(storage_of(place), reduction, arena.memory)
 
     def write(self, job: PartJob, abandoned: threading.Event) -> Written:
         """Code and publish."""
@@ -126,17 +126,16 @@ class ProcessWriter:
 
     Args:
         place: Path or URL of the store.
-        reduction: Codecs and deltas.
-        arenas: Memories with file descriptors.
+        reduction: Codecs and error bounds.
+        arena: Memory with a file descriptor.
         timeout_seconds: A job that takes longer is given up and its process ended.
     """
 
     def __init__(
-        self, place: str, reduction: Reduction, arenas: list[Arena], timeout_seconds: float
+        self, place: str, reduction: Reduction, arena: Arena, timeout_seconds: float
     ) -> None:
-        # The process begins with these: of every memory, its file descriptor and its bytes.
-        memories = [(arena.descriptor, arena.size) for arena in arenas]
-        self._settings = place, reduction, memories
+        # The process begins with these: of the memory, its file descriptor and its bytes.
+        self._settings = place, reduction, arena.descriptor, arena.size
         self._timeout_seconds = timeout_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
@@ -196,10 +195,9 @@ class ProcessWriter:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
-        descriptors = [descriptor for descriptor, _ in self._settings[2]]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outlast.checkpoint.writer", str(theirs.fileno())],
-            pass_fds=[theirs.fileno(), *descriptors],
+            pass_fds=[theirs.fileno(), self._settings[2]],
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
@@ -228,12 +226,9 @@ class ProcessWriter:
 
 def serve(pipe: Connection) -> None:
     """Take jobs from `pipe` until it closes."""
-    place, reduction, arenas = pipe.recv()
-    memories = [
-        memoryview(mmap.mmap(descriptor, size)) if size else memoryview(b"")
-        for descriptor, size in arenas
-    ]
-    encoder = Encoder(storage_of(place), reduction, memories)
+    place, reduction, descriptor, size = pipe.recv()
+    arena = memoryview(mmap.mmap(descriptor, size)) if size else memoryview(b"")
+    encoder = Encoder(storage_of(place), reduction, arena)
     abandoned = threading.Event()
     jobs: list[PartJob] = []
     plan: _JobPlan = Catalogue({}), [], {}

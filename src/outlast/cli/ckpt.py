@@ -240,8 +240,8 @@ def show(
 ) -> None:
     """Show what one version consists of and how it is stored.
 
-    "full" and "delta" count chunks that are stored in full and as differences to the version
-    before, "depth" is the longest row of differences.
+    "full" and "delta" count chunks that are stored in full and, as earlier releases did, as
+    differences to the version before; "depth" is the longest row of differences.
     """
     from outlast.checkpoint.inspection import describe, find_version, open_store
 

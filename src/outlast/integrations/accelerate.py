@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from outlast.records import Predicted
     from outlast.runtime.guarding import RunGuard
 
-_FOLLOWED = ("asynchronous", "compression", "delta_chain", "timeout_seconds", "writer")
+_FOLLOWED = ("asynchronous", "compression", "timeout_seconds", "writer")
 
 _FIGURES = {
     "train_loss": "loss",
@@ -184,7 +184,7 @@ def add_checkpoints(
     Args:
         accelerator: After `prepare`.
         directory: Of the store.
-        settings: ``asynchronous``, ``compression``, ``delta_chain``, ``timeout_seconds`` and
+        settings: ``asynchronous``, ``compression``, ``timeout_seconds`` and
             ``writer`` of [checkpoint]. With ``automatic_checkpoint_naming``,
             ``ProjectConfiguration.total_limit`` says how many states are kept; else all are.
 

@@ -304,7 +304,7 @@ class OutlastCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Args:
         directory: What `save_checkpoint` and `load_checkpoint` are given.
         keep: Newest versions kept, or a `Retention`.
-        reduction: Codecs, deltas and error bounds; by default everything is exact.
+        reduction: Codecs and error bounds; by default everything is exact.
         asynchronous: Whether `save_checkpoint` returns before the version is published.
         timeout_seconds: Longest wait for the storage or another rank.
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.version import Contents, Seal
     from outlast.state.live import State
 
-_FOLLOWED = {"asynchronous", "writer", "timeout_seconds", "compression", "delta_chain"}
+_FOLLOWED = {"asynchronous", "writer", "timeout_seconds", "compression"}
 
 _FORMAT = "outlast checkpoint file 1"
 _START = f'{{"format": "{_FORMAT}"'.encode()

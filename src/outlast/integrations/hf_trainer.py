@@ -504,7 +504,7 @@ def add_checkpoints(trainer: Trainer, **settings: Any) -> Saving:
 
     Args:
         trainer: A `Trainer`, or one derived from it.
-        settings: Keys of [checkpoint], such as ``delta_chain=8``.
+        settings: Keys of [checkpoint], such as ``compression="lz4"``.
 
     Returns:
         The store; its ``has_checkpoint`` says whether there is something to resume from.

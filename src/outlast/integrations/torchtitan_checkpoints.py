@@ -34,7 +34,6 @@ from torchtitan.tools.utils import GarbageCollection
 from outlast import cluster
 from outlast.checkpoint import (
     CheckpointStore,
-    Reduction,
     Retention,
     Version,
     list_versions,
@@ -282,9 +281,6 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
         """The settings of torchtitan's own manager, and what only a store has."""
-
-        delta_chain: int = 0
-        """Versions in a row that are stored as differences; 0: none."""
 
         stop_in_time: bool = True
         """True if signals and the end of a Slurm job's time end the training after a save."""
@@ -636,6 +632,5 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return CheckpointStore(
             place,
             keep=keep or Retention(1, every=1),
-            reduction=Reduction(chain=self.config.delta_chain),
             timeout_seconds=self.config.timeout_seconds,
         )

@@ -60,6 +60,12 @@ _ONLY_OF_THE_TRAINER = {
 }
 """Settings that such a loop cannot follow -> why not."""
 
+_REMOVED = {
+    "checkpoint.delta_chain": "is no setting any more, since every checkpoint is stored in full: "
+    'remove it; with `outlast train`, checkpoint.replay = "bf16" keeps every step in less room',
+}
+"""Settings of earlier releases, of which 0 says what holds now -> what to do without them."""
+
 
 class LoopJob(Section):
     """Settings of Outlast beside a training loop that is not its own."""
@@ -158,7 +164,7 @@ def load_job(
 
 def job_from_text(text: str, source: str = "the job") -> Job:
     """Parse and check a job given as TOML text; raises JobError like `load_job`."""
-    return _build(Job, _parse(text, source), source)
+    return _build(Job, _without_removed(_parse(text, source)), source)
 
 
 def load_loop_job(
@@ -185,7 +191,7 @@ def load_loop_job(
 
 def loop_job_from_text(text: str, source: str = "the job") -> LoopJob:
     """Parse and check a `LoopJob` given as TOML text; raises JobError like `load_job`."""
-    return _build(LoopJob, _parse(text, source), source)
+    return _build(LoopJob, _without_removed(_parse(text, source)), source)
 
 
 def settings_from_text(text: str, source: str = "the job") -> Job | LoopJob:
@@ -193,7 +199,7 @@ def settings_from_text(text: str, source: str = "the job") -> Job | LoopJob:
 
     A run keeps all sections of its job: one that has those of a `LoopJob` alone is one.
     """
-    tables = _parse(text, source)
+    tables = _without_removed(_parse(text, source))
     if tables.keys() <= LoopJob.model_fields.keys():
         return _build(LoopJob, tables, source)
     return _build(Job, tables, source)
@@ -224,6 +230,18 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except _NOT_TOML as error:
         raise JobError([f"not valid TOML: {error}"], source) from None
+
+
+def _without_removed(tables: dict[str, Any], *, only_zeros: bool = False) -> dict[str, Any]:
+    """`tables` without the settings of earlier releases, all or those that say what holds now.
+
+    What a run has written of its settings stays readable, whatever they were.
+    """
+    for section, key in (name.split(".") for name in _REMOVED):
+        table = tables.get(section)
+        if isinstance(table, dict) and not (only_zeros and table.get(key)):
+            table.pop(key, None)
+    return tables
 
 
 def _replace_model(tables: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -296,7 +314,7 @@ def _build(
         for text in _apply_override(tables, override, kind, source)
     ]
     try:
-        job = kind.model_validate(tables)
+        job = kind.model_validate(_without_removed(tables, only_zeros=True))
     except ValidationError as error:
         details = error.errors()
         foreign = [detail for detail in details if _is_of_the_trainer(detail, kind)]
@@ -397,7 +415,9 @@ def _right(detail: Any, where: list[str]) -> str:
 
 
 def _unknown_key(where: list[str], kind: type[Section]) -> str:
-    section = kind
+    name, section = ".".join(where), kind
+    if name in _REMOVED:
+        return f"{name} {_REMOVED[name]}"
     for part in where[:-1]:
         annotation = section.model_fields[part].annotation
         assert isinstance(annotation, type)
@@ -405,12 +425,12 @@ def _unknown_key(where: list[str], kind: type[Section]) -> str:
     known = list(section.model_fields)
     near = difflib.get_close_matches(where[-1], known, n=1)
     elsewhere = [
-        f"{name}.{where[-1]}"
-        for name, field in kind.model_fields.items()
+        f"{other}.{where[-1]}"
+        for other, field in kind.model_fields.items()
         if isinstance(field.annotation, type) and where[-1] in field.annotation.model_fields
     ]
     what = "key" if len(where) > 1 else "section"
-    text = f"{'.'.join(where)} is not a known {what}"
+    text = f"{name} is not a known {what}"
     if near:
         return f"{text}; did you mean {'.'.join([*where[:-1], near[0]])}?"
     if elsewhere:

@@ -81,9 +81,6 @@ class CheckpointSection(ChangeableSection):
     replay: Identity[Literal["off", "bf16", "exact"]] = "off"
     """also log every step's gradient, so that a restart loses no step: "exact" as it is; "bf16"
     2.5 times smaller, and the optimizer sees the rounded gradient"""
-    delta_chain: Annotated[int, Field(ge=0, le=512)] = 0
-    """checkpoints in a row stored as differences to the one before: smaller, slower to restore, a
-    second copy of the state in host memory; 0: each in full"""
 
     fast: str = ""
     """a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints are

@@ -442,8 +442,6 @@ def _unmapped(
         "replaced": structured and bool(tensorize.match or tensorize.exclude),
         f'checkpoint.replay = "{saves.replay}" is not predicted: the steps since the last '
         "checkpoint count as lost": saves.replay != "off",
-        f"checkpoint.delta_chain = {saves.delta_chain} is not predicted: checkpoints count as "
-        "stored in full": bool(saves.delta_chain),
         'checkpoint.every_steps = "auto" is predicted as the interval with the least waste, '
         "without longest_minutes, slowdown_budget and mtbf_hours": saves.every_steps == "auto",
         f"checkpoint.mirror = {saves.mirror!r} counts as one with the run's directory, the shared "

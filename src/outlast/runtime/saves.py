@@ -80,7 +80,7 @@ def open_store(
 def store_options(settings: CheckpointSection) -> dict[str, Any]:
     """Arguments of a `CheckpointStore` that [checkpoint] gives, wherever it lies."""
     return {
-        "reduction": Reduction(Compression(settings.compression), chain=settings.delta_chain),
+        "reduction": Reduction(Compression(settings.compression)),
         "asynchronous": settings.asynchronous,
         "when_busy": settings.when_busy,
         "writer": settings.writer,

@@ -117,8 +117,7 @@ static int64_t put_half(struct coder *coder, const uint8_t *low, const uint8_t *
 
    coded: bit i says whether plane i, from the lowest, goes through zstd. out: room for bytes + bytes / 16 + 8192. */
 int64_t outlast_tiles_encode(struct coder *coder, const uint8_t *raw, int64_t bytes,
-                              int32_t itemsize, int32_t rotate, uint32_t coded, double zeros,
-                              uint8_t *out) {
+                              int32_t itemsize, uint32_t coded, double zeros, uint8_t *out) {
   const int64_t count = bytes / itemsize;
   if (!make_room(coder, count)) return 0;
   uint8_t *restrict planes[4];
@@ -128,7 +127,7 @@ int64_t outlast_tiles_encode(struct coder *coder, const uint8_t *raw, int64_t by
       uint32_t word;
       memcpy(&word, raw + 4 * i, 4);
       const uint16_t upper = (uint16_t)(word >> 16);
-      const uint16_t turned = rotate ? (uint16_t)(upper << 1 | upper >> 15) : upper;
+      const uint16_t turned = (uint16_t)(upper << 1 | upper >> 15);
       planes[0][i] = (uint8_t)word;
       planes[1][i] = (uint8_t)(word >> 8);
       planes[2][i] = (uint8_t)turned;
@@ -138,7 +137,7 @@ int64_t outlast_tiles_encode(struct coder *coder, const uint8_t *raw, int64_t by
     for (int64_t i = 0; i < count; i++) {
       uint16_t upper;
       memcpy(&upper, raw + 2 * i, 2);
-      const uint16_t turned = rotate ? (uint16_t)(upper << 1 | upper >> 15) : upper;
+      const uint16_t turned = (uint16_t)(upper << 1 | upper >> 15);
       planes[2][i] = (uint8_t)turned;
       planes[3][i] = (uint8_t)(turned >> 8);
     }
@@ -150,7 +149,7 @@ int64_t outlast_tiles_encode(struct coder *coder, const uint8_t *raw, int64_t by
   at += put_half(coder, planes[2], planes[3], count, coded >> (itemsize - 2) & 3, zeros, at,
                  lengths + itemsize - 2);
   out[0] = (uint8_t)itemsize;
-  out[1] = rotate ? ROTATED : 0;
+  out[1] = ROTATED;
   memset(out + 2, 0, 4);
   memcpy(out + HEAD, lengths, (size_t)(4 * itemsize));
   return at - out;
@@ -339,8 +338,7 @@ static int constant(const uint8_t *content, int64_t bytes, int64_t itemsize) {
    one of them may need beside; see outlast_tiles_encode. coded: the planes that go through zstd; -1:
    they are stored as they are. Returns 0 where memory is short. */
 int64_t outlast_tiles_write(struct coder *coder, struct source *sources, int64_t count,
-                            int32_t rotate, int64_t coded, int64_t least, double zeros,
-                            uint8_t *out) {
+                            int64_t coded, int64_t least, double zeros, uint8_t *out) {
   for (int64_t i = 0; i < count; i++) {
     struct source *source = sources + i;
     const int64_t bytes = source->bytes, itemsize = source->itemsize;
@@ -355,7 +353,7 @@ int64_t outlast_tiles_write(struct coder *coder, struct source *sources, int64_t
     } else {
       int64_t length = bytes;
       if (coded >= 0 && bytes >= least) {
-        length = outlast_tiles_encode(coder, content, bytes, (int32_t)itemsize, rotate,
+        length = outlast_tiles_encode(coder, content, bytes, (int32_t)itemsize,
                                       (uint32_t)coded, zeros, out);
         if (!length) return 0;
       }
