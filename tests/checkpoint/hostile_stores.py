@@ -159,14 +159,23 @@ def chunk(column: int, value: Any, row: int = 0) -> Attack:
     return replaced(PART, ("chunks", row, column), value)
 
 
+def _with_delta(part: dict[str, Any]) -> int:
+    """Make a chunk the difference to an earlier one of its size, as old releases did."""
+    chunks = part["chunks"]
+    base, delta = [n for n, row in enumerate(chunks) if row[4] == max(r[4] for r in chunks)][:2]
+    part["codecs"].append("xor+planes")
+    chunks[delta][3], chunks[delta][7] = len(part["codecs"]) - 1, base
+    return delta
+
+
 def _cyclic(part: dict[str, Any]) -> None:
-    delta = next(number for number, row in enumerate(part["chunks"]) if row[7] >= 0)
+    delta = _with_delta(part)
     part["chunks"][part["chunks"][delta][7]][7] = delta
 
 
 def _chained(length: int) -> Callable[[dict[str, Any]], None]:
     def change(part: dict[str, Any]) -> None:
-        delta = next(row for row in part["chunks"] if row[7] >= 0)
+        delta = part["chunks"][_with_delta(part)]
         for _ in range(length):
             part["chunks"].append([*delta[:7], len(part["chunks"]) - 1, 0.0])
         numbers = part["pieces"]["model.weight"][0][2]

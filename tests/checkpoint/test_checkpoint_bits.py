@@ -115,9 +115,9 @@ def test_versions_of_many_small_tiles_come_back(
     tensor = LAYOUTS[layout](memory)
     reduction = Reduction(Compression(compression))
     expected = []
+    small = manifest.grid
     with pytest.MonkeyPatch.context() as patch:
-        # What grid() takes by default is bound at its definition.
-        patch.setattr(manifest.grid, "__defaults__", (SMALL_TILE_BYTES,))
+        patch.setattr(manifest, "grid", lambda *facts: small(*facts, SMALL_TILE_BYTES))
         with open_store(directory, keep=9, reduction=reduction) as store:
             for step, change in enumerate(["all", *changes]):
                 new = random_bits(dtype, shape, seed + step + 1)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 
-from outlast.checkpoint import Reduction, Restored, list_versions, storage_of
+from outlast.checkpoint import Restored, list_versions, storage_of
 from outlast.checkpoint.convert import export_checkpoint, import_checkpoint
 from outlast.checkpoint.dcp import OutlastReader
 from outlast.checkpoint.inspection import describe, find_version, summarize, usage, verify
@@ -54,9 +54,9 @@ def make_state(seed: int = 0, step: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with two versions, of which the second has deltas too."""
+    """A store with two versions."""
     place = tmp_path_factory.mktemp("saved") / "store"
-    with open_store(place, reduction=Reduction(chain=4)) as store:
+    with open_store(place) as store:
         for step in (1, 2):
             store.save(step, make_state(step=step), metrics={"loss": 1.0 / step})
     return place
