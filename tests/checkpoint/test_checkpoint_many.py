@@ -239,8 +239,8 @@ def test_later_saves_of_many_tensors_block_for_a_moment(tmp_path: Path) -> None:
             seconds.append(time.thread_time() - begun)
             handle.wait()
     assert len(collect(state).tensors) == 8_000
-    # That is a tenth of a second of the processor for 20,000 tensors; it took 0.18 here.
-    assert min(seconds[1:]) < 0.04
+    # It takes 0.01 on a quiet machine, and took 0.18 when each save planned anew.
+    assert min(seconds[1:]) < 0.1
 
 
 def save_shards(directory: Path) -> tuple[list[dict[str, Any]], str]:
