@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outlast.checkpoint.manifest import REPLAY, ManifestError, Part, Piece, root_of, unsealed
@@ -65,6 +66,9 @@ def open_store(place: str | os.PathLike[str]) -> Storage:
         try:
             if list_versions(storage):
                 return storage
+            if Path(item).is_symlink():
+                # A link that leads nowhere, or in a circle, is no empty folder.
+                Path(item).stat()
             files = storage.files("")
         except CheckpointError:
             raise
