@@ -17,8 +17,11 @@ from typing import Any
 import blake3
 import blosc2
 import numpy as np
+import torch
 import xxhash
 import zstandard
+from checkpoint_states import Holder, open_store
+from torch import nn
 
 from outlast.checkpoint.manifest import unsealed
 from outlast.checkpoint.version import SEAL
@@ -29,6 +32,28 @@ CATALOGUE = "catalogue"
 
 Attack = Callable[[Path], None]
 """Changes a good store of two versions, of which the second is `FOLDER`."""
+
+
+def make_state(seed: int = 0, step: int | None = None) -> dict[str, Any]:
+    """A small model, its optimizer and values; with a step, of that step of `save_two`."""
+    torch.manual_seed(seed)
+    model = nn.Linear(40, 70)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(2, 40)).sum().backward()
+    optimizer.step()
+    if step is not None:
+        with torch.no_grad():
+            model.weight[step] += 1e-3
+    data = {"order": (1, {2, 3}), "seen": torch.arange(9), "when": b"now", 3: [float("nan")]}
+    return {"model": model, "optimizer": optimizer, "data": Holder(data)}
+
+
+def save_two(place: Path) -> Path:
+    """Make a store with two versions."""
+    with open_store(place) as store:
+        for step in (1, 2):
+            store.save(step, make_state(step=step), metrics={"loss": 1.0 / step})
+    return place
 
 
 def path_of(place: Path, kind: str) -> Path:

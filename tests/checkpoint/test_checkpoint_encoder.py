@@ -238,6 +238,31 @@ def test_a_part_missing_is_no_loss_if_others_hold_the_same(tmp_path: Path) -> No
         assert read_box(reader, whole((6,)), 4).tobytes() == case.array.tobytes()
 
 
+def test_compiled_code_and_numpy_choose_alike_where_some_content_was_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = TensorFacts.of("float32", (1024, 1024))
+    random = np.random.default_rng(0)
+    first = random.standard_normal(facts.shape).astype("<f4")
+    # What pays is another thing for a tile than for those beside and behind it.
+    first[:, facts.steps[1] :] = first[:, facts.steps[1] :].astype("<f2")
+    second = first.copy()
+    second[300:, 512:] = random.standard_normal((724, 512))
+    second[600:, 512:] = second[600:, 512:].astype("<f2")
+    stored = []
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(CompiledTiles, "new", lambda: None)
+        directory = tmp_path / str(compiled)
+        case = Case(facts, first.view("V4").reshape(facts.shape), [[whole(facts.shape)]])
+        encoders, arenas = encoders_for(directory, case, Reduction())
+        write(encoders, arenas, case, 1)
+        case.array = second.view("V4").reshape(facts.shape)
+        write(encoders, arenas, case, 2)
+        stored.append([path.read_bytes() for path in sorted(directory.rglob("*.pack"))])
+    assert stored[0] == stored[1]
+
+
 def test_giving_up_publishes_nothing_and_leaves_no_file(tmp_path: Path) -> None:
     facts = TensorFacts("float32", (8,), (2,))
     case = Case(facts, random_array((8,), 4, 1), [[whole((8,))]])

@@ -19,12 +19,11 @@ import hostile_stores
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_states import Holder, open_store
+from checkpoint_states import open_store
 from forked import run_ranks
-from hostile_stores import ATTACKS, FOLDER, FOREIGN, Attack
+from hostile_stores import ATTACKS, FOLDER, FOREIGN, Attack, make_state, save_two
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from typer.testing import CliRunner
 
 from outlast.checkpoint import Restored, list_versions, storage_of
@@ -41,26 +40,10 @@ LONGEST_ERROR = 5000
 Work = Callable[[Path], None]
 
 
-def make_state(seed: int = 0, step: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = nn.Linear(40, 70)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(2, 40)).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        model.weight[step] += 1e-3
-    data = {"order": (1, {2, 3}), "seen": torch.arange(9), "when": b"now", 3: [float("nan")]}
-    return {"model": model, "optimizer": optimizer, "data": Holder(data)}
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with two versions."""
-    place = tmp_path_factory.mktemp("saved") / "store"
-    with open_store(place) as store:
-        for step in (1, 2):
-            store.save(step, make_state(step=step), metrics={"loss": 1.0 / step})
-    return place
+    return save_two(tmp_path_factory.mktemp("saved") / "store")
 
 
 def restored_rightly(restored: Restored | None, state: dict[str, Any]) -> None:

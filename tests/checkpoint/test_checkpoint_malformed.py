@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import zstandard
-from checkpoint_states import DELTA_CHAIN, Holder, open_store
+from checkpoint_states import DELTA_CHAIN, open_store
 from forked import run_ranks
-from hostile_stores import FOLDER, PART, content_of, deep, write
+from hostile_stores import FOLDER, PART, content_of, deep, make_state, save_two, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from typer.testing import CliRunner
 
 from outlast.checkpoint import list_versions, load, storage_of
@@ -37,27 +36,10 @@ MEMORY = 1 << 30
 CPU_SECONDS = 1.0
 
 
-def make_state(seed: int = 0) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = nn.Linear(40, 70)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(2, 40)).sum().backward()
-    optimizer.step()
-    data = {"order": (1, {2, 3}), "seen": torch.arange(9), "when": b"now", 3: [float("nan")]}
-    return {"model": model, "optimizer": optimizer, "data": Holder(data)}
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with two versions."""
-    place = tmp_path_factory.mktemp("saved") / "store"
-    with open_store(place) as store:
-        for step in (1, 2):
-            state = make_state()
-            with torch.no_grad():
-                state["model"].weight[step] += 1e-3
-            store.save(step, state, metrics={"loss": 1.0 / step})
-    return place
+    return save_two(tmp_path_factory.mktemp("saved") / "store")
 
 
 @pytest.fixture(scope="module")

@@ -100,17 +100,16 @@ class Coder:
             raw: Bytes of the tile.
             dtype: Type of its elements.
         """
-        itemsize = item_bytes(dtype)
-        fits = itemsize in ITEM_BYTES and "float" in dtype
-        if self._compression.codec != "auto" or not fits:
+        if self._compression.codec != "auto" or not _in_planes(dtype):
             return None
-        return self._plane_coder(itemsize).plan(raw[:_SAMPLE_BYTES])
+        return self._plane_coder(item_bytes(dtype)).plan(raw[:_SAMPLE_BYTES])
 
     def takes_all(self, dtype: str) -> bool:
         """Return whether `encode_all` codes tiles of a type."""
         codec = self._compression.codec
-        planes = item_bytes(dtype) in ITEM_BYTES and "float" in dtype
-        return self._compiled is not None and (codec == "none" or (codec == "auto" and planes))
+        return self._compiled is not None and (
+            codec == "none" or (codec == "auto" and _in_planes(dtype))
+        )
 
     def hash_all(self, sources: Table) -> list[str]:
         """XXH3-128 of the content of (n,) `SOURCE`, hexadecimal."""
@@ -219,6 +218,11 @@ class Coder:
         if itemsize not in self._planes:
             self._planes[itemsize] = PlaneCoder(itemsize)
         return self._planes[itemsize]
+
+
+def _in_planes(dtype: str) -> bool:
+    """Return whether byte planes are what pays for a type."""
+    return item_bytes(dtype) in ITEM_BYTES and "float" in dtype
 
 
 @functools.cache

@@ -40,8 +40,18 @@ _ZSTD = (
 )
 """In the order of ``struct libraries`` in tiles.c."""
 
-_PARAMETERS = {101: 17, 102: 6, 103: 6, 104: 1, 105: 7, 106: 0, 107: 1, 200: 1, 201: 0}
-"""What `PlaneCoder` sets, by zstd's numbers: ``ZSTD_c_windowLog`` to ``ZSTD_c_checksumFlag``."""
+ZSTD_PARAMETERS = {
+    "window_log": (101, 17),
+    "hash_log": (102, 6),
+    "chain_log": (103, 6),
+    "search_log": (104, 1),
+    "min_match": (105, 7),
+    "target_length": (106, 0),
+    "strategy": (107, 1),
+    "write_content_size": (200, 1),
+    "write_checksum": (201, 0),
+}
+"""Name in zstandard to zstd's number and the value that planes are coded with; strategy 1: fast."""
 
 _POINTER, _INTEGER, _SMALL, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
 _FLAGS = ("-O3", "-march=native")
@@ -182,7 +192,7 @@ class CompiledTiles:
         if isinstance(found, str):
             return None
         library, functions = found
-        numbers = np.array(list(_PARAMETERS.items()), np.int32)
+        numbers = np.array([*ZSTD_PARAMETERS.values()], np.int32)
         coder = library.outlast_tiles_new(functions, numbers.ctypes.data, len(numbers))
         return None if coder is None else cls(library, coder)
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.codec import Bytes
     from outlast.checkpoint.compiled import Table
     from outlast.checkpoint.manifest import TensorFacts
+    from outlast.checkpoint.planes import PlanePlan
     from outlast.checkpoint.storage import PendingFile, Storage
 
 
@@ -303,7 +304,7 @@ class _Coding:
         self._arena = arena
         self._last = last
         self._pack = pack
-        self._sources: dict[tuple[Box, TensorFacts], Table] = {}
+        self._sources: dict[tuple[Box, TensorFacts], tuple[Table, list[Box]]] = {}
         # Packs of which enough is still in use to continue referring to them.
         self._reusable: set[int] = set()
         if last is not None:
@@ -332,7 +333,7 @@ class _Coding:
         numbers: list[int] = []
         if self._coder.takes_all(facts.dtype):
             numbers += self._add_all(array, staged.box, facts, errors, check)
-        plan, planned = None, -_TILES_PER_PLAN
+        plan, planned = None, -1
         behind = itertools.islice(tiles(staged.box, facts.steps), len(numbers), None)
         for number, tile in enumerate(behind, len(numbers)):
             check()
@@ -342,8 +343,8 @@ class _Coding:
             address = (content, facts.itemsize, errors[number] if errors else 0.0)
             known = self._known(address)
             if known is None:
-                if number - planned >= _TILES_PER_PLAN:
-                    plan, planned = self._coder.plan(raw, facts.dtype), number
+                if number // _TILES_PER_PLAN != planned:
+                    plan, planned = self._coder.plan(raw, facts.dtype), number // _TILES_PER_PLAN
                 name, stored = self._coder.encode(raw, facts.itemsize, plan)
                 known = self.contents[address] = self._append(
                     Chunk(
@@ -375,7 +376,7 @@ class _Coding:
         key = (box, facts)
         if key not in self._sources:
             self._sources[key] = _sources(box, facts)
-        table = self._sources[key]
+        table, boxes = self._sources[key]
         for begin in range(0, len(table), _TILES_PER_PLAN):
             check()
             sources = table[begin : begin + _TILES_PER_PLAN].copy()
@@ -390,16 +391,14 @@ class _Coding:
                 if address not in news and self._known(address) is None:
                     news[address] = row
             if news:
-                self._store_all(sources[[*news.values()]], [*news], array, facts)
+                rows = [*news.values()]
+                sample = _tile(array, boxes[begin + rows[0]], box)
+                plan = self._coder.plan(sample, facts.dtype)
+                self._store_all(sources[rows], [*news], plan)
             yield from (self.contents[address] for address in addresses)
 
-    def _store_all(
-        self, sources: Table, addresses: list[_Address], array: NDArray[Any], facts: TensorFacts
-    ) -> None:
+    def _store_all(self, sources: Table, addresses: list[_Address], plan: PlanePlan | None) -> None:
         """Code tiles, append them to the pack, and note their chunks."""
-        start, size = int(sources["copy"]["from"]["start"][0]), int(sources["bytes"][0])
-        raw = array.reshape(-1).view(np.uint8)[start : start + size]
-        plan = self._coder.plan(raw, facts.dtype)
         stored = self._coder.encode_all(sources, plan)
         pack, offset = self._number(self.part.packs, self._pack.name), self._pack.append(stored)
         codecs = [
@@ -474,8 +473,11 @@ def _view(arena: Bytes, start: int, box: Box, itemsize: int) -> NDArray[Any]:
     return arena[start : start + size].view(f"{kind}{itemsize}").reshape(box.shape)
 
 
-def _sources(box: Box, facts: TensorFacts) -> Table:
-    """The tiles of a piece as (tiles,) of `SOURCE`; none, where compiled code cannot copy them."""
+def _sources(box: Box, facts: TensorFacts) -> tuple[Table, list[Box]]:
+    """The tiles of a piece as (tiles,) of `SOURCE`, and their boxes.
+
+    None, where compiled code cannot copy them.
+    """
     whole, found = Place.row_major(box, facts.itemsize), [*tiles(box, facts.steps)]
     copies = [
         copy_of(tile, facts.itemsize, Place.row_major(tile, facts.itemsize), whole)
@@ -486,7 +488,7 @@ def _sources(box: Box, facts: TensorFacts) -> Table:
         table["itemsize"] = facts.itemsize
         table["bytes"] = [tile.elements * facts.itemsize for tile in found]
         table["copy"] = np.frombuffer(b"".join(filter(None, copies)), COPY)
-    return table
+    return table, found
 
 
 def _tile(array: NDArray[Any], tile: Box, box: Box) -> Bytes:

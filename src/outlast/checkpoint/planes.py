@@ -25,7 +25,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from outlast.checkpoint.compiled import CompiledTiles
+from outlast.checkpoint.compiled import ZSTD_PARAMETERS, CompiledTiles
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,15 +104,7 @@ class PlaneCoder:
         self._itemsize = itemsize
         self._type = np.dtype(f"<u{itemsize}")
         parameters = zstandard.ZstdCompressionParameters(
-            window_log=17,
-            hash_log=6,
-            chain_log=6,
-            search_log=1,
-            min_match=7,
-            target_length=0,
-            strategy=zstandard.STRATEGY_FAST,
-            write_content_size=True,
-            write_checksum=False,
+            **{name: value for name, (_, value) in ZSTD_PARAMETERS.items()}
         )
         self._compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self._decompressor = zstandard.ZstdDecompressor()

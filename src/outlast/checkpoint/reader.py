@@ -173,7 +173,7 @@ class VersionReader:
             by_name.setdefault(item.name, []).append(item)
         rest: list[_Fetch] = []
         with collection_paused():
-            plan = None if CompiledTiles.new() is None else _CompiledPlan(self)
+            plan = _CompiledPlan.of(self)
             for name, wants in by_name.items():
                 if plan is None or len(wants) > 1:
                     rest += self._plan(name, wants)
@@ -197,7 +197,7 @@ class VersionReader:
         Raises:
             CheckpointError: Naming the first tile that is not as written.
         """
-        plan = None if CompiledTiles.new() is None else _CompiledPlan(self)
+        plan = _CompiledPlan.of(self)
         fetches: dict[tuple[str, int, int], _Fetch] = {}
 
         def note(fetch: _Fetch) -> None:
@@ -416,14 +416,7 @@ class _Shape(NamedTuple):
         common = piece if to is None else piece.overlap(to.box)
         if common is None or not common.elements:
             return None
-        # Mostly all of a piece is wanted.
-        found = [
-            *(
-                enumerate(tiles(piece, facts.steps))
-                if common == piece
-                else tiles_within(piece, facts.steps, common)
-            )
-        ]
+        found = [*_touched(piece, facts.steps, common)]
         copies, nowhere = [], bytes(COPY.itemsize)
         for _, tile in found:
             copy: bytes | None = nowhere
@@ -456,6 +449,11 @@ class _CompiledPlan:
     Args:
         reader: Of their version.
     """
+
+    @classmethod
+    def of(cls, reader: VersionReader) -> _CompiledPlan | None:
+        """An empty one; None where there is no compiled code."""
+        return None if CompiledTiles.new() is None else cls(reader)
 
     def __init__(self, reader: VersionReader) -> None:
         self._reader = reader
@@ -636,6 +634,11 @@ def _threads() -> int:
     return min(max(cores or 1, 2), _MOST_THREADS)
 
 
+def _touched(piece: Box, steps: tuple[int, ...], common: Box) -> Iterator[tuple[int, Box]]:
+    """The tiles of a piece that a part of it touches; mostly it is all of it."""
+    return enumerate(tiles(piece, steps)) if common == piece else tiles_within(piece, steps, common)
+
+
 def _targets(
     piece: Box, steps: tuple[int, ...], wants: list[Wanted]
 ) -> dict[int, tuple[Box, list[_Target]]]:
@@ -645,13 +648,8 @@ def _targets(
         common = piece.overlap(want.box)
         if common is None:
             continue
-        # Mostly all of a piece is wanted.
-        everything = common == piece
-        touched = (
-            enumerate(tiles(piece, steps)) if everything else tiles_within(piece, steps, common)
-        )
-        for number, tile in touched:
-            inside = tile if everything else common.overlap(tile)
+        for number, tile in _touched(piece, steps, common):
+            inside = tile if common == piece else common.overlap(tile)
             assert inside is not None
             here = () if inside == tile else inside.within(tile)
             target = _Target(want.out, inside.within(want.box), here)

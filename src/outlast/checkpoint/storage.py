@@ -312,10 +312,10 @@ class _LocalReader:
             done += count
         return done
 
-    def read(self, offset: int, length: int) -> bytes:
+    def read(self, offset: int, length: int) -> memoryview:
         """`length` bytes from `offset`; fewer where the file ends."""
         memory = np.empty(length, np.uint8)
-        return memory[: self.read_into(offset, memory)].tobytes()
+        return memory[: self.read_into(offset, memory)].data
 
     @contextlib.contextmanager
     def mapped(self, offset: int, length: int) -> Iterator[NDArray[np.uint8] | None]:

@@ -356,7 +356,7 @@ class Copy:
 
     def _blocks(
         self, storage: Storage, name: str, size: int, chunks: list[Chunk], hint: str = ""
-    ) -> Iterator[bytes]:
+    ) -> Iterator[bytes | memoryview]:
         """Yield a file of `size` bytes, block by block, while comparing its chunks' checksums.
 
         Raises:
