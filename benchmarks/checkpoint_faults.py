@@ -1,21 +1,26 @@
-"""Checkpoints on an object store: faults that are staged, and what requests at once are worth.
+"""Checkpoints through random faults, on a disk and on an object store.
 
-    python benchmarks/checkpoint_objects.py [--quick] [--json FILE]
+    python benchmarks/checkpoint_faults.py [--quick] [--json FILE]
 
-The server is moto's, in this process. For the second part, each of its answers takes 30 ms and what
-80 MB/s let through, as a connection to S3 does.
+The object store is moto's server, in this process. The last part shows what several requests at
+once are worth: there each answer takes 30 ms and what 80 MB/s let through, as a connection to S3
+does.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 # Processes are forked here, and must not find a pool of threads that they do not have.
@@ -26,6 +31,7 @@ from harness import Bar, arguments, at_least, at_most, publish
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / each) for each in ("", "checkpoint")]
 
+from disk_faults import damage_files, fill_disk, kill_programs  # noqa: E402
 from s3_faults import Faults, fail_requests, faulty_place, kill_ranks, race  # noqa: E402
 from s3_server import s3_server  # noqa: E402
 
@@ -39,30 +45,50 @@ def killed_writers(place: str, faults: Faults, rounds: int) -> None:
     fail_requests(place, faults, rounds, writer="process")
 
 
+@contextmanager
+def directory(seed: int) -> Iterator[tuple[str, Faults]]:
+    """A place on the disk of this repository, and its faults."""
+    with (
+        tempfile.TemporaryDirectory(dir=Path(__file__).parent, prefix=".checkpoint-") as folder,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        yield folder, Faults(seed)
+
+
 def fault_bars(scale: int) -> list[Bar]:
-    """Random faults in rounds, each on a server of its own; what is wrong ends its round."""
-    stages: dict[str, tuple[Callable[[str, Faults, int], None], int]] = {
-        "ranks that are killed": (kill_ranks, 3 * scale),
-        "two writers of one step": (race, 2 * scale),
-        "writers that are killed": (killed_writers, 2 * scale),
-        "requests that fail": (fail_requests, 20 * scale),
+    """Random faults in rounds, each in a place of its own; what is wrong ends its round."""
+    stages: dict[str, tuple[Any, Callable[[str, Faults, int], None], int]] = {
+        "disk: files that are damaged": (directory, damage_files, 60 * scale),
+        "disk: it is full": (directory, fill_disk, 20 * scale),
+        "disk: programs that are killed": (directory, kill_programs, 10 * scale),
+        "disk: two writers of one step": (directory, race, 5 * scale),
+        "S3: ranks that are killed": (faulty_place, kill_ranks, 3 * scale),
+        "S3: two writers of one step": (faulty_place, race, 2 * scale),
+        "S3: writers that are killed": (faulty_place, killed_writers, 2 * scale),
+        "S3: requests that fail": (faulty_place, fail_requests, 20 * scale),
     }
-    bars, wrong = [], []
-    for name, (stage, count) in stages.items():
+    bars, wrong, total = [], [], 0
+    for name, (place_of, stage, count) in stages.items():
         staged = 0
         for seed in range(0, count, ROUNDS):
-            with faulty_place(seed) as (place, faults):
+            with place_of(seed) as (place, faults):
                 try:
                     stage(place, faults, min(ROUNDS, count - seed))
+                except subprocess.CalledProcessError:
+                    wrong.append(f"{name}: not staged, since a tmpfs cannot be mounted here")
+                    break
                 except Exception as error:
                     wrong.append(f"{name}, seed {seed}: {type(error).__name__}: {error}")
                 staged += faults.staged.total()
-        bars.append(at_least(f"S3: {name}", staged, "staged", count, f"{count} saves"))
+        bars.append(Bar(name, staged, "staged", "reported", True, f"{count} rounds"))
+        total += staged
     note = (
         "; ".join(wrong)[:300] or "each restore gave the bits of a save, the newest that ended well"
     )
     return [
         *bars,
+        at_least("faults of all kinds", total, "staged", 150 * scale, "3,000 in a full run"),
         at_most("- wrong states, lost versions and other errors", len(wrong), "", 0, note),
     ]
 
@@ -98,7 +124,7 @@ def main() -> None:
     options = arguments(__doc__ or "")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     bars = fault_bars(1 if options.quick else 20)
-    publish("checkpoint_objects", bars + speed_bars(64 if options.quick else 256), options.json)
+    publish("checkpoint_faults", bars + speed_bars(64 if options.quick else 256), options.json)
 
 
 if __name__ == "__main__":
