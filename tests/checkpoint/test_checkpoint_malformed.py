@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import zstandard
+from backports import zstd
 from checkpoint_states import DELTA_CHAIN, open_store
 from forked import run_ranks
 from hostile_stores import FOLDER, PART, content_of, deep, make_state, save_two, write
@@ -449,11 +449,11 @@ def test_commands_say_in_a_sentence_what_is_malformed(
 
 def test_a_frame_that_names_terabytes_is_not_believed() -> None:
     plane = np.arange(256, dtype=np.uint8).tobytes() * 8
-    honest = zstandard.ZstdCompressor().compress(plane)
+    honest = zstd.compress(plane)
     # A frame header of 8 bytes of content size, then one empty block.
     bomb = b"\x28\xb5\x2f\xfd\xe0" + (10 << 40).to_bytes(8, "little") + b"\x01\x00\x00"
-    assert zstandard.frame_content_size(bomb) == 10 << 40
-    assert zstandard.frame_content_size(honest) == len(plane)
+    assert zstd.get_frame_info(bomb).decompressed_size == 10 << 40
+    assert zstd.get_frame_info(honest).decompressed_size == len(plane)
 
     def decode() -> None:
         limited(256 << 20)

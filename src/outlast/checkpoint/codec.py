@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
-import zstandard
+from backports import zstd
 from numpy.typing import NDArray
 
 from outlast.checkpoint.compiled import CompiledTiles, digests_of
@@ -210,7 +210,7 @@ class Coder:
                     raise ValueError("it has another size")
         except (RuntimeError, ValueError, LookupError, ArithmeticError, struct.error) as error:
             raise CheckpointError(f"a tile cannot be decoded by {codec}: {error}") from None
-        except zstandard.ZstdError as error:
+        except zstd.ZstdError as error:
             raise CheckpointError(f"a tile cannot be decoded by {codec}: {error}") from None
         return raw
 

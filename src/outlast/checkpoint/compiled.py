@@ -51,7 +51,7 @@ ZSTD_PARAMETERS = {
     "write_content_size": (200, 1),
     "write_checksum": (201, 0),
 }
-"""Name in zstandard to zstd's number and the value that planes are coded with; strategy 1: fast."""
+"""Name to zstd's number and the value that planes are coded with; strategy 1: fast."""
 
 _POINTER, _INTEGER, _SMALL, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_double
 _FLAGS = ("-O3", "-march=native")

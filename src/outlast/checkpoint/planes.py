@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import zstandard
+from backports import zstd
 from numpy.typing import NDArray
 
 from outlast.checkpoint.compiled import ZSTD_PARAMETERS, CompiledTiles
@@ -103,11 +103,7 @@ class PlaneCoder:
     def __init__(self, itemsize: int) -> None:
         self._itemsize = itemsize
         self._type = np.dtype(f"<u{itemsize}")
-        parameters = zstandard.ZstdCompressionParameters(
-            **{name: value for name, (_, value) in ZSTD_PARAMETERS.items()}
-        )
-        self._compressor = zstandard.ZstdCompressor(compression_params=parameters)
-        self._decompressor = zstandard.ZstdDecompressor()
+        self._compressor = zstd.ZstdCompressor(options=dict(ZSTD_PARAMETERS.values()))
         self._room = 0
         self._compiled = CompiledTiles.new()
 
@@ -267,7 +263,7 @@ class PlaneCoder:
 
     def _compress(self, plane: NDArray[np.uint8]) -> bytes:
         if plane.size:
-            coded: bytes = self._compressor.compress(plane.data)
+            coded: bytes = self._compressor.compress(plane.data, zstd.ZstdCompressor.FLUSH_FRAME)
             if len(coded) < plane.size:
                 return coded
         return plane.tobytes()
@@ -276,12 +272,11 @@ class PlaneCoder:
         """`size` bytes; as many stored bytes are not coded."""
         if len(coded) == size:
             return np.frombuffer(coded, np.uint8)
-        # The library believes the size that stands in the frame, whatever `max_output_size` says.
-        if zstandard.frame_content_size(coded) != size:
-            raise ValueError(f"the frame of a plane names another size than {size} bytes")
-        plain = self._decompressor.decompress(coded, max_output_size=size)
-        if len(plain) != size:
-            raise ValueError(f"a plane has {len(plain)} bytes instead of {size}")
+        decompressor = zstd.ZstdDecompressor()
+        # One byte more than there are: the frame then ends, or is too long.
+        plain = decompressor.decompress(coded, max_length=size + 1)
+        if len(plain) != size or not decompressor.eof or decompressor.unused_data:
+            raise ValueError(f"a plane is not one frame of {size} bytes")
         return np.frombuffer(plain, np.uint8)
 
     def _make_room(self, count: int) -> None:

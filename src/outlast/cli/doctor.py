@@ -59,7 +59,7 @@ GLOO_SECONDS = 10.0
 MATMUL_TOLERANCE = {"float32": 2e-3, "bfloat16": 3e-2}
 
 
-CORE_LIBRARIES = ("numpy", "safetensors", "pydantic", "blosc2", "zstandard")
+CORE_LIBRARIES = ("numpy", "safetensors", "pydantic", "blosc2", "backports.zstd")
 
 
 # Distribution names to look for, what it serves, and the command that installs it.
