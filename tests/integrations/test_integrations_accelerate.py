@@ -35,6 +35,7 @@ from outlast.integrations.accelerate import (
 )
 from outlast.job import load_loop_job
 from outlast.records import (
+    AttemptEnded,
     CheckpointRestored,
     CheckpointSaved,
     CorruptionDetected,
@@ -321,6 +322,26 @@ def test_the_first_step_has_no_set_up_in_it_and_no_guard_is_one(tmp_path: Path) 
         return seconds < 0.5, guard
 
     assert run_ranks(1, _plain, work) == [(True, None)]
+
+
+def test_an_error_that_ends_training_in_a_finally_is_recorded(tmp_path: Path) -> None:
+    def work() -> None:
+        accelerator, saving = prepared(tmp_path)
+        settings = [f'run.directory="{tmp_path}"', "energy.measure=false"]
+        add_records(accelerator, load_loop_job(None, settings), saving=saving)
+
+        def loop() -> None:
+            try:
+                raise ValueError("bad batch")
+            finally:
+                accelerator.end_training()
+
+        with pytest.raises(ValueError, match="bad batch"):
+            loop()
+
+    run_ranks(1, _plain, work)
+    [(_, ended)] = read_run(tmp_path / "run").of(AttemptEnded)
+    assert (ended.outcome, ended.reason) == ("failed", "ValueError: bad batch")
 
 
 def _plain(work: Any, *arguments: Any) -> Any:

@@ -66,7 +66,8 @@ def runtime_of(accelerator: Accelerator) -> Runtime:
     """The runtime of an accelerator, made when it is asked for first.
 
     `Accelerator.end_training` ends it: the guard makes its last checks, and the save under way is
-    waited for.
+    waited for. Called while an error is handled, as in a `finally`, it records that this error has
+    ended the run.
     """
     found: Runtime | None = getattr(accelerator, "_outlast", None)
     if found is not None:
@@ -75,11 +76,14 @@ def runtime_of(accelerator: Accelerator) -> Runtime:
     own_end = accelerator.end_training
 
     def end_training() -> None:
+        error = None if runtime.stopped else sys.exception()
         with runtime:
-            if not runtime.stopped and sys.exception() is None:
+            if not runtime.stopped and error is None:
                 runtime.last_checks()
             runtime.finish()
             own_end()
+            if error is not None:
+                runtime.close(error)
 
     accelerator.end_training = end_training
     return runtime
