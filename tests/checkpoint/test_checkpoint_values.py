@@ -348,8 +348,16 @@ def test_deep_and_cyclic_values_are_refused_by_their_path(tmp_path: Path) -> Non
     deep: Any = 1
     for _ in range(5000):
         deep = [deep]
+    doubling: Any = (1,)
+    for _ in range(60):
+        doubling = (doubling, doubling)
+    refused = (
+        (cyclic, "contains itself"),
+        (deep, "nested deeper than 100"),
+        (doubling, "put them in lists"),
+    )
     with open_store(tmp_path) as store:
-        for value, words in ((cyclic, "contains itself"), (deep, "nested deeper than 100")):
+        for value, words in refused:
             with pytest.raises(CheckpointError, match=rf"`data\.value\.[^`]*` .*{words}"):
                 store.save_async(1, {"data": Holder({"value": value})})
     layers: Any = 1

@@ -36,6 +36,10 @@ Json = Any
 MAX_DEPTH = 100
 """Containers within containers: what is deeper cannot be walked through everywhere."""
 
+MAX_REPEATS = 200_000
+"""References to tuples of containers that were met before: their number may double with depth."""
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -85,6 +89,8 @@ class _Encoding:
         self._tensors: dict[int, tuple[Any, Json]] = {}
         self._numbers: dict[int, int] = {}
         self._counts: dict[int, int] = {}
+        self._nested: set[int] = set()
+        self._repeats = 0
         self._count(value, path, [])
 
     def _count(self, value: Any, path: str, above: list[int]) -> None:
@@ -103,7 +109,16 @@ class _Encoding:
         if isinstance(value, dict) and type(value) in _MUTABLE:
             children = [*value.items(), ("__dict__", getattr(value, "__dict__", None))]
         elif type(value) in (list, tuple, set, frozenset, deque) or _is_named_tuple(value):
-            children = enumerate(value)
+            children = [*enumerate(value)]
+        if type(value) not in _MUTABLE and any(isinstance(v, _CONTAINERS) for _, v in children):
+            # What cannot change is written in full wherever it is referred to.
+            self._repeats += id(value) in self._nested
+            self._nested.add(id(value))
+            if self._repeats > MAX_REPEATS:
+                raise CheckpointError(
+                    f"`{path}` refers to tuples of tuples that {MAX_REPEATS} places refer to, too, "
+                    "and a checkpoint would hold each one in full; put them in lists"
+                )
         if children:
             above = [*above, id(value)]
             for key, child in children:
