@@ -22,7 +22,7 @@ from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.storage import PendingFile
 from outlast.checkpoint.version import is_published, load
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("either_seal")]
 
 LAST = 6
 # Audit events of calls that change files or make or list folders; os.fsync has none.
