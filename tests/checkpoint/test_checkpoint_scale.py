@@ -366,12 +366,12 @@ def save_and_be_killed(directory: Path, rank: int, stage: str) -> str:
 @pytest.mark.parametrize(
     ("rank", "stage"),
     [
-        (1, "rank-00001-of-00004.json"),
-        (3, "rank-00003-of-00004.json"),
-        (0, "group-00000"),
+        pytest.param(1, "rank-00001-of-00004.json", marks=pytest.mark.slow),
+        pytest.param(3, "rank-00003-of-00004.json", marks=pytest.mark.slow),
+        pytest.param(0, "group-00000", marks=pytest.mark.slow),
         (2, "group-00001"),
-        (0, "index-of"),
-        (0, "version.json"),
+        pytest.param(0, "index-of", marks=pytest.mark.slow),
+        pytest.param(0, "version.json", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_killed_at_any_stage_of_sealing_loses_nothing(
