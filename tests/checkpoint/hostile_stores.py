@@ -29,6 +29,8 @@ from outlast.checkpoint.version import SEAL
 FIRST, FOLDER = "step-00000001-a1", "step-00000002-a1"
 PART, PACK = "rank-00000-of-00001.json", "rank-00000-of-00001.pack"
 CATALOGUE = "catalogue"
+GROUP, INDEX = "group-00000-of-00001.json", "index-of-00001.json"
+"""Files of a store that was saved by groups of ranks; others have none."""
 
 Attack = Callable[[Path], None]
 """Changes a good store of two versions, of which the second is `FOLDER`."""
@@ -89,8 +91,18 @@ def write_bytes(place: Path, kind: str, body: bytes) -> None:
     path.write_bytes(sealed_bytes(body))
     if kind.startswith(CATALOGUE):
         write(place, PART, content_of(place, PART) | {"catalogue": root})
-    if kind == PART:
+    indexed = (place / FOLDER / INDEX).exists() or kind == INDEX
+    if kind == PART and indexed:
+        write(place, GROUP, content_of(place, GROUP) | {"roots": [root]})
+    elif kind == PART:
         write(place, SEAL, content_of(place, SEAL) | {"parts": {PART: root}})
+    if kind == GROUP:
+        parts = content_of(place, SEAL)["parts"] | {GROUP: root}
+        write(place, SEAL, content_of(place, SEAL) | {"parts": parts})
+        write(place, INDEX, content_of(place, INDEX) | {"groups": [root]})
+    if kind == INDEX:
+        parts = content_of(place, SEAL)["parts"] | {INDEX: root}
+        write(place, SEAL, content_of(place, SEAL) | {"parts": parts})
 
 
 def write(place: Path, kind: str, content: Any) -> None:
@@ -165,9 +177,11 @@ def replaced(kind: str, path: tuple[Any, ...], value: Any) -> Attack:
     return changed(kind, change)
 
 
-def fields(place: Path) -> Iterator[tuple[str, Attack]]:
+def fields(
+    place: Path, kinds: tuple[str, ...] = (PART, CATALOGUE, SEAL)
+) -> Iterator[tuple[str, Attack]]:
     """Every field of every file with values of every kind in its place."""
-    for kind in (PART, CATALOGUE, SEAL):
+    for kind in kinds:
         for path in places_in(content_of(place, kind)):
             where = f"{kind} {'.'.join(map(str, path))}"
             for name, value in ABSURD.items():

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from outlast.checkpoint import Reduction, Restored, Version, load, storage_of
+from outlast.checkpoint import Reduction, Restored, Version, load, storage_of, version
 from outlast.checkpoint.reader import VersionReader
 from outlast.checkpoint.storage import LocalStorage
 from outlast.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("either_seal")
 
 PART = "rank-00000-of-00001.json"
 PACK = "rank-00000-of-00001.pack"
@@ -178,7 +180,8 @@ def test_a_part_that_is_gone_falls_back(tmp_path: Path) -> None:
     delete(folder(tmp_path, 2) / PART)
     restored = restore(tmp_path)
     assert restored.step == 1
-    assert "step-00000002-a1 has no manifest" in restored.skipped[0]
+    missing = ("has no manifest", f"{PART} cannot be read: No such file")
+    assert any(f"{word}" in restored.skipped[0] for word in missing)
 
 
 @pytest.mark.parametrize("kind", ["one bit", "cut", "deleted", "a folder"])
@@ -285,7 +288,9 @@ def test_a_version_not_listed_yet_is_found_later(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, what, lagging)
-        assert restore(tmp_path).step == 1
+        # With an index, all files are asked for by their names.
+        found = what == "files" and version.INDEXED_ABOVE == 0
+        assert restore(tmp_path).step == (2 if found else 1)
     assert restore(tmp_path).step == 2
 
 

@@ -21,12 +21,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_states import open_store
 from forked import run_ranks
-from hostile_stores import ATTACKS, FOLDER, FOREIGN, Attack, make_state, save_two
+from hostile_stores import (
+    ATTACKS,
+    FOLDER,
+    FOREIGN,
+    KINDS,
+    Attack,
+    in_place_of,
+    make_state,
+    save_two,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from outlast.checkpoint import Restored, list_versions, storage_of
+from outlast.checkpoint import Restored, list_versions, storage_of, version
 from outlast.checkpoint.convert import export_checkpoint, import_checkpoint
 from outlast.checkpoint.dcp import OutlastReader
 from outlast.checkpoint.inspection import describe, find_version, summarize, usage, verify
@@ -78,13 +87,13 @@ def restore_the_second(place: Path) -> None:
 
 def inspect(place: Path) -> None:
     storage = storage_of(place)
-    for version in list_versions(storage):
-        assert version.step == 1 or verify(storage, version).state in (
+    for found in list_versions(storage):
+        assert found.step == 1 or verify(storage, found).state in (
             "ok",
             "damaged",
             "incomplete",
         )
-        summarize(storage, version)
+        summarize(storage, found)
     usage(storage)
     describe(storage, find_version(storage))
 
@@ -250,6 +259,39 @@ def test_any_field_may_hold_anything(saved: Path, tmp_path: Path, share: int) ->
     assert not problems, "\n".join(problems)
 
 
+@pytest.fixture(scope="module")
+def saved_by_groups(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, sealed as by very many ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(version, "INDEXED_ABOVE", 0)
+        return save_two(tmp_path_factory.mktemp("grouped") / "store")
+
+
+@pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=SLOW) for n in range(1, 20))])
+def test_any_field_of_an_index_may_hold_anything(
+    saved_by_groups: Path, tmp_path: Path, share: int
+) -> None:
+    kinds = hostile_stores.INDEX, hostile_stores.GROUP, hostile_stores.SEAL
+    attacks = list(hostile_stores.fields(saved_by_groups, kinds))
+    assert len(attacks) > 800
+    target = tmp_path / "work" / "store"
+    [problems] = run_ranks(1, problems_with, attacks[share::20], saved_by_groups, target, QUICK)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("kind", [hostile_stores.INDEX, hostile_stores.GROUP])
+def test_files_of_an_index_that_are_none_are_refused(
+    saved_by_groups: Path, tmp_path: Path, kind: str
+) -> None:
+    attacks: list[tuple[str, Attack]] = [
+        (what, lambda place, what=what: in_place_of(place / FOLDER / kind, what))  # type: ignore[misc]
+        for what in (*KINDS, "100 MB")
+    ]
+    target = tmp_path / "work" / "store"
+    [problems] = run_ranks(1, problems_with, attacks, saved_by_groups, target, QUICK)
+    assert not problems, "\n".join(problems)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", range(8))
 @pytest.mark.parametrize("group", GROUPS)
@@ -280,7 +322,7 @@ def test_another_programs_malformed_checkpoint_is_refused_in_a_sentence(
             if (tmp_path / "evil").exists():
                 found.append(f"{name}: it was executed")
             here = storage_of(store)
-            states = {verify(here, version).state for version in list_versions(here)}
+            states = {verify(here, saved).state for saved in list_versions(here)}
             if states - {"ok"}:
                 found.append(f"{name}: what was imported is not whole")
         return found

@@ -11,7 +11,8 @@ from checkpoint_states import Holder, open_store
 from fsspec.implementations.memory import MemoryFileSystem
 
 from outlast.checkpoint import Retention, list_versions, storage_of
-from outlast.checkpoint.version import SEAL, UnreadableError, Version, is_published, prune
+from outlast.checkpoint.retention import prune
+from outlast.checkpoint.version import SEAL, UnreadableError, Version, is_published
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*offers no conditional write")

@@ -19,7 +19,7 @@ from outlast.checkpoint import SaveResult
 from outlast.checkpoint.encoder import Encoder
 from outlast.errors import CheckpointError, LeaseLostError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("either_seal")]
 
 Group = Callable[[int], Callable[..., list[Any]]]
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint import Compression, Reduction, Retention, list_versions, load, storage_of
 from outlast.checkpoint.manifest import STATE
+from outlast.checkpoint.retention import prune, to_keep
 from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.version import Seal, Version, prune, to_keep
+from outlast.checkpoint.version import Seal, Version
 from outlast.errors import CheckpointError
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("lightning.fabric")
 from fabric_runs import assert_same, finish, losses, records, start, weights
 
 from outlast.checkpoint import storage_of
-from outlast.checkpoint.version import complete_versions
+from outlast.checkpoint.retention import complete_versions
 from outlast.records import CorruptionDetected, StopRequested, energy_totals, forecast_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outlast.checkpoint import storage_of
-from outlast.checkpoint.version import complete_versions
+from outlast.checkpoint.retention import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.files import CheckpointFiles, read_pointer
 from outlast.job import CheckpointSection

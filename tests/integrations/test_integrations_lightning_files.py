@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_runs import Tiny, assert_same, finish, loaders, losses, start
 
 from outlast.checkpoint import list_versions, load, storage_of
-from outlast.checkpoint.version import complete_versions
+from outlast.checkpoint.retention import complete_versions
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations.fabric import StoreCheckpointIO
 from outlast.integrations.files import read_content, read_pointer

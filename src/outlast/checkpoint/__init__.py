@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from outlast.checkpoint.encoder import Reduction
     from outlast.checkpoint.lane import SaveHandle, SaveResult
     from outlast.checkpoint.restore import ReplayLog, Restored
+    from outlast.checkpoint.retention import Retention
     from outlast.checkpoint.storage import storage_of
     from outlast.checkpoint.store import CheckpointStore
     from outlast.checkpoint.tiers import DrainResult, Tier
-    from outlast.checkpoint.version import Retention, Version, list_versions, load
+    from outlast.checkpoint.version import Version, list_versions, load
 
 _HOMES = {
     "Bound": "codec",
@@ -36,7 +37,7 @@ _HOMES = {
     "Reduction": "encoder",
     "ReplayLog": "restore",
     "Restored": "restore",
-    "Retention": "version",
+    "Retention": "retention",
     "SaveHandle": "lane",
     "SaveResult": "lane",
     "Tier": "tiers",

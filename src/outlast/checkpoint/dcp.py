@@ -52,15 +52,14 @@ from outlast.checkpoint.manifest import (
 from outlast.checkpoint.owner import Claim, Ownership, claimed
 from outlast.checkpoint.plan import add_facts
 from outlast.checkpoint.reader import Counters, VersionReader, Wanted
+from outlast.checkpoint.retention import Retention, prune
 from outlast.checkpoint.storage import LocalStorage, sentence_of, storage_of
 from outlast.checkpoint.version import (
-    Retention,
     UnfinishedError,
     Version,
     list_versions,
     listing,
     load,
-    prune,
     read_seal,
     seal,
 )

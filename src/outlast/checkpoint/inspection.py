@@ -16,22 +16,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from outlast.checkpoint.manifest import REPLAY, ManifestError, Part, Piece, root_of, unsealed
 from outlast.checkpoint.owner import Ownership, refuse_if_held
 from outlast.checkpoint.reader import VersionReader
+from outlast.checkpoint.retention import Retention, complete_versions, prune, to_keep
 from outlast.checkpoint.storage import TEMPORARY, LocalStorage, sentence_of, storage_of
 from outlast.checkpoint.version import (
     SEAL,
-    Retention,
     Seal,
     Version,
-    complete_versions,
     leading_on,
     list_versions,
     listing,
     load,
     logs_of,
-    prune,
     read_seal,
     states_of,
-    to_keep,
 )
 from outlast.errors import CheckpointError
 
@@ -676,7 +673,7 @@ class Pruned:
 
 
 def prune_store(storage: Storage, policy: Retention, *, dry_run: bool = False) -> Pruned:
-    """Delete the versions that `policy` does not keep; see `version.prune`.
+    """Delete the versions that `policy` does not keep; see `retention.prune`.
 
     Replay logs are left to the store, which deletes those of no more use when it saves.
 
@@ -871,11 +868,13 @@ def _disagreements(storage: Storage, contents: Contents) -> Iterator[str]:
     except (OSError, CheckpointError):
         return
     place = f"{storage.location}/{name}"
-    for part, root in zip(contents.parts, contents.roots, strict=True):
+    # Where there is an index, all of it was compared with the manifests when they were read.
+    named = [] if seal.indexed else [*zip(contents.parts, contents.roots, strict=True)]
+    for part, root in named:
         file = contents.version.part_name(part.rank, part.world_size).partition("/")[2]
         if seal.roots.get(file) != root:
             yield f"{place} names another manifest of rank {part.rank} than is there"
-    if not contents.problems and len(seal.roots) != len(contents.parts):
+    if named and not contents.problems and len(seal.roots) != len(contents.parts):
         yield f"{place} names {len(seal.roots)} manifests where {len(contents.parts)} are"
     if not contents.problems and set(seal.packs) != contents.packs:
         yield f"{place} names other files than the manifests"

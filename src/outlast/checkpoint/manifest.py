@@ -191,6 +191,8 @@ MAX_CHAIN = 512
 MAX_RANKS = 1 << 20
 ROOT = re.compile(r"[0-9a-f]{64}", re.ASCII)
 PART_NAME = re.compile(r"rank-(\d{5,7})-of-(\d{5,7})\.json", re.ASCII)
+GROUP_NAME = re.compile(r"group-(\d{5,7})-of-(\d{5,7})\.json", re.ASCII)
+INDEX_NAME = re.compile(r"index-of-(\d{5,7})\.json", re.ASCII)
 
 _PACK_NAME = re.compile(
     r"step-\d{8,19}-a[1-9]\d{0,18}/rank-\d{5,7}-of-\d{5,7}(\.\d{1,9})?\.pack", re.ASCII
@@ -618,29 +620,308 @@ class Catalogue:
         """
         found = Fields(name, unsealed(content, name))
         found.only("tensors", "values")
-        tensors = {}
+        tensors: dict[str, TensorFacts] = {}
+        # Of very many tensors, most have the facts of another one.
+        known: dict[object, TensorFacts] = {}
         for tensor, row in found.table("tensors").items():
-            field = f"tensors[{_shown(tensor)}]"
-            dtype, shape, steps = found.checked_rows(field, row, 3)
-            facts = TensorFacts(
-                found.one_of(f"the type of {field}", dtype, DTYPES),
-                found.extents(field, shape),
-                found.extents(field, steps, least=1),
-            )
-            if len(facts.shape) != len(facts.steps):
-                raise found.error(field, "has another number of steps than of dimensions")
-            if math.prod(facts.shape) * facts.itemsize > _LARGEST:
-                raise found.error(field, f"has the shape {facts.shape}, which no memory holds")
-            tile = math.prod(map(min, facts.shape, facts.steps)) * facts.itemsize
-            if tile > _TILE_BYTES:
-                raise found.error(field, f"has tiles of {tile} bytes; {_TILE_BYTES} at most can be")
-            tensors[tensor] = facts
+            key = None
+            if type(row) is list and [*map(type, row)] == [str, list, list]:
+                dtype, shape, steps = row
+                if {*map(type, shape), *map(type, steps)} <= {int}:
+                    key = dtype, tuple(shape), tuple(steps)
+                    if (facts := known.get(key)) is not None:
+                        tensors[tensor] = facts
+                        continue
+            tensors[tensor] = known[key] = _facts(found, f"tensors[{_shown(tensor)}]", row)
         return cls(tensors, tuple(found.names("values")))
 
     def merged(self, other: Catalogue) -> Catalogue:
         """Everything that is in one or the other."""
         values = tuple(sorted({*self.values, *other.values}))
         return Catalogue({**self.tensors, **other.tensors}, values)
+
+
+def _facts(found: Fields, field: str, row: Any) -> TensorFacts:
+    dtype, shape, steps = found.checked_rows(field, row, 3)
+    facts = TensorFacts(
+        found.one_of(f"the type of {field}", dtype, DTYPES),
+        found.extents(field, shape),
+        found.extents(field, steps, least=1),
+    )
+    if len(facts.shape) != len(facts.steps):
+        raise found.error(field, "has another number of steps than of dimensions")
+    if math.prod(facts.shape) * facts.itemsize > _LARGEST:
+        raise found.error(field, f"has the shape {facts.shape}, which no memory holds")
+    tile = math.prod(map(min, facts.shape, facts.steps)) * facts.itemsize
+    if tile > _TILE_BYTES:
+        raise found.error(field, f"has tiles of {tile} bytes; {_TILE_BYTES} at most can be")
+    return facts
+
+
+@dataclass(frozen=True)
+class GroupSeal:
+    """What the manifests of neighbouring ranks hold, for those who need not read them all.
+
+    Attributes:
+        step: Steps done.
+        session: As in `Part`.
+        world_size: How many ranks saved the version.
+        first: The first rank of the group.
+        roots: BLAKE3 of the part of each rank, from the first one on.
+        catalogues: BLAKE3 of the catalogues that they name.
+        kind: ``state`` or ``replay``.
+        requires: Steps of the same session that a replay log starts from.
+        metrics: Figures that the first rank saved.
+        packs: Files that hold their chunks, relative to the store.
+        pieces: Tensor name to rank and box of all that was saved of it.
+        values: Name of a value to the first rank that saved it.
+    """
+
+    step: int
+    session: int
+    world_size: int
+    first: int
+    roots: list[str]
+    catalogues: list[str]
+    kind: str
+    requires: list[int]
+    metrics: dict[str, float]
+    packs: list[str]
+    pieces: dict[str, list[tuple[int, Box]]]
+    values: dict[str, int]
+
+    @classmethod
+    def of(cls, parts: list[Part], roots: list[str]) -> GroupSeal:
+        """The seal of the parts of neighbouring ranks."""
+        pieces: dict[str, list[tuple[int, Box]]] = {}
+        values: dict[str, int] = {}
+        for part in parts:
+            for name, held in part.pieces.items():
+                pieces.setdefault(name, []).extend((part.rank, piece.box) for piece in held)
+            for name in part.values:
+                values.setdefault(name, part.rank)
+        first = parts[0]
+        return cls(
+            first.step,
+            first.session,
+            first.world_size,
+            first.rank,
+            roots,
+            sorted({part.catalogue for part in parts}),
+            first.kind,
+            sorted({step for part in parts for step in part.requires}),
+            first.notes.get("metrics", {}),
+            sorted({pack for part in parts for pack in part.packs}),
+            pieces,
+            values,
+        )
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the group."""
+        return range(self.first, self.first + len(self.roots))
+
+    def to_bytes(self) -> bytes:
+        """The content of the group's file."""
+        content = {item.name: getattr(self, item.name) for item in fields(self)}
+        content["pieces"] = {
+            name: [[rank, box.offset, box.shape] for rank, box in held]
+            for name, held in self.pieces.items()
+        }
+        return sealed({"format": FORMAT, **content})
+
+    @classmethod
+    def from_bytes(cls, content: bytes, name: str) -> GroupSeal:
+        """Read a group's file.
+
+        Raises:
+            CheckpointError: When it is damaged.
+            ManifestError: When it is malformed.
+        """
+        with collection_paused():
+            found = Fields(name, unsealed(content, name))
+            found.only(*(item.name for item in fields(cls)))
+            world_size = found.number("world_size", least=1, most=MAX_RANKS)
+            first = found.number("first", most=world_size - 1)
+            roots = _roots(found, "roots")
+            if not 0 < len(roots) <= world_size - first:
+                raise found.error(
+                    "roots", f"are {len(roots)} from rank {first} on, of {world_size} ranks"
+                )
+            ranks = range(first, first + len(roots))
+            pieces = {
+                tensor: _numbered_boxes(found, f"pieces[{_shown(tensor)}]", rows, ranks)
+                for tensor, rows in found.table("pieces").items()
+            }
+        values = found.table("values")
+        for value, rank in values.items():
+            found.checked_number(f"values[{_shown(value)}]", rank, least=first, most=ranks.stop - 1)
+        return cls(
+            step=found.number("step"),
+            session=found.number("session", least=1),
+            world_size=world_size,
+            first=first,
+            roots=roots,
+            catalogues=_roots(found, "catalogues"),
+            kind=found.one_of("kind", found.content["kind"], (STATE, REPLAY)),
+            requires=[found.checked_number("requires", step) for step in found.rows("requires")],
+            metrics=found.metrics(found.content["metrics"]),
+            packs=found.packs(),
+            pieces=pieces,
+            values=values,
+        )
+
+
+@dataclass(frozen=True)
+class Index:
+    """What the groups of ranks hold that saved a version; a reader begins here.
+
+    Attributes:
+        step: Steps done.
+        session: As in `Part`.
+        world_size: How many ranks saved the version.
+        group_ranks: How many ranks a group has; the last one may have fewer.
+        groups: BLAKE3 of each group's file.
+        catalogues: BLAKE3 of the catalogues.
+        kind: ``state`` or ``replay``.
+        requires: Steps of the same session that a replay log starts from.
+        tensors: Tensor name to the groups that hold some of it, each with the smallest box around
+            that; None for the box of a tensor that only one group holds.
+        values: Name of a value to the first group that holds it.
+    """
+
+    step: int
+    session: int
+    world_size: int
+    group_ranks: int
+    groups: list[str]
+    catalogues: list[str]
+    kind: str
+    requires: list[int]
+    tensors: dict[str, list[tuple[int, Box | None]]]
+    values: dict[str, int]
+
+    @classmethod
+    def of(cls, groups: list[GroupSeal], roots: list[str]) -> Index:
+        """The index of all groups of a version, in their order, and BLAKE3 of their files."""
+        tensors: dict[str, list[tuple[int, Box | None]]] = {}
+        values: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            for name in group.pieces:
+                tensors.setdefault(name, []).append((number, None))
+            for name in group.values:
+                values.setdefault(name, number)
+        for name, held in tensors.items():
+            if len(held) > 1:
+                tensors[name] = [
+                    (number, around([box for _, box in groups[number].pieces[name]]))
+                    for number, _ in held
+                ]
+        first = groups[0]
+        return cls(
+            first.step,
+            first.session,
+            first.world_size,
+            len(first.roots),
+            roots,
+            sorted({root for group in groups for root in group.catalogues}),
+            first.kind,
+            sorted({step for group in groups for step in group.requires}),
+            tensors,
+            values,
+        )
+
+    def ranks_of(self, group: int) -> range:
+        """The ranks of a group."""
+        first = group * self.group_ranks
+        return range(first, min(first + self.group_ranks, self.world_size))
+
+    def to_bytes(self) -> bytes:
+        """The content of the index file."""
+        content = {item.name: getattr(self, item.name) for item in fields(self)}
+        content["tensors"] = {
+            name: held[0][0]
+            if len(held) == 1
+            else [[number, box.offset, box.shape] for number, box in held if box is not None]
+            for name, held in self.tensors.items()
+        }
+        return sealed({"format": FORMAT, **content})
+
+    @classmethod
+    def from_bytes(cls, content: bytes, name: str) -> Index:
+        """Read an index file.
+
+        Raises:
+            CheckpointError: When it is damaged.
+            ManifestError: When it is malformed.
+        """
+        with collection_paused():
+            found = Fields(name, unsealed(content, name))
+            found.only(*(item.name for item in fields(cls)))
+            world_size = found.number("world_size", least=1, most=MAX_RANKS)
+            group_ranks = found.number("group_ranks", least=1, most=world_size)
+            groups = _roots(found, "groups")
+            if len(groups) != -(-world_size // group_ranks):
+                raise found.error(
+                    "groups", f"are {len(groups)} of {group_ranks} of {world_size} ranks each"
+                )
+            numbers = range(len(groups))
+            tensors: dict[str, list[tuple[int, Box | None]]] = {}
+            for tensor, held in found.table("tensors").items():
+                if type(held) is int and held in numbers:
+                    tensors[tensor] = [(held, None)]
+                    continue
+                field = f"tensors[{_shown(tensor)}]"
+                rows = _numbered_boxes(found, field, held, numbers)
+                if len({number for number, _ in rows}) < max(len(rows), 2):
+                    raise found.error(field, "has a group twice, or only one")
+                tensors[tensor] = [*rows]
+        values = found.table("values")
+        for value, group in values.items():
+            found.checked_number(f"values[{_shown(value)}]", group, most=len(groups) - 1)
+        return cls(
+            step=found.number("step"),
+            session=found.number("session", least=1),
+            world_size=world_size,
+            group_ranks=group_ranks,
+            groups=groups,
+            catalogues=_roots(found, "catalogues"),
+            kind=found.one_of("kind", found.content["kind"], (STATE, REPLAY)),
+            requires=[found.checked_number("requires", step) for step in found.rows("requires")],
+            tensors=tensors,
+            values=values,
+        )
+
+
+def around(boxes: list[Box]) -> Box:
+    """The smallest box that holds all of `boxes`, which are of one tensor."""
+    offset = tuple(map(min, zip(*(box.offset for box in boxes), strict=True)))
+    end = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
+    return Box(offset, tuple(last - first for first, last in zip(offset, end, strict=True)))
+
+
+def _roots(found: Fields, field: str) -> list[str]:
+    return [found.checked_text(field, root, ROOT) for root in found.rows(field)]
+
+
+def _numbered_boxes(found: Fields, field: str, rows: Any, numbers: range) -> list[tuple[int, Box]]:
+    """Rows of a number, an offset and a shape; there are very many of them."""
+    boxes = []
+    for row in found.checked_rows(field, rows):
+        if type(row) is not list or [*map(type, row)] != [int, list, list]:
+            raise found.error(field, f"has {_shown(row)}, which is no number and box")
+        number, offset, shape = row
+        if number not in numbers:
+            raise found.error(field, f"has {_shown(number)}, which is none of {numbers}")
+        if len(offset) != len(shape) or len(shape) > MAX_DIMENSIONS:
+            raise found.error(field, f"has an offset of {len(offset)} and a shape of {len(shape)}")
+        extents = offset + shape
+        if extents and not (
+            {*map(type, extents)} == {int} and 0 <= min(extents) <= max(extents) <= _LARGEST
+        ):
+            raise found.error(field, "has a box of no whole numbers that can be")
+        boxes.append((number, Box(tuple(offset), tuple(shape))))
+    return boxes
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ for step in range(steps):
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,11 +58,14 @@ from outlast.state.live import (
     Live,
     State,
     has_extra_state,
+    has_optimizer,
     local_box,
     module_tensors,
     name_of,
+    objects_of,
     optimizers_of,
     parameter_names,
+    parameters_of,
     plain_modules,
     put_into,
 )
@@ -156,7 +159,7 @@ class Trained:
                 self._names = parameter_names(state, key)
                 self.optimizers += [(key, optimizer) for optimizer in optimizers]
         for key, optimizer in self.optimizers:
-            for parameter in _parameters_of(optimizer):
+            for parameter in parameters_of(optimizer):
                 self.parameters[name_of(parameter, self._names, key)] = parameter
         boxes = {name: local_box(parameter)[0] for name, parameter in self.parameters.items()}
         # What several ranks hold is counted by the first of them.
@@ -174,7 +177,7 @@ class Trained:
     def outdated(self) -> bool:
         """Return whether an optimizer was given other parameters."""
         now = {
-            id(tensor) for _, optimizer in self.optimizers for tensor in _parameters_of(optimizer)
+            id(tensor) for _, optimizer in self.optimizers for tensor in parameters_of(optimizer)
         }
         return now != {id(parameter) for parameter in self.parameters.values()}
 
@@ -262,7 +265,7 @@ class Trained:
                 names.append(name)
                 sums.append(_sums_of_bits(parameter))
         for key, optimizer in self.optimizers:
-            for parameter in _parameters_of(optimizer):
+            for parameter in parameters_of(optimizer):
                 name = self._names[id(parameter)]
                 for part, tensor in optimizer.state.get(parameter, {}).items():
                     if isinstance(tensor, torch.Tensor) and self._counts(name, tensor):
@@ -277,10 +280,6 @@ class Trained:
             return name in self._first_of_name
         alike = tensor.placements == parameter.placements
         return name in (self._first_of_box if alike else self._first_of_name)
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -532,16 +531,6 @@ class ReplayLog:
         self._stopped, self._bases, self._log = reason, [], None
 
 
-def has_optimizer(state: State) -> bool:
-    """Return whether `state` holds a module and an optimizer, so that steps can be replayed."""
-    optimizer = torch.optim.Optimizer
-    return any(isinstance(item, nn.Module) for item in state.values()) and any(
-        isinstance(item, optimizer)
-        or (isinstance(item, Sequence) and any(isinstance(one, optimizer) for one in item))
-        for item in state.values()
-    )
-
-
 def _collect_objects(state: State, live: Live) -> None:
     """The states of all that is neither parameter, buffer nor optimizer, as they are now."""
     for key, value in state.items():
@@ -608,7 +597,7 @@ def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Rep
         if step is not None and log == logs[-1]:
             # Hand over the settings and other states as they are after the step.
             trained.set_settings(step.settings, "after")
-            for key in _objects_of(state):
+            for key in objects_of(state):
                 state[key].load_state_dict(step.objects[f"{OBJECT}{key}"])
             for name, module in plain_modules(trained.module):
                 if f"{EXTRA}{name}" in step.objects:
@@ -650,7 +639,7 @@ def _read(reader: VersionReader, trained: Trained, state: State, *, whole: bool)
         return found.numpy() if kind == "numpy" else found
 
     step = _Step()
-    wanted = {f"{OBJECT}{key}" for key in _objects_of(state)}
+    wanted = {f"{OBJECT}{key}" for key in objects_of(state)}
     for name, value in saved.items():
         if name.startswith(DIGEST):
             add_digest(step.digest, value)
@@ -722,14 +711,6 @@ def _take(step: _Step, trained: Trained, ranks: Group, *, private: bool) -> str:
         f"it gives other bits of `{wrong[0]}`{more} than in training; the optimizer, its kernels "
         "or the gradient are not the same"
     )
-
-
-def _objects_of(state: State) -> list[str]:
-    return [
-        key
-        for key, value in state.items()
-        if not isinstance(value, nn.Module) and optimizers_of(value) is None
-    ]
 
 
 @dataclass(frozen=True)
@@ -877,7 +858,7 @@ class Restorer:
         """
         contents, problem, damaged, unsure = None, "", False, False
         try:
-            contents = place.load(version)
+            contents = place.open(version)
         except UnfinishedError as error:
             problem = str(error)
         except CheckpointError as error:
@@ -945,35 +926,58 @@ class Restorer:
             return [], f"{count} after step {base.step} passed over: they need the optimizer"
         return logs, unused
 
-    def _restore_version(
-        self, place: Place, contents: Contents, wish: RestoreRequest, skipped: list[str]
-    ) -> tuple[Restored | None, str]:
-        step, location = contents.version.step, place.storage.location
-        problem, targets, saved = "", None, saved_in(contents)
+    def _fitting(
+        self, place: Place, contents: Contents, wish: RestoreRequest, saved: Saved
+    ) -> tuple[Targets | None, str]:
+        """The targets of a version that fits, or why it is passed over."""
+        problem, targets, more = "", None, contents.on_demand
         try:
-            targets = find_targets(wish.state, saved)
+            found = find_targets(wish.state, saved)
+            if more is not None:
+                more.read(found.boxes(saved))
+            targets = found
         except Exception as error:
             problem = str(error)
         names = {*targets.tensors, *targets.values} if targets is not None else set()
-        taken = set().union(*self._ranks.gather(names))
+        said = self._ranks.gather((names, None if more is None else more.failure))
+        if failures := [failure for _, failure in said if failure is not None]:
+            unsure = any(isinstance(failure, UnreadableError) for failure in failures)
+            return None, self._passed_over(place, contents, str(failures[0]), unsure=unsure)
+        taken = set().union(*(of_rank for of_rank, _ in said))
         held = {*contents.catalogue.tensors, *contents.catalogue.values}
         if place.private:
             held = set().union(*self._ranks.gather(held))
         if targets is not None:
             problem = check_fit(targets, saved, taken, wish.allow)
             if place.private and not problem:
-                boxes = {name: local_box(tensor)[0] for name, tensor in targets.tensors.items()}
                 elsewhere = [name for name in targets.missing if name in held]
-                lacking = next(iter(elsewhere), "") or not_held(contents, boxes)
+                lacking = next(iter(elsewhere), "") or not_held(contents, targets.boxes(saved))
                 if lacking:
                     problem = f"rank {self._ranks.rank} did not save its part of `{lacking}`"
         if problem := self._ranks.first_problem(problem):
-            sentence = f"{location}/{contents.version.folder} does not fit this model: {problem}"
+            folder = contents.version.folder
+            sentence = f"{place.storage.location}/{folder} does not fit this model: {problem}"
             if place.private:
                 # A rank may have had another share of the same model; lower tiers have all of it.
                 return None, sentence
             raise CheckpointError(sentence)
-        assert targets is not None
+        return targets, ""
+
+    def _passed_over(self, place: Place, contents: Contents, problem: str, *, unsure: bool) -> str:
+        """Note that a version is damaged, unless that is not known; returns the sentence."""
+        place.damaged.update(set() if unsure else {contents.version})
+        # A version also reads the packs of those before it, which the problem may name.
+        folder = contents.version.folder
+        return problem if folder in problem else f"{place.storage.location}/{folder}: {problem}"
+
+    def _restore_version(
+        self, place: Place, contents: Contents, wish: RestoreRequest, skipped: list[str]
+    ) -> tuple[Restored | None, str]:
+        step, location = contents.version.step, place.storage.location
+        saved = saved_in(contents)
+        targets, problem = self._fitting(place, contents, wish, saved)
+        if targets is None:
+            return None, problem
         counters, unexpected, unsure, decoded = None, None, False, {}
         try:
             with VersionReader(place.storage, contents) as reader:
@@ -990,10 +994,7 @@ class Restorer:
         if fatal:
             raise unexpected or CheckpointError(problem)
         if problem:
-            # A version also reads the packs of those before it, which the problem may name.
-            folder, harmed = contents.version.folder, set() if unsure else {contents.version}
-            place.damaged.update(harmed)
-            return None, problem if folder in problem else f"{location}/{folder}: {problem}"
+            return None, self._passed_over(place, contents, problem, unsure=unsure)
         assert counters is not None
         install(wish.state, targets, saved, decoded)
         return Restored(step, skipped, counters.read_bytes, counters.needed_bytes, location), ""

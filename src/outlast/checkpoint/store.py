@@ -26,6 +26,7 @@ from outlast.checkpoint.manifest import REPLAY, STATE, collection_paused
 from outlast.checkpoint.owner import OwnedError
 from outlast.checkpoint.plan import Holdings
 from outlast.checkpoint.restore import Restored, Restorer
+from outlast.checkpoint.retention import prune_logs
 from outlast.checkpoint.storage import (
     LocalStorage,
     describe_failure,
@@ -35,7 +36,7 @@ from outlast.checkpoint.storage import (
     within,
 )
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
-from outlast.checkpoint.version import Version, list_versions, listing, logs_of, prune_logs
+from outlast.checkpoint.version import Version, leaders, list_versions, listing, logs_of
 from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
@@ -44,7 +45,7 @@ from outlast.state.live import Collector, State, mesh_of
 
 if TYPE_CHECKING:
     from outlast.checkpoint.plan import Holding
-    from outlast.checkpoint.version import Retention
+    from outlast.checkpoint.retention import Retention
     from outlast.state.live import Live
 
 WhenBusy = Literal["wait", "skip", "replace"]
@@ -597,6 +598,8 @@ class CheckpointStore:
                     self._offer(version, number)
                 self._signals.tell(key, problem)
             else:
+                if self._coordinated:
+                    problem = self._seal_group(place, version, key, problem)
                 # Without coordination, a version counts once all parts are there, whoever is last.
                 problem = self._signals.hear(key, problem)
                 if not problem:
@@ -628,9 +631,27 @@ class CheckpointStore:
         self._tiers.first.ownership.check()
         place.seal(version)
 
+    def _seal_group(self, place: Place, version: Version, key: str, problem: str) -> str:
+        """Seal the group that this rank leads, if it leads one; returns what went wrong in it."""
+
+        def sealed() -> str:
+            return place.seal_group(
+                version, problem, functools.partial(self._signals.gather, key, "")
+            )
+
+        if not place.group:
+            return problem
+        try:
+            # The wait for the ranks comes before that for the storage.
+            return within(2 * self._timeout_seconds, sealed, self._place)
+        except (CheckpointError, LeaseLostError, OSError) as error:
+            return describe_failure(error)
+
     def _seal(self, place: Place, version: Version, key: str, problem: str) -> str:
         try:
-            problems = self._signals.gather(key, problem)
+            problem = self._seal_group(place, version, key, problem)
+            asked = None if place.private else leaders(place.world_size)[1:]
+            problems = self._signals.gather(key, problem, asked)
             problem = next((problem for problem in problems if problem), "")
             if not problem:
                 within(self._timeout_seconds, lambda: self._seal_here(place, version), self._place)

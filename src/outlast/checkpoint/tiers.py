@@ -38,6 +38,7 @@ import xxhash
 
 from outlast.checkpoint.manifest import Part
 from outlast.checkpoint.owner import Ownership
+from outlast.checkpoint.retention import Retention, prune
 from outlast.checkpoint.storage import (
     LocalStorage,
     describe_failure,
@@ -49,18 +50,23 @@ from outlast.checkpoint.storage import (
 from outlast.checkpoint.version import (
     SEAL,
     Contents,
-    Retention,
     UnfinishedError,
     UnreadableError,
     Version,
     check_contents,
+    group_size,
+    is_of_groups,
     is_published,
+    leaders,
+    led_by,
     list_versions,
     load,
-    prune,
+    open_version,
     read_catalogue,
     read_part,
     seal,
+    seal_group,
+    seal_groups,
     unreadable,
     world_sizes,
 )
@@ -133,8 +139,15 @@ class Place:
             CheckpointError: When something is missing or damaged, or, in a private place, it was
                 saved by another number of ranks.
         """
+        return self._read(load, version)
+
+    def open(self, version: Version) -> Contents:
+        """As `load`, to restore: of very many ranks, parts are read when they are wanted."""
+        return self._read(open_version, version)
+
+    def _read(self, read: Callable[[Storage, Version], Contents], version: Version) -> Contents:
         try:
-            return self._own(version) if self.private else load(self.storage, version)
+            return self._own(version) if self.private else read(self.storage, version)
         except CheckpointError:
             raise
         except Exception as error:  # clients of object stores raise what they like
@@ -170,7 +183,39 @@ class Place:
             OSError: When the storage fails.
         """
         self.ownership.check()
-        seal(self.storage, self.load(version))
+        files = {} if self.private else self.storage.files(version.folder)
+        world_size = max(world_sizes(files), default=0)
+        if version.group_name(0, world_size).partition("/")[2] in files:
+            seal_groups(self.storage, version, world_size)
+        else:
+            seal(self.storage, self.load(version))
+
+    @property
+    def group(self) -> range:
+        """The ranks whose parts this one seals as a group, before rank 0 seals the version."""
+        return range(0) if self.private else led_by(self.rank, self.world_size)
+
+    def seal_group(self, version: Version, problem: str, said: Callable[[range], list[str]]) -> str:
+        """Seal the group that this rank leads, if it leads one.
+
+        Args:
+            version: Which.
+            problem: What went wrong on this rank; may be empty.
+            said: Gives what went wrong on other ranks, as soon as they have written their parts.
+
+        Returns:
+            What went wrong on any rank of the group.
+
+        Raises:
+            CheckpointError: When a rank does not come, or its part cannot be used.
+            OSError: When the storage fails.
+        """
+        if not self.group:
+            return problem
+        problem = next(filter(None, [problem, *said(self.group[1:])]), "")
+        if not problem:
+            seal_group(self.storage, version, self.rank, self.world_size)
+        return problem
 
     def prune(self, protected: Collection[Version]) -> None:
         """Delete what need not stay, if that is this rank's part; failures wait for next time."""
@@ -283,7 +328,7 @@ class Copy:
         self._made: list[str] = []
 
     def run(self) -> None:
-        """Copy packs, catalogues and manifests, in this order.
+        """Copy packs, catalogues, manifests and what was sealed of groups, in this order.
 
         Raises:
             CheckpointError: When the source is damaged, or the target has other content.
@@ -297,11 +342,19 @@ class Copy:
             self._publish(self._version.catalogue_name(root))
         for name, content, _ in parts:
             self._publish(name, content)
+        for name in self._groups():
+            self._publish(name)
 
     def undo(self) -> None:
         """Delete what was copied, so that failures do not fill the tier."""
-        seal_name = f"{self._version.folder}/{SEAL}"
-        for name in [seal_name, *reversed(self._made)] if self._made else []:
+        folder = self._version.folder
+        names: list[str] = []
+        if self._made:
+            with contextlib.suppress(Exception):
+                # What was made of the copies.
+                names = [name for name in self._to.files(folder) if is_of_groups(name)]
+            names = [f"{folder}/{name}" for name in [SEAL, *names]] + self._made[::-1]
+        for name in names:
             # Another rank may have found this catalogue there and rely on it.
             if "/catalogue-" not in name:
                 with contextlib.suppress(Exception):
@@ -328,6 +381,16 @@ class Copy:
                 # Others may hold the same; the seal shows whether something is missing.
                 continue
             yield name, content, Part.from_bytes(content, f"{self._from.location}/{name}")
+
+    def _groups(self) -> list[str]:
+        """The groups' files that are this rank's to copy; the index is made of them anew."""
+        if self._source.private or self._target.private:
+            return []
+        files = self._from.files(self._version.folder)
+        saved = max(world_sizes(files), default=0)
+        names = sorted(name for name in files if group_size(name) == saved)
+        own = names[self._source.rank :: self._source.world_size]
+        return [f"{self._version.folder}/{name}" for name in own]
 
     def _copy_pack(self, name: str, chunks: list[Chunk]) -> None:
         size = _size(self._from, name)
@@ -851,9 +914,15 @@ class Tiers:
                 copy.run()
 
         problem = _attempt(paced)
+        asked = None
+        if self._coordinated and self.places[job.source].private and not target.private:
+            # What one rank alone can see has no groups yet.
+            asked = leaders(target.world_size)[1:]
+            problem = self._seal_group(target, job.version, f"{key}/done", problem)
         if self._leads:
             try:
-                problem = next(filter(None, self._signals.gather(f"{key}/done", problem)), "")
+                said = self._signals.gather(f"{key}/done", problem, asked)
+                problem = next(filter(None, said), "")
             except CheckpointError as error:
                 problem = str(error)
             # Without the seal of a shared tier, a version counts once all parts are there.
@@ -870,6 +939,15 @@ class Tiers:
             copy.undo()
             return failed(target, job.version, problem, seconds, copy.bytes)
         return DrainResult(target.storage.location, job.version.step, seconds, copy.bytes)
+
+    def _seal_group(self, target: Place, version: Version, key: str, problem: str) -> str:
+        """Seal the group that this rank leads, if it leads one; returns what went wrong."""
+        assert self._signals is not None
+        gather = functools.partial(self._signals.gather, key, "")
+        try:
+            return target.seal_group(version, problem, gather)
+        except Exception as error:  # clients of object stores raise what they like
+            return describe_failure(error)
 
     def _serve(self, index: int) -> None:
         """The thread of one tier."""

@@ -1,4 +1,4 @@
-"""Versions in a store: their names, which are complete, which stay, and what is deleted.
+"""Versions in a store: their names, which are complete, and how they are sealed.
 
     checkpoints/
       step-00000200-a1/                    step 200, saved by the store's first session
@@ -7,27 +7,36 @@
         rank-00001-of-00002.json ...
         catalogue-6c3f0d1e9a7b2c45.json    names, types and shapes of all tensors
         version.json                       the seal: written when all parts are there
+        group-00003-of-00512.json          of very many ranks: what those of a group saved
+        index-of-00512.json                of very many ranks: what the groups hold
       replay/step-00000201-a1/ ...         replay logs, in the format of versions
 
 No pointer says which version is the newest: that is the last one, by session and step, whose parts
 together hold every element of every tensor in its catalogue. A session is one owner of the store; a
 run that goes back to an earlier step does so in a new session, so its versions come later.
 
-Replay logs lie beside the versions that they lead on from; those of no more use are deleted here,
-too. Needs no torch.
+No process reads the manifests of very many ranks: the first rank of each group reads those of its
+group and writes what they hold into one file, and rank 0 makes the index from these files. Whoever
+restores reads the index, the groups that hold what it wants, and of these the manifests that do.
+
+Replay logs lie beside the versions that they lead on from; Needs no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from outlast.checkpoint.manifest import (
     FORMAT,
+    GROUP_NAME,
     IMPORTED,
+    INDEX_NAME,
     MAX_RANKS,
     PART_NAME,
     REPLAY,
@@ -35,6 +44,8 @@ from outlast.checkpoint.manifest import (
     STATE,
     Catalogue,
     Fields,
+    GroupSeal,
+    Index,
     ManifestError,
     Part,
     root_of,
@@ -47,11 +58,17 @@ from outlast.state.box import Box, covers
 from outlast.state.values import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from outlast.checkpoint.storage import Storage
 
 SEAL = "version.json"
+INDEXED_ABOVE = 128
+"""Versions of more ranks than this are sealed by groups and have an index."""
+
+GROUP_RANKS = 128
+"""Ranks of a group."""
+
 _FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)
 # Of ranks whose files are not even listed, as a listing that lags behind may hide a few.
 _UNLISTED = 64
@@ -91,13 +108,39 @@ class Version:
         """File with the catalogue whose BLAKE3 is `root`."""
         return f"{self.folder}/catalogue-{root[:16]}.json"
 
+    def group_name(self, group: int, world_size: int) -> str:
+        """File with what the ranks of a group saved."""
+        return f"{self.folder}/group-{group:05d}-of-{world_size:05d}.json"
+
+    def index_name(self, world_size: int) -> str:
+        """File with what the groups of ranks hold."""
+        return f"{self.folder}/index-of-{world_size:05d}.json"
+
+
+def led_by(rank: int, world_size: int) -> range:
+    """The ranks whose parts `rank` seals as a group; none where it leads none, or there are none.
+
+    Args:
+        rank: Which.
+        world_size: How many ranks save a version together.
+    """
+    if world_size <= INDEXED_ABOVE or rank % GROUP_RANKS:
+        return range(0)
+    return range(rank, min(rank + GROUP_RANKS, world_size))
+
+
+def leaders(world_size: int) -> range:
+    """The ranks that lead groups; where there are no groups, all."""
+    return range(0, world_size, GROUP_RANKS if world_size > INDEXED_ABOVE else 1)
+
 
 @dataclass(frozen=True)
 class Seal:
     """Mark that rank 0 writes when a version is complete.
 
     Attributes:
-        roots: Name of each part's file in the version's folder to the part's BLAKE3.
+        roots: Name of each part's file in the version's folder to the part's BLAKE3; where there
+            is an index, its name and those of the groups' files instead.
         packs: Files that the version needs, its own and older ones.
         requires: Steps of the same session that it needs.
         metrics: Figures by which versions are compared, e.g. a validation loss.
@@ -113,7 +156,13 @@ class Seal:
     @property
     def world_size(self) -> int:
         """Number of ranks that saved it."""
-        return max(world_sizes(self.roots), default=0)
+        return self.indexed or max(world_sizes(self.roots), default=0)
+
+    @property
+    def indexed(self) -> int:
+        """Number of ranks that saved it, where it has an index; else 0."""
+        named = (INDEX_NAME.fullmatch(name) for name in self.roots)
+        return next((int(found[1]) for found in named if found), 0)
 
     def to_bytes(self) -> bytes:
         """The content of the seal's file; its own hash is the root over the whole version."""
@@ -139,9 +188,14 @@ class Seal:
         found = Fields(name, unsealed(content, name))
         found.only("parts", "packs", "requires", "metrics", "kind")
         roots = found.table("parts")
+        named = [name for name in roots if INDEX_NAME.fullmatch(name)]
         for part, root in roots.items():
-            found.checked_text("parts", part, PART_NAME)
+            if part not in named:
+                found.checked_text("parts", part, GROUP_NAME if named else PART_NAME)
             found.checked_text(f"parts[{part}]", root, ROOT)
+        sizes = [int(name[len("index-of-") : -len(".json")]) for name in named]
+        if len(named) > 1 or not all(0 < size <= MAX_RANKS for size in sizes):
+            raise found.error("parts", f"has {', '.join(named):.200}, which is no one index")
         return cls(
             roots,
             found.packs(),
@@ -161,6 +215,7 @@ class Contents:
         parts: What the ranks saved; a rank may be missing if others hold the same.
         roots: BLAKE3 of each part.
         problems: A sentence for each manifest that could not be used.
+        on_demand: Reads more of the parts, where not all were read; see `open_version`.
     """
 
     version: Version
@@ -168,11 +223,12 @@ class Contents:
     parts: list[Part]
     roots: list[str]
     problems: list[str]
+    on_demand: ManifestsOnDemand | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> str:
         """``state`` or ``replay``."""
-        return self.parts[0].kind
+        return self.parts[0].kind if self.on_demand is None else self.on_demand.index.kind
 
     @property
     def requires(self) -> list[int]:
@@ -193,14 +249,144 @@ class Contents:
         )
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Mapping[str, Any]:
         """JSON values by name; of several ranks that saved one, the first counts."""
+        if self.on_demand is not None:
+            return _ValuesOnDemand(self.on_demand)
         return {name: value for part in self.parts[::-1] for name, value in part.values.items()}
 
     @property
     def packs(self) -> set[str]:
         """Files that hold its chunks."""
         return {pack for part in self.parts for pack in part.packs}
+
+
+class ManifestsOnDemand:
+    """The manifests of a version with an index, read when something of them is wanted.
+
+    Args:
+        storage: The store.
+        version: Which version.
+        index: Its index.
+        catalogue: All its tensors and values.
+
+    Attributes:
+        index: As given.
+        contents: The version with the parts that were read so far.
+        failure: What was wrong with the first file that could not be used; None: nothing so far.
+    """
+
+    def __init__(
+        self, storage: Storage, version: Version, index: Index, catalogue: Catalogue
+    ) -> None:
+        self.index = index
+        self.contents = Contents(version, catalogue, [], [], [], self)
+        self.failure: CheckpointError | None = None
+        self._storage = storage
+        self._groups: dict[int, GroupSeal] = {}
+        self._parts: dict[int, Part] = {}
+
+    def value(self, name: str) -> Any:
+        """A value of the version.
+
+        Raises:
+            KeyError: When there is none of that name.
+            CheckpointError: When the manifest that has it cannot be used.
+        """
+        group = self.index.values[name]
+        with self._noted():
+            rank = self._group(group).values.get(name)
+            part = None if rank is None else self._part(group, rank)
+            if part is None or name not in part.values:
+                raise self._contradiction(group, name)
+            return part.values[name]
+
+    def read(self, boxes: dict[str, Box]) -> None:
+        """Read the manifests that hold any of the given boxes of tensors, and see that all is held.
+
+        Tensors that the version has not are passed over.
+
+        Raises:
+            CheckpointError: When one cannot be used.
+        """
+        wanted: dict[int, dict[str, Box]] = {}
+        held = {name: box for name, box in boxes.items() if name in self.contents.catalogue.tensors}
+        for name, box in held.items():
+            for group, around in self.index.tensors.get(name, ()):
+                if around is None or _meet(around, box):
+                    wanted.setdefault(group, {})[name] = box
+        with self._noted():
+            for group, of_group in wanted.items():
+                sealed_ranks = {
+                    rank
+                    for name, box in of_group.items()
+                    for rank, piece in self._group(group).pieces.get(name, ())
+                    if _meet(piece, box)
+                }
+                for rank in sorted(sealed_ranks):
+                    self._part(group, rank)
+            if lacking := not_held(self.contents, held):
+                raise CheckpointError(
+                    f"{_place(self._storage, self.contents.version)} is incomplete: "
+                    f"`{lacking:.200}` is not whole"
+                )
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self.failure = self.failure or error
+            raise
+
+    def _group(self, group: int) -> GroupSeal:
+        if group not in self._groups:
+            self._groups[group] = _read_group(
+                self._storage, self.contents.version, self.index, group
+            )
+        return self._groups[group]
+
+    def _part(self, group: int, rank: int) -> Part:
+        if rank not in self._parts:
+            version, sealed_group = self.contents.version, self._group(group)
+            part, root = _readable_part(self._storage, version, rank, self.index.world_size)
+            if root != sealed_group.roots[rank - sealed_group.first]:
+                raise self._contradiction(group, version.part_name(rank, self.index.world_size))
+            alone = Contents(version, self.contents.catalogue, [part], [root], [])
+            check_contents(self._storage, alone)
+            self._parts[rank] = part
+            self.contents.parts.append(part)
+            self.contents.roots.append(root)
+        return self._parts[rank]
+
+    def _contradiction(self, group: int, name: str) -> CheckpointError:
+        file = self.contents.version.group_name(group, self.index.world_size)
+        return CheckpointError(
+            f"{self._storage.location}/{file} does not fit `{name:.200}`, which it names"
+        )
+
+
+class _ValuesOnDemand(Mapping[str, Any]):
+    """The values of a version whose manifests are read when they are wanted."""
+
+    def __init__(self, manifests: ManifestsOnDemand) -> None:
+        self._manifests = manifests
+
+    def __getitem__(self, name: str) -> Any:
+        return self._manifests.value(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._manifests.index.values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifests.index.values)
+
+    def __len__(self) -> int:
+        return len(self._manifests.index.values)
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return len(one.shape) == len(other.shape) and one.overlap(other) is not None
 
 
 def listing(problems: Sequence[str]) -> str:
@@ -219,6 +405,17 @@ def world_sizes(names: Iterable[str]) -> set[int]:
     """Numbers of ranks that saved the parts among the files `names` of a version's folder."""
     found = {int(named[2]) for name in names if (named := PART_NAME.fullmatch(name))}
     return {size for size in found if size <= MAX_RANKS}
+
+
+def group_size(name: str) -> int:
+    """Number of ranks that saved the version, of the file of a group; 0: it is none."""
+    named = GROUP_NAME.fullmatch(name)
+    return int(named[2]) if named else 0
+
+
+def is_of_groups(name: str) -> bool:
+    """Return whether a file in a version's folder is of a group, or the index of all groups."""
+    return bool(GROUP_NAME.fullmatch(name) or INDEX_NAME.fullmatch(name))
 
 
 def is_published(storage: Storage, version: Version) -> bool:
@@ -271,6 +468,25 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
         CheckpointError: When it is incomplete; says what is missing or damaged.
     """
     files = _files(storage, version) if files is None else files
+    mark = _seal_of(storage, version) if SEAL in files else None
+    return _load(storage, version, files, mark)
+
+
+def open_version(storage: Storage, version: Version) -> Contents:
+    """As `load`; of a version with an index, a part is read when something in it is wanted.
+
+    Raises:
+        UnfinishedError, UnreadableError, CheckpointError: As `load`.
+    """
+    mark = _seal_of(storage, version)
+    if mark is None or not mark.indexed:
+        return _load(storage, version, _files(storage, version), mark)
+    index = _read_index(storage, version, mark)
+    catalogue = _merged_catalogue(storage, version, index.catalogues)
+    return ManifestsOnDemand(storage, version, index, catalogue).contents
+
+
+def _load(storage: Storage, version: Version, files: dict[str, int], mark: Seal | None) -> Contents:
     sizes = world_sizes(files)
     cut_short: type[CheckpointError] = CheckpointError if SEAL in files else UnfinishedError
     if not sizes:
@@ -304,12 +520,12 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
         raise (UnreadableError if cut_short is UnreadableError else CheckpointError)(
             "; ".join(problems)
         )
-    catalogue = Catalogue({})
     catalogues = {part.catalogue for part in parts}
-    for root in catalogues:
-        catalogue = catalogue.merged(read_catalogue(storage, version, root))
+    catalogue = _merged_catalogue(storage, version, catalogues)
     contents = Contents(version, catalogue, parts, roots, problems)
     check_contents(storage, contents)
+    if mark is not None and mark.indexed:
+        _check_index(storage, contents, mark)
     held = {name for part in parts for name in part.values}
     missing = [name for name in catalogue.values if name not in held]
     for name, facts in catalogue.tensors.items():
@@ -340,6 +556,103 @@ def read_part(storage: Storage, version: Version, rank: int, world_size: int) ->
     if written != (version.session, version.step, rank, world_size):
         raise CheckpointError(f"{storage.location}/{name} belongs to another version")
     return part, root_of(content)
+
+
+def _readable_part(
+    storage: Storage, version: Version, rank: int, world_size: int
+) -> tuple[Part, str]:
+    """As `read_part`, but a storage that fails is a CheckpointError too."""
+    try:
+        return read_part(storage, version, rank, world_size)
+    except OSError as error:
+        raise unreadable(storage, version.part_name(rank, world_size), error) from None
+
+
+def _merged_catalogue(storage: Storage, version: Version, roots: Iterable[str]) -> Catalogue:
+    first, *others = (read_catalogue(storage, version, root) for root in roots)
+    return functools.reduce(Catalogue.merged, others, first)
+
+
+def _seal_of(storage: Storage, version: Version) -> Seal | None:
+    """The seal of a version; None when there is none that can be read."""
+    name = f"{version.folder}/{SEAL}"
+    with contextlib.suppress(OSError, CheckpointError):
+        return Seal.from_bytes(storage.read(name), f"{storage.location}/{name}")
+    return None
+
+
+def _sealed_file(storage: Storage, name: str, root: str) -> bytes:
+    """A file whose BLAKE3 is to be `root`; one that ends with it is checked when it is parsed."""
+    try:
+        content = storage.read(name)
+    except OSError as error:
+        raise unreadable(storage, name, error) from None
+    if root.encode() not in content[-len(root) - 4 :]:
+        raise CheckpointError(f"{storage.location}/{name} is damaged, or of another version")
+    return content
+
+
+def _read_index(storage: Storage, version: Version, mark: Seal) -> Index:
+    """The index that a seal names."""
+    world_size = mark.indexed
+    name = version.index_name(world_size)
+    place = f"{storage.location}/{name}"
+    content = _sealed_file(storage, name, mark.roots[name.partition("/")[2]])
+    index = Index.from_bytes(content, place)
+    groups = {
+        version.group_name(number, world_size).partition("/")[2]: root
+        for number, root in enumerate(index.groups)
+    }
+    written = index.session, index.step, index.world_size, index.kind
+    if written != (version.session, version.step, world_size, mark.kind):
+        raise CheckpointError(f"{place} belongs to another version")
+    if {**groups, name.partition("/")[2]: root_of(content)} != mark.roots:
+        raise CheckpointError(f"{place} names other groups than {version.folder}/{SEAL}")
+    if not index.catalogues:
+        raise ManifestError(f"{place} is malformed: catalogues is empty")
+    return index
+
+
+def _read_group(storage: Storage, version: Version, index: Index, number: int) -> GroupSeal:
+    """A group's file that an index names."""
+    name = version.group_name(number, index.world_size)
+    content = _sealed_file(storage, name, index.groups[number])
+    group = GroupSeal.from_bytes(content, f"{storage.location}/{name}")
+    written = group.session, group.step, group.world_size, group.kind, group.ranks
+    expected = version.session, version.step, index.world_size, index.kind, index.ranks_of(number)
+    if written != expected:
+        raise CheckpointError(f"{storage.location}/{name} belongs to another version or group")
+    return group
+
+
+def _check_index(storage: Storage, contents: Contents, mark: Seal) -> None:
+    """See that index and groups say of the parts what these say; all parts have to be there.
+
+    Raises:
+        CheckpointError: When they do not.
+    """
+    version, parts = contents.version, contents.parts
+    if contents.problems:
+        raise CheckpointError(
+            f"{_place(storage, version)} is incomplete ({listing(contents.problems)})"
+        )
+    index = _read_index(storage, version, mark)
+    ranks = [index.ranks_of(number) for number in range(len(index.groups))]
+    if ranks[-1].stop != len(parts):
+        raise CheckpointError(f"{_place(storage, version)} has another index than manifests")
+    groups = [
+        GroupSeal.of(parts[found.start : found.stop], contents.roots[found.start : found.stop])
+        for found in ranks
+    ]
+    for number, group in enumerate(groups):
+        name = version.group_name(number, index.world_size)
+        if _sealed_file(storage, name, index.groups[number]) != group.to_bytes():
+            raise CheckpointError(
+                f"{storage.location}/{name} does not say what the manifests of its group say"
+            )
+    if index != Index.of(groups, index.groups):
+        name = version.index_name(index.world_size)
+        raise CheckpointError(f"{storage.location}/{name} does not say what its groups hold")
 
 
 def check_contents(storage: Storage, contents: Contents) -> None:
@@ -390,12 +703,99 @@ def read_seal(storage: Storage, version: Version) -> Seal | None:
         raise unreadable(storage, name, error) from None
     packs = (pack.partition("/") for pack in found.packs)
     needed = {*found.roots, *(name for folder, _, name in packs if folder == version.folder)}
+    for rank in range(found.indexed):
+        needed.add(version.part_name(rank, found.indexed).partition("/")[2])
     return found if needed <= _files(storage, version).keys() else None
 
 
 def seal(storage: Storage, contents: Contents) -> None:
-    """Write the seal that stands for `contents`; raises OSError when the storage fails."""
-    publish(storage, f"{contents.version.folder}/{SEAL}", contents.seal.to_bytes())
+    """Write the seal that stands for `contents`, with an index where there are very many parts.
+
+    Raises:
+        CheckpointError: When groups that were sealed before do not fit.
+        OSError: When the storage fails.
+    """
+    version, parts = contents.version, contents.parts
+    world_size = parts[0].world_size
+    if not len(parts) == world_size > INDEXED_ABOVE:
+        publish(storage, f"{version.folder}/{SEAL}", contents.seal.to_bytes())
+        return
+    for first in leaders(world_size):
+        ranks = led_by(first, world_size)
+        found = parts[ranks.start : ranks.stop], contents.roots[ranks.start : ranks.stop]
+        _publish_group(storage, version, GroupSeal.of(*found))
+    seal_groups(storage, version, world_size)
+
+
+def seal_group(storage: Storage, version: Version, rank: int, world_size: int) -> None:
+    """Read the parts of the group that `rank` leads, and write what they hold.
+
+    Raises:
+        CheckpointError: When a part cannot be used.
+        OSError: When the storage fails to write.
+    """
+    parts, roots = [], []
+    for member in led_by(rank, world_size):
+        part, root = _readable_part(storage, version, member, world_size)
+        parts.append(part)
+        roots.append(root)
+    catalogue = _merged_catalogue(storage, version, {part.catalogue for part in parts})
+    check_contents(storage, Contents(version, catalogue, parts, roots, []))
+    _publish_group(storage, version, GroupSeal.of(parts, roots))
+
+
+def _publish_group(storage: Storage, version: Version, group: GroupSeal) -> None:
+    name = version.group_name(group.first // GROUP_RANKS, group.world_size)
+    publish(storage, name, group.to_bytes())
+
+
+def seal_groups(storage: Storage, version: Version, world_size: int) -> None:
+    """Write index and seal of a version whose groups are sealed, without reading a manifest.
+
+    Raises:
+        CheckpointError: When groups together do not hold everything.
+        OSError: When the storage fails to write.
+    """
+    groups: list[GroupSeal] = []
+    roots: list[str] = []
+    while not groups or groups[-1].ranks.stop < world_size:
+        number = len(groups)
+        name = version.group_name(number, world_size)
+        place = f"{storage.location}/{name}"
+        try:
+            content = storage.read(name)
+        except OSError as error:
+            raise unreadable(storage, name, error) from None
+        group = GroupSeal.from_bytes(content, place)
+        written = group.session, group.step, group.world_size, group.first
+        first = groups[-1].ranks.stop if groups else 0
+        if written != (version.session, version.step, world_size, first):
+            raise CheckpointError(f"{place} belongs to another version or group")
+        groups.append(group)
+        roots.append(root_of(content))
+    index = Index.of(groups, roots)
+    catalogue = _merged_catalogue(storage, version, index.catalogues)
+    missing = [name for name in catalogue.values if name not in index.values]
+    for name, facts in catalogue.tensors.items():
+        held = [groups[number].pieces[name] for number, _ in index.tensors.get(name, ())]
+        if not covers(facts.shape, [box for of_group in held for _, box in of_group]):
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"{_place(storage, version)} is incomplete: `{missing[0]:.200}` is not whole"
+        )
+    content, name = index.to_bytes(), version.index_name(world_size)
+    publish(storage, name, content)
+    names = [name, *(version.group_name(number, world_size) for number in range(len(groups)))]
+    files = (file.partition("/")[2] for file in names)
+    mark = Seal(
+        dict(zip(files, [root_of(content), *roots], strict=True)),
+        sorted({pack for group in groups for pack in group.packs}),
+        index.requires,
+        groups[0].metrics,
+        index.kind,
+    )
+    publish(storage, f"{version.folder}/{SEAL}", mark.to_bytes())
 
 
 def unreadable(storage: Storage, name: str, error: OSError) -> CheckpointError:
@@ -434,190 +834,6 @@ def not_held(contents: Contents, boxes: dict[str, Box]) -> str:
         if not covers(box.shape, inside):
             return name
     return ""
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Rule for the versions of a store that stay.
-
-    Attributes:
-        keep: The newest ones.
-        every: Also all whose step is a multiple of this, for ever; 0: none.
-        best: Also this many with the best figure; 0: none.
-        metric: Name of the figure, as given to `save_async`.
-        mode: Whether a small (``min``) or a large (``max``) figure is good.
-    """
-
-    keep: int = 3
-    every: int = 0
-    best: int = 0
-    metric: str = ""
-    mode: Literal["min", "max"] = "min"
-
-    def __post_init__(self) -> None:
-        """Refuse what would keep nothing or cannot be decided."""
-        if self.keep < 1:
-            raise CheckpointError(f"keep = {self.keep} keeps no checkpoint; it must be at least 1")
-        if self.every < 0 or self.best < 0:
-            raise CheckpointError(
-                f"every = {self.every} and best = {self.best} must be 0 (none) or larger"
-            )
-        if self.best and not self.metric:
-            raise CheckpointError(
-                f"best = {self.best} needs the name of a metric to compare, e.g. metric='loss'"
-            )
-
-
-def complete_versions(storage: Storage) -> dict[Version, Seal]:
-    """All complete versions and their seals, from old to new; unsealed ones' manifests are read.
-
-    Raises:
-        UnreadableError: When the storage fails.
-        OSError: When it cannot be listed.
-    """
-    found = {version: find_seal(storage, version, load) for version in list_versions(storage)}
-    return {version: seal[0] for version, seal in found.items() if seal is not None}
-
-
-def survey(
-    storage: Storage,
-    versions: list[Version],
-    read: Callable[[Storage, Version], Contents] = load,
-    cache: dict[Version, Seal] | None = None,
-) -> tuple[dict[Version, Seal], Version | None]:
-    """The complete ones of `versions`, and the newest one of which the storage fails to say.
-
-    Args:
-        storage: The store.
-        versions: All its versions, from old to new.
-        read: Reads the manifests of an unsealed version, or raises CheckpointError; as `load`.
-        cache: The seals that are known from the last time, brought up to date.
-    """
-    cache = {} if cache is None else cache
-    for gone in cache.keys() - set(versions):
-        del cache[gone]
-    known, unclear = {}, None
-    for version in versions:
-        if version in cache:
-            known[version] = cache[version]
-            continue
-        try:
-            found = find_seal(storage, version, read)
-        except (UnreadableError, OSError):
-            unclear = version
-            continue
-        if found is not None:
-            known[version], is_stored = found
-            # Without a seal, parts may still come, and need more packs.
-            if is_stored:
-                cache[version] = known[version]
-    return known, unclear
-
-
-def to_keep(known: dict[Version, Seal], policy: Retention) -> set[Version]:
-    """The versions that stay; `known` runs from old to new."""
-    kept = set([*known][-policy.keep :])
-    if policy.every:
-        kept |= {version for version in known if version.step % policy.every == 0}
-    if policy.best:
-        sign = 1.0 if policy.mode == "min" else -1.0
-        rated = [
-            (sign * seal.metrics[policy.metric], -version.step, number, version)
-            for number, (version, seal) in enumerate(known.items())
-            if policy.metric in seal.metrics
-        ]
-        kept |= {version for *_, version in sorted(rated)[: policy.best]}
-    return kept
-
-
-def prune(
-    storage: Storage,
-    policy: Retention,
-    *,
-    protected: Collection[Version] = (),
-    damaged: Collection[Version] = (),
-    read: Callable[[Storage, Version], Contents] = load,
-    world_size: int | None = None,
-    cache: dict[Version, Seal] | None = None,
-    dry_run: bool = False,
-) -> list[Version]:
-    """Delete the versions that need not stay, and the remains of saves that were cut short.
-
-    Nothing newer than the newest complete version is touched: it may be under way. Chunks that a
-    kept version refers to stay, whatever version they were first stored with. Where the storage
-    fails to say what a version needs, that one and all older ones stay until it does.
-
-    Args:
-        storage: The store.
-        policy: What stays.
-        protected: Versions that stay too, because they are being copied.
-        damaged: Versions that a restore has passed over. They count for nothing, and stay until
-            as many intact ones as `policy` keeps are newer.
-        read: See `survey`.
-        world_size: Where only as many ranks as saved a version can restore it, how many there are
-            now: what others saved goes only when a newer version of these ranks is complete.
-        cache: See `survey`.
-        dry_run: Delete nothing.
-
-    Returns:
-        The versions deleted (or that would be), incomplete ones included.
-    """
-    versions = list_versions(storage)
-    cache = {} if cache is None else cache
-    known, unclear = survey(storage, versions, read, cache)
-    intact = {version: seal for version, seal in known.items() if version not in damaged}
-    ours = {
-        version: seal for version, seal in intact.items() if world_size in (None, seal.world_size)
-    }
-    if not ours:
-        return []
-    newest = max(ours)
-    kept = to_keep(intact, policy) | to_keep(ours, policy) | set(protected)
-    kept |= {bad for bad in damaged if sum(version > bad for version in ours) < policy.keep}
-    kept |= {
-        version
-        for version in versions
-        if version >= newest or (unclear is not None and version <= unclear)
-    }
-    packs = {pack for version in known if version in kept for pack in known[version].packs}
-    deleted = []
-    for version in versions:
-        if version in kept:
-            continue
-        files = storage.files(version.folder)
-        if any(name.endswith(".json") for name in files):
-            deleted.append(version)
-        if not dry_run:
-            # Its folder may stay, for packs that others need.
-            cache.pop(version, None)
-            delete(storage, version, files, packs)
-    return deleted
-
-
-def delete(storage: Storage, version: Version, files: dict[str, int], packs: set[str]) -> None:
-    """Delete a version but for `packs`; what cannot be deleted now waits for next time.
-
-    The manifests go first, so that what a cut deletion leaves is no version.
-
-    Args:
-        storage: The store.
-        version: Which.
-        files: The files in its folder.
-        packs: Files that other versions need.
-    """
-    names = [f"{version.folder}/{name}" for name in files]
-    manifests = sorted(name for name in names if name.endswith(".json"))
-    manifests.sort(key=lambda name: not name.endswith(SEAL))
-    needed = [name for name in names if name in packs]
-    with contextlib.suppress(OSError):
-        for name in manifests:
-            storage.remove(name)
-        if needed:
-            for name in names:
-                if name not in packs and name not in manifests:
-                    storage.remove(name)
-        else:
-            storage.remove_folder(version.folder)
 
 
 _LOGS = "replay"
@@ -681,24 +897,3 @@ def leading_on(
     if len(rest) > 1:
         steps = f"steps {rest[0].step} to {rest[-1].step}"
     return run, f"the replay logs of {steps} cannot be used: {cause}"
-
-
-def prune_logs(storage: Storage, newest: Version) -> None:
-    """Delete the replay logs that lead to `newest`, the newest complete version of the state.
-
-    The newest complete log stays, and all after it, which may be under way.
-
-    Args:
-        storage: The storage of the logs alone.
-        newest: The version that logs have to come after to be of use.
-    """
-    versions = list_versions(storage)
-    known, unclear = survey(storage, versions)
-    # What comes next may refer to the packs of the last one.
-    needed = min(newest, max(known, default=newest))
-    if unclear is not None and unclear >= needed:
-        return
-    packs = {pack for version, seal in known.items() if version >= needed for pack in seal.packs}
-    for version in versions:
-        if version < needed:
-            delete(storage, version, storage.files(version.folder), packs)

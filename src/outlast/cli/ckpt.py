@@ -477,7 +477,7 @@ def prune(
     it saves. Refused while a live process owns the store.
     """
     from outlast.checkpoint.inspection import open_store, prune_store
-    from outlast.checkpoint.version import Retention
+    from outlast.checkpoint.retention import Retention
 
     if keep is None and not every and not best:
         raise CheckpointError(

@@ -23,7 +23,7 @@ from outlast.errors import OutlastError
 from outlast.records.process import boot_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.distributed import Store
 
@@ -250,12 +250,17 @@ class StoreAgreement:
         self._telling = threading.Lock()
         self._given_up = threading.Event()
 
-    def gather(self, key: str, problem: str) -> list[str]:
-        """On rank 0: what every rank said under `key`, empty texts for success."""
+    def gather(self, key: str, problem: str, ranks: Iterable[int] | None = None) -> list[str]:
+        """On rank 0: what every rank said under `key`, empty texts for success.
+
+        Args:
+            key: Of what is agreed on.
+            problem: What this rank says.
+            ranks: Other ranks that are asked, by this one which then speaks for them; None: all.
+        """
         deadline = time.monotonic() + self._timeout_seconds
-        return [problem] + [
-            self._wait(f"{key}/{rank}", deadline, rank) for rank in range(1, self._world_size)
-        ]
+        others = range(1, self._world_size) if ranks is None else ranks
+        return [problem] + [self._wait(f"{key}/{rank}", deadline, rank) for rank in others]
 
     def tell(self, key: str, problem: str) -> None:
         """On rank 0: the outcome for all."""

@@ -32,9 +32,10 @@ from torch.distributed.tensor import DTensor
 from outlast.checkpoint import CheckpointStore, Retention, list_versions, load
 from outlast.checkpoint.reader import VersionReader, Wanted
 from outlast.checkpoint.restore import read_into, saved_in
+from outlast.checkpoint.retention import prune
 from outlast.checkpoint.storage import LocalStorage
 from outlast.checkpoint.store import wait_for_saves
-from outlast.checkpoint.version import is_published, prune
+from outlast.checkpoint.version import is_published
 from outlast.distributed.group import gather_objects
 from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations import unfollowed

@@ -12,10 +12,12 @@ from torch import nn
 
 from outlast.errors import CheckpointError
 from outlast.state import values
+from outlast.state.box import Box
 from outlast.state.live import (
     FittingState,
     State,
     has_extra_state,
+    local_box,
     module_tensors,
     name_of,
     optimizers_of,
@@ -84,6 +86,14 @@ class Targets:
         for tensor in values.tensors_of(saved.values[name]):
             facts = saved.tensors[tensor]
             self.tensors[tensor] = torch.empty(facts.shape, dtype=dtype_of(facts))
+
+    def boxes(self, saved: Saved) -> dict[str, Box]:
+        """The boxes of the live tensors that are read from a version."""
+        return {
+            name: local_box(tensor)[0]
+            for name, tensor in self.tensors.items()
+            if name in saved.tensors and saved.tensors[name].shape == tuple(tensor.shape)
+        }
 
 
 def find_targets(state: State, saved: Saved) -> Targets:

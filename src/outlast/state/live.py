@@ -370,6 +370,30 @@ def plain_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield plain[path], item
 
 
+def has_optimizer(state: State) -> bool:
+    """Return whether `state` holds a module and an optimizer, so that steps can be replayed."""
+    optimizer = torch.optim.Optimizer
+    return any(isinstance(item, nn.Module) for item in state.values()) and any(
+        isinstance(item, optimizer)
+        or (isinstance(item, Sequence) and any(isinstance(one, optimizer) for one in item))
+        for item in state.values()
+    )
+
+
+def objects_of(state: State) -> list[str]:
+    """Keys of what is neither a module nor optimizers."""
+    return [
+        key
+        for key, value in state.items()
+        if not isinstance(value, nn.Module) and optimizers_of(value) is None
+    ]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def has_extra_state(module: nn.Module) -> bool:
     """Return whether `module` has a state beside its parameters and buffers."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
