@@ -19,7 +19,7 @@ No process reads the manifests of very many ranks: the first rank of each group 
 group and writes what they hold into one file, and rank 0 makes the index from these files. Whoever
 restores reads the index, the groups that hold what it wants, and of these the manifests that do.
 
-Replay logs lie beside the versions that they lead on from; Needs no torch.
+Replay logs lie beside the versions that they lead on from. Needs no torch.
 """
 
 from __future__ import annotations
