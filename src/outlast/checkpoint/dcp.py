@@ -39,14 +39,15 @@ from torch.futures import Future
 from outlast.checkpoint.dcp_format import (
     DCP_FILE,
     DCP_NOTE,
+    SAVE_ID,
     DcpContent,
     Notes,
     Share,
     decode_object,
     encode_object,
+    is_quantised,
     metadata_file,
     metadata_with,
-    needs_pickle,
     newest_contents,
     pickled,
     unpickled,
@@ -103,6 +104,7 @@ class SaveTask:
         world_size: How many write.
         tensors: Facts of all tensors of all ranks.
         metrics: Figures of the version.
+        save_id: Of the coordinator's writer.
         key: Tells this save from others, where ranks must agree on how it ended.
     """
 
@@ -111,6 +113,7 @@ class SaveTask:
     world_size: int
     tensors: dict[str, TensorFacts]
     metrics: dict[str, float]
+    save_id: str
     key: str
 
 
@@ -235,10 +238,9 @@ class SaveEngine:
             if data is None:
                 content, is_plain = _object_bytes(item, planner, allow_pickle=allow_pickle)
                 notes.plain += [name] if is_plain else []
-            elif needs_pickle(data.properties):
+            elif is_quantised(data.properties.dtype):
                 content = _bytes_of(pickled(planner.resolve_data(item)))
-                layout = str(data.properties.layout).removeprefix("torch.")
-                notes.pickled[name] = _name_of(data.properties.dtype), layout, tuple(data.size)
+                notes.pickled[name] = _name_of(data.properties.dtype), tuple(data.size)
             if content is not None:
                 tensors[name] = TensorFacts.of("uint8", (content.size,))
                 box = whole(tensors[name].shape)
@@ -267,6 +269,7 @@ class SaveEngine:
             notes={
                 "metrics": task.metrics,
                 "torch": str(torch.__version__),
+                SAVE_ID: task.save_id,
                 **DCP_NOTE,
                 **notes.to_json(),
             },
@@ -441,14 +444,15 @@ def facts_of(plans: list[SavePlan], *, allow_pickle: bool) -> dict[str, TensorFa
         if item.tensor_data is None:
             continue
         name, data = item.index.fqn, item.tensor_data
-        if why := needs_pickle(data.properties):
+        if is_quantised(data.properties.dtype):
             if not allow_pickle:
                 raise CheckpointError(
-                    f"`{name}` is {why}, which only a pickle can hold; give "
-                    "OutlastWriter(..., allow_pickle=True), or save its elements as dense tensors"
+                    f"`{name}` is quantised, which only a pickle can hold; give "
+                    "OutlastWriter(..., allow_pickle=True), or save its int_repr(), scale and zero "
+                    "point"
                 )
             if tuple(data.chunk.sizes) != tuple(data.size):
-                raise CheckpointError(f"`{name}` is {why} that is cut, which cannot be saved")
+                raise CheckpointError(f"`{name}` is quantised and cut, which cannot be saved")
             continue
         add_facts(tensors, name, _name_of(data.properties.dtype), tuple(data.size), where="another")
     return tensors
@@ -677,11 +681,12 @@ class OutlastWriter(_AtStore, StorageWriter):
         reduction: Codecs and error bounds; by default everything is exact.
         background: Whether ``dcp.save`` returns when the state is copied.
         allow_pickle: Whether objects are pickled that the store's own formats do not cover, and
-            quantised and sparse tensors. Else such a state is refused.
+            quantised tensors. Else such a state is refused.
         timeout_seconds: Longest wait in the background for another rank.
 
     Attributes:
         metrics: Figures of the next saves, for `Retention.best`.
+        save_id: Tells this writer's versions from those of others, in DCP's `StorageMeta`.
 
     Raises:
         CheckpointError: When a setting is wrong.
@@ -706,7 +711,7 @@ class OutlastWriter(_AtStore, StorageWriter):
         self._reduction = reduction or Reduction()
         self.metrics: dict[str, float] = {}
         # A copy that DCP pickles must find out whether its request was served by another copy.
-        self._identity = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
         self._request = 0
         self._step: int | None = None
         if step is not None:
@@ -762,7 +767,7 @@ class OutlastWriter(_AtStore, StorageWriter):
         hold(engine.storage)
         try:
             engine.check_way()
-            version = engine.next_version((self._identity, self._request), self._step)
+            version = engine.next_version((self.save_id, self._request), self._step)
         except OSError as error:
             give_up(engine.storage)
             raise CheckpointError(f"{self._place}: {sentence_of(error)}") from error
@@ -770,7 +775,9 @@ class OutlastWriter(_AtStore, StorageWriter):
             give_up(engine.storage)
             raise
         own = 0 if engine.alone else self._rank
-        task = SaveTask(version, 0, len(plans), tensors, dict(self.metrics), uuid.uuid4().hex)
+        task = SaveTask(
+            version, 0, len(plans), tensors, dict(self.metrics), self.save_id, uuid.uuid4().hex
+        )
         return [
             dataclasses.replace(plan, storage_data=dataclasses.replace(task, rank=rank))
             for rank, plan in enumerate(engine.with_gathered_bytes(plans, own))
@@ -846,7 +853,7 @@ class OutlastWriter(_AtStore, StorageWriter):
         if engine.claim is not None:
             engine.claim.check()
         seal(storage, load(storage, version))
-        engine.served = (self._identity, self._request)
+        engine.served = (self.save_id, self._request)
         engine.prune(self._retention)
 
     def _settle(self) -> None:
@@ -883,7 +890,7 @@ class OutlastWriter(_AtStore, StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return the metadata for planners."""
-        return StorageMeta(checkpoint_id=self._place, save_id=self._identity)
+        return StorageMeta(checkpoint_id=self._place, save_id=self.save_id)
 
     def close(self) -> None:
         """Wait for the save in the background and give the memory back; a next save starts anew."""
@@ -924,6 +931,7 @@ class OutlastReader(_AtStore, StorageReader):
         version: The version that `read_metadata` chose.
         skipped: A sentence for every newer version that is not whole.
         counters: Bytes needed and read by the last load on this rank.
+        load_id: Tells this reader from others, in DCP's `StorageMeta`.
     """
 
     def __init__(
@@ -937,6 +945,7 @@ class OutlastReader(_AtStore, StorageReader):
         self._place = os.fspath(place)
         self.step = step
         self._allow_pickle = allow_pickle
+        self.load_id = uuid.uuid4().hex
         self._contents: Contents | None = None
         self._content: DcpContent | None = None
         self._reader: VersionReader | None = None
@@ -986,6 +995,8 @@ class OutlastReader(_AtStore, StorageReader):
             self._storage, self.step, among
         )
         metadata = metadata_with(self._storage, self._contents, self._content)
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
         self.version = self._contents.version
         for sentence in self.skipped:
             _logger.warning("skipped a checkpoint: %s", sentence)

@@ -3,7 +3,7 @@
 ``dcp.json`` keeps what DCP has in its ``.metadata``. An object that the store's own formats cover
 (see `outlast.state.values`) is stored as JSON and the bytes of the tensors in it; DCP's planner
 gets it back pickled by this process. Any other object is stored as the bytes that the planner made,
-and a quantised or sparse tensor as those of ``torch.save``: both are pickles, of which
+and a quantised tensor as those of ``torch.save``: both are pickles, of which
 ``torch.load`` takes none with ``weights_only=True`` that could run code.
 
 The notes of a part say which of its tensors are such bytes, and which are one rank's share of a
@@ -65,27 +65,19 @@ DCP_FILE = "dcp.json"
 DCP_NOTE = {"by": "dcp"}
 """Among the notes of a part: its version counts only with `DCP_FILE`."""
 
+SAVE_ID = "save_id"
+"""Among the notes of a part: what DCP's metadata has under this name."""
+
 _PLAIN, _PICKLED, _SHARES = "plain", "pickled", "shares"
-_LAYOUTS = {
-    str(layout).removeprefix("torch."): layout
-    for layout in (
-        *(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc),
-        *(torch.sparse_bsr, torch.sparse_bsc),
-    )
-}
 _QUANTISED = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 }
 
 
-def needs_pickle(properties: TensorProperties) -> str:
-    """Why a tensor cannot be stored as its elements, e.g. that it is quantised; else empty."""
-    if properties.dtype in _QUANTISED.values():
-        return "a quantised tensor"
-    if properties.layout != torch.strided:
-        return f"a {str(properties.layout).removeprefix('torch.')} tensor"
-    return ""
+def is_quantised(dtype: torch.dtype) -> bool:
+    """Return whether a tensor of this type is more than its elements, which needs a pickle."""
+    return dtype in _QUANTISED.values()
 
 
 @dataclass(frozen=True)
@@ -109,22 +101,19 @@ class Notes:
 
     Attributes:
         plain: Names of the objects that are stored without pickle.
-        pickled: Name to dtype, layout and shape of the tensors that are stored as pickles.
+        pickled: Name to type and shape of the quantised tensors, which are stored as pickles.
         shares: Name under which it is stored to the share that it is.
     """
 
     plain: list[str] = field(default_factory=list)
-    pickled: dict[str, tuple[str, str, tuple[int, ...]]] = field(default_factory=dict)
+    pickled: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     shares: dict[str, Share] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Notes for the manifest; none of what is empty."""
         found = {
             _PLAIN: self.plain,
-            _PICKLED: {
-                name: [dtype, layout, [*shape]]
-                for name, (dtype, layout, shape) in self.pickled.items()
-            },
+            _PICKLED: {name: [dtype, [*shape]] for name, (dtype, shape) in self.pickled.items()},
             _SHARES: {
                 name: [share.name, [*share.shape], [*share.offset]]
                 for name, share in self.shares.items()
@@ -138,10 +127,9 @@ class Notes:
         found = Fields(f"{found.file}: notes", {**empty, **found.content})
         self.plain += found.names(_PLAIN)
         for name, row in found.table(_PICKLED).items():
-            dtype, layout, shape = found.checked_rows(_PICKLED, row, 3)
-            found.one_of(_PICKLED, dtype, _QUANTISED.keys() | DTYPES)
-            found.one_of(_PICKLED, layout, _LAYOUTS)
-            self.pickled[name] = dtype, layout, found.extents(_PICKLED, shape)
+            dtype, shape = found.checked_rows(_PICKLED, row, 2)
+            found.one_of(_PICKLED, dtype, _QUANTISED)
+            self.pickled[name] = dtype, found.extents(_PICKLED, shape)
         for name, row in found.table(_SHARES).items():
             of, shape, offset = found.checked_rows(_SHARES, row, 3)
             if type(of) is not str or type(offset) is not list or len(shape) != len(offset):
@@ -289,10 +277,10 @@ def metadata_with(storage: Storage, contents: Contents, content: DcpContent) -> 
     world_size = contents.parts[0].world_size
     for name in content.names:
         facts = types.get(name) or tensors[name]
-        dtype, layout, shape = "", "strided", shapes.get(name, facts.shape)
+        dtype, shape = "", shapes.get(name, facts.shape)
         of_name = boxes.get(name) or {whole(shape): 0}
         if name in notes.pickled:
-            dtype, layout, shape = notes.pickled[name]
+            dtype, shape = notes.pickled[name]
             of_name = {whole(shape): min(of_name.values())}
         for number, (box, rank) in enumerate(of_name.items()):
             offset_of = None if name in objects else box.offset
@@ -303,10 +291,7 @@ def metadata_with(storage: Storage, contents: Contents, content: DcpContent) -> 
             continue
         entries[name] = TensorStorageMetadata(
             TensorProperties(
-                dtype=_QUANTISED.get(dtype) or dtype_of(TensorFacts.of(dtype, shape))
-                if dtype
-                else dtype_of(facts),
-                layout=_LAYOUTS[layout],
+                dtype=_QUANTISED[dtype] if dtype else dtype_of(facts),
                 requires_grad=name in trained,
             ),
             torch.Size(shape),
@@ -316,7 +301,9 @@ def metadata_with(storage: Storage, contents: Contents, content: DcpContent) -> 
         entries,
         planner_data=content.decoded_planner_data(),
         storage_data=stored,
-        storage_meta=StorageMeta(checkpoint_id=storage.location),
+        storage_meta=StorageMeta(
+            checkpoint_id=storage.location, save_id=contents.parts[0].notes.get(SAVE_ID)
+        ),
     )
 
 
@@ -419,10 +406,10 @@ def decode_object(name: str, content: bytes) -> Any:
         start = fields.checked_number("tensors", row[2], most=len(memory))
         if start + facts.bytes > len(memory):
             raise fields.error("tensors", f"ends before `{path}`")
-        own = torch.frombuffer(bytearray(memory[start : start + facts.bytes]), dtype=torch.uint8)
-        tensor = own.view(dtype_of(facts)).reshape(facts.shape) if facts.bytes else None
-        if tensor is None:
-            tensor = torch.empty(facts.shape, dtype=dtype_of(facts))
+        tensor = torch.empty(facts.shape, dtype=dtype_of(facts))
+        if facts.bytes:
+            own = bytearray(memory[start : start + facts.bytes])
+            tensor = torch.frombuffer(own, dtype=tensor.dtype).reshape(facts.shape)
         return tensor.numpy() if kind == "numpy" else tensor
 
     return values.decode(fields.tree("value", found["value"]), get_tensor)
