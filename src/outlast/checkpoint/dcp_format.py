@@ -132,9 +132,9 @@ class Notes:
             self.pickled[name] = dtype, found.extents(_PICKLED, shape)
         for name, row in found.table(_SHARES).items():
             of, shape, offset = found.checked_rows(_SHARES, row, 3)
-            if type(of) is not str or type(offset) is not list or len(shape) != len(offset):
-                raise found.error(_SHARES, "names no share of a tensor")
             share = Share(of, found.extents(_SHARES, shape), found.extents(_SHARES, offset))
+            if type(of) is not str or len(share.shape) != len(share.offset):
+                raise found.error(_SHARES, "names no share of a tensor")
             self.shares[name] = share
 
 
@@ -258,7 +258,7 @@ def metadata_with(storage: Storage, contents: Contents, content: DcpContent) -> 
     objects, trained = set(content.objects), set(content.requires_grad)
     shapes = shapes_of_shares(notes)
     boxes: dict[str, dict[Box, int]] = {}
-    types: dict[str, TensorFacts] = {}
+    types = {share.name: tensors[name] for name, share in notes.shares.items()}
     for part in contents.parts:
         for stored_name, pieces in part.pieces.items():
             share = notes.shares.get(stored_name)
@@ -271,6 +271,11 @@ def metadata_with(storage: Storage, contents: Contents, content: DcpContent) -> 
                     offset = (a + b for a, b in zip(share.offset, box.offset, strict=True))
                     box = Box(tuple(offset), box.shape)
                 of_name.setdefault(box, part.rank)
+    for stored_name, share in notes.shares.items():
+        # An empty one has no pieces.
+        box = Box(share.offset, tensors[stored_name].shape)
+        if not box.elements:
+            boxes.setdefault(share.name, {})[box] = contents.parts[0].rank
     entries: dict[str, Any] = {}
     # Where an item is: the manifest that lists it, relative to the store.
     stored: dict[MetadataIndex, str] = {}
