@@ -27,7 +27,9 @@ from outlast.checkpoint import Bound, Reduction
 from outlast.checkpoint import dcp as dcp_storage
 from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
+from outlast.checkpoint.dcp_format import Notes, decode_object
 from outlast.checkpoint.encoder import Encoder
+from outlast.checkpoint.manifest import Fields, ManifestError
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (un|dis)")
@@ -349,3 +351,44 @@ def test_both_ways_do_not_mix(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(1)}, storage_writer=writer)
     with pytest.raises(CheckpointError, match="holds what was saved with collectives"):
         dcp.save({"a": torch.ones(1)}, storage_writer=writer, use_collectives=False)
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"plain": "a"},
+        {"plain": ["a", "a"]},
+        {"plain": [1]},
+        {"pickled": []},
+        {"pickled": {"a": 1}},
+        {"pickled": {"a": ["float32", [1]]}},
+        {"pickled": {"a": ["qint8", [-1]]}},
+        {"pickled": {"a": ["qint8", [1] * 100]}},
+        {"shares": {"a": ["b", 1, 2]}},
+        {"shares": {"a": ["b", [4], [1, 2]]}},
+        {"shares": {"a": [1, [4], [2]]}},
+        {"shares": {"a": ["b", [10**30], [2]]}},
+    ],
+)
+def test_malformed_notes_are_refused(notes: dict[str, Any]) -> None:
+    with pytest.raises(ManifestError, match="is malformed"):
+        Notes().add(Fields("a part", notes))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1]\n",
+        b"{}\n",
+        b"[" * 100_000,
+        b'{"value":{"!tensor":"x","kind":"torch"},"tensors":{}}\n',
+        b'{"value":{"!tensor":"x","kind":"torch"},"tensors":{"x":["float32",[4],0]}}\n\x00',
+        b'{"value":{"!tensor":"x","kind":"torch"},"tensors":{"x":["object",[4],0]}}\n\x00',
+        b'{"value":{"!tensor":"x","kind":"torch"},"tensors":{"x":["float32",[99999999999],0]}}\n',
+        b'{"value":{"!tensor":"x","kind":"torch"},"tensors":{"x":["float32",[0,9],-1]}}\n',
+    ],
+)
+def test_malformed_objects_are_refused(content: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        decode_object("a", content)
