@@ -582,19 +582,39 @@ def restore_bars(
 
             return restore
 
-        def by_dcp(_: int) -> None:
-            shutil.rmtree(folder / "dcp", ignore_errors=True)
-            writer = dcp.FileSystemWriter(folder / "dcp", sync_files=True)
+        def by_dcp(step: int) -> None:
+            # As the others do, it keeps the checkpoint before until the new one is durable.
+            writer = dcp.FileSystemWriter(folder / f"dcp-{step}", sync_files=True)
             dcp.save(tensors(), storage_writer=writer)
+            shutil.rmtree(folder / f"dcp-{step - 1}", ignore_errors=True)
 
-        def by_outlast(step: int) -> None:
-            writer = OutlastWriter(folder / "writer", step=step)
-            dcp.save(tensors(), storage_writer=writer)
-            writer.close()
+        blocked: dict[str, list[float]] = {}
+
+        def by_outlast(name: str, codec: str, *, background: bool = False) -> Callable[[int], None]:
+            writer = OutlastWriter(
+                folder / name,
+                keep=1,
+                reduction=Reduction(Compression(codec)),
+                background=background,
+            )
+            stack.callback(writer.close)
+
+            def save(step: int) -> None:
+                begun = time.perf_counter()
+                writer.step = step
+                dcp.save(tensors(), storage_writer=writer)
+                blocked.setdefault(name, []).append(time.perf_counter() - begun)
+                writer.wait()
+
+            return save
 
         saves: dict[str, Callable[[int], object]] = {
             "dcp.save": by_dcp,
-            "OutlastWriter": by_outlast,
+            "OutlastWriter": by_outlast("OutlastWriter", "auto"),
+            "OutlastWriter plain": by_outlast("OutlastWriter plain", "none"),
+            "OutlastWriter background": by_outlast(
+                "OutlastWriter background", "auto", background=True
+            ),
             "save": lambda step: stores["compressed"].save(step, state),
         }
         for number in range(rounds + 1):
@@ -603,7 +623,9 @@ def restore_bars(
                 for tensor in tensors().values():
                     if tensor.is_floating_point() and tensor.ndim:
                         tensor.mul_(1.0009765625)
-            for name, save in saves.items():
+            # Who writes after others have waits for the disk, in CPU time too.
+            turn = number % len(saves)
+            for name, save in [*saves.items()][turn:] + [*saves.items()][:turn]:
                 gc.collect()
                 with (costs.setdefault(name, Costs()) if number else Costs()).round():
                     save(number)
@@ -654,6 +676,24 @@ def restore_bars(
         (
             f"OutlastWriter, {size}: CPU",
             ratio("OutlastWriter", "dcp.save", "cpu"),
+            1.0,
+            "dcp.save, synced",
+        ),
+        (
+            f"OutlastWriter, {size}: CPU, compression off",
+            ratio("OutlastWriter plain", "dcp.save", "cpu"),
+            1.0,
+            "dcp.save, synced",
+        ),
+        (
+            f"OutlastWriter, {size}: CPU, background",
+            ratio("OutlastWriter background", "dcp.save", "cpu"),
+            1.0,
+            "dcp.save, synced",
+        ),
+        (
+            f"OutlastWriter, {size}: blocked, background",
+            median(blocked["OutlastWriter background"][1:]) / median(costs["dcp.save"].wall),
             1.0,
             "dcp.save, synced",
         ),

@@ -380,7 +380,7 @@ def fail_on_one_rank(place: Path) -> list[str]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for failing in (1, 0):
         if rank == failing:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
         try:
             # A new writer each time: the lock of the failed save must not be in its way.
             dcp.save(state, storage_writer=OutlastWriter(place, step=5))
@@ -405,7 +405,7 @@ def test_a_rank_that_fails_fails_the_save_on_all(ranks: Group, tmp_path: Path) -
 
 
 def die_in(place: Path, function: str) -> None:
-    setattr(dcp_storage, function, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    setattr(dcp_storage, function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     dcp.save(make_dcp_state(2), storage_writer=OutlastWriter(place, step=2))
 
 

@@ -220,7 +220,7 @@ class CompiledTiles:
         """Code tiles; fills `codec`, `length` and `stored_hash`.
 
         Args:
-            sources: (n,) of `SOURCE`.
+            sources: (n,) of `SOURCE`, with their `content_hash`.
             coded: `PlanePlan.coded`, or -1 to store them as they are.
             zeros: As of `PlaneCoder`.
             least: A tile of fewer bytes is stored as it is.

@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from outlast.checkpoint.content import FILE_BYTES, appearing, safetensors_file, shares_of
-from outlast.checkpoint.dcp import (
+from outlast.checkpoint.dcp_format import (
     DCP_FILE,
     DCP_NOTE,
     DcpContent,
+    decode_object,
     newest_contents,
-    read_dcp_content,
+    pickled,
 )
 from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
 from outlast.checkpoint.foreign_formats import (
@@ -125,7 +126,12 @@ def export_checkpoint(
     if kind not in EXPORT_KINDS:
         raise CheckpointError(f'kind = "{kind}" is unknown; take {", ".join(EXPORT_KINDS)}')
     storage = storage_of(store_place)
-    contents, _, skipped = newest_contents(storage, step)
+    contents, dcp_content, skipped = newest_contents(storage, step)
+    if dcp_content.notes.shares:
+        raise CheckpointError(
+            f"{storage.location} holds one rank's share of the tensors (use_collectives=False); "
+            "load it with DCP on all ranks and save it together"
+        )
     exporters: dict[str, Callable[[_Selection, Path, int], None]] = {
         "safetensors": _export_safetensors,
         "torch": _export_torch,
@@ -133,7 +139,7 @@ def export_checkpoint(
         "megatron": _export_megatron,
     }
     with VersionReader(storage, contents) as reader:
-        selection = _Selection(reader, read_dcp_content(storage, contents), prefix, progress)
+        selection = _Selection(reader, dcp_content, prefix, progress)
         selection.notes += [f"skipped a newer checkpoint: {sentence}" for sentence in skipped]
         if not selection.tensors:
             raise CheckpointError(
@@ -200,7 +206,7 @@ class _Selection:
     Attributes:
         tensors: Exported name to stored name.
         bytes: Of the tensors.
-        objects: The same for bytes that DCP's planner made.
+        objects: The same for objects that were saved through DCP, and tensors saved as pickles.
         values: The same for JSON values.
         within_values: Stored names of tensors that lie within a value that was asked for.
         notes: Sentences for the user.
@@ -217,7 +223,7 @@ class _Selection:
         self.contents: Contents = reader.contents
         self.facts = reader.contents.catalogue.tensors
         self.json = reader.contents.values
-        objects = set(content.objects)
+        objects = {*content.objects, *content.notes.pickled}
         # The order in which the names were saved, then by the alphabet.
         places = {name: place for place, name in enumerate(content.names)}
         names = sorted(self.facts, key=lambda name: (places.get(name, len(places)), name))
@@ -245,7 +251,19 @@ class _Selection:
         self._progress(self._done, self.bytes)
 
     def object_bytes(self, name: str) -> bytes:
-        """The bytes of the object exported as `name`."""
+        """The object exported as `name`, as DCP's planner pickles it."""
+        if self.objects[name] in self.content.notes.plain:
+            return pickled(self.object_of(name))
+        return self._stored_bytes(name)
+
+    def object_of(self, name: str) -> Any:
+        """The object exported as `name`; raises UnpicklingError where reading it could run code."""
+        content = self._stored_bytes(name)
+        if self.objects[name] in self.content.notes.plain:
+            return decode_object(name, content)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+    def _stored_bytes(self, name: str) -> bytes:
         return whole_tensor(self.reader, self.objects[name]).numpy().tobytes()
 
     def value(self, name: str) -> Any:
@@ -322,8 +340,7 @@ def _export_torch(selection: _Selection, path: Path, _: int) -> None:
     refused = []
     for name in selection.objects:
         try:
-            content = io.BytesIO(selection.object_bytes(name))
-            flat[name] = torch.load(content, map_location="cpu", weights_only=True)
+            flat[name] = selection.object_of(name)
         except pickle.UnpicklingError:
             refused.append(name)
     if refused:

@@ -165,21 +165,30 @@ class Encoder:
     Args:
         storage: Where to.
         reduction: Codecs and error bounds.
-        arena: Memory that holds staged bytes.
+        arena: Memory that holds staged bytes; nothing where every `write` is given contents.
     """
 
-    def __init__(self, storage: Storage, reduction: Reduction, arena: memoryview) -> None:
+    def __init__(
+        self, storage: Storage, reduction: Reduction, arena: memoryview | bytes = b""
+    ) -> None:
         self._storage = storage
         self._reduction = reduction
         self._arena = np.frombuffer(arena, np.uint8)
         self._last: _Coding | None = None
 
-    def write(self, job: PartJob, check: Callable[[], None]) -> Written:
+    def write(
+        self,
+        job: PartJob,
+        check: Callable[[], None],
+        contents: Iterable[Bytes] | None = None,
+    ) -> Written:
         """Code, write and publish one part.
 
         Args:
             job: What to save; its bytes must not change before this returns.
             check: Called between tiles; raises AbandonedError to give up.
+            contents: (bytes,) of every piece in turn, where they are not in the arena; one is
+                asked for when the one before is stored. Those of lossy pieces are rounded in place.
 
         Raises:
             OSError: When the storage fails; nothing is published then.
@@ -207,9 +216,10 @@ class Encoder:
         made: list[str] = []
         try:
             with _Pack(self._storage, pack_name) as pack, collection_paused():
-                coding = _Coding(job, self._reduction.compression, self._arena, last, pack)
-                for piece in job.pieces:
-                    coding.add(piece, check)
+                coding = _Coding(job, self._reduction.compression, last, pack)
+                staged = self._staged(job) if contents is None else contents
+                for piece, memory in zip(job.pieces, staged, strict=True):
+                    coding.add(piece, memory, check)
             if pack.length:
                 made.append(pack_name)
             catalogue = job.catalogue.to_bytes()
@@ -237,6 +247,12 @@ class Encoder:
         coding.end()
         self._last = coding
         return Written(coding.raw_bytes, pack.length + len(content))
+
+    def _staged(self, job: PartJob) -> Iterator[Bytes]:
+        """The pieces as they lie in the arena."""
+        for piece in job.pieces:
+            itemsize = job.catalogue.tensors[piece.name].itemsize
+            yield self._arena[piece.start : piece.start + piece.box.elements * itemsize]
 
 
 class _Pack:
@@ -281,7 +297,6 @@ class _Coding:
         self,
         job: PartJob,
         compression: Compression,
-        arena: Bytes,
         last: _Coding | None,
         pack: _Pack,
     ) -> None:
@@ -301,7 +316,6 @@ class _Coding:
         self.contents: dict[_Address, int] = {}
         self.pack_bytes: dict[str, int] = {}
         self._coder = Coder(compression)
-        self._arena = arena
         self._last = last
         self._pack = pack
         self._sources: dict[tuple[Box, TensorFacts], tuple[Table, list[Box]]] = {}
@@ -324,10 +338,10 @@ class _Coding:
         self.pack_bytes = {name: size for name, size in sizes.items() if name in self.part.packs}
         self._last = None
 
-    def add(self, staged: StagedPiece, check: Callable[[], None]) -> None:
-        """Code all tiles of one piece."""
+    def add(self, staged: StagedPiece, memory: Bytes, check: Callable[[], None]) -> None:
+        """Code all tiles of one piece, whose (bytes,) are in `memory`."""
         facts = self.job.catalogue.tensors[staged.name]
-        array = _view(self._arena, staged.start, staged.box, facts.itemsize)
+        array = _view(memory, staged.box, facts.itemsize)
         self.raw_bytes += array.nbytes
         errors = self._round(array, staged, facts)
         numbers: list[int] = []
@@ -419,7 +433,7 @@ class _Coding:
             offset += length
 
     def _round(self, array: NDArray[Any], staged: StagedPiece, facts: TensorFacts) -> list[float]:
-        """Round a lossy piece in the arena.
+        """Round a lossy piece in its place.
 
         Returns:
             The largest error of each tile; nothing for an exact piece.
@@ -466,11 +480,10 @@ class _Coding:
         return names.index(name)
 
 
-def _view(arena: Bytes, start: int, box: Box, itemsize: int) -> NDArray[Any]:
-    """The piece at byte `start` as an array of `box.shape` opaque elements."""
-    size = box.elements * itemsize
+def _view(memory: Bytes, box: Box, itemsize: int) -> NDArray[Any]:
+    """The (bytes,) of a piece as an array of `box.shape` opaque elements."""
     kind = "u" if itemsize in (1, 2, 4, 8) else "V"
-    return arena[start : start + size].view(f"{kind}{itemsize}").reshape(box.shape)
+    return memory.view(f"{kind}{itemsize}").reshape(box.shape)
 
 
 def _sources(box: Box, facts: TensorFacts) -> tuple[Table, list[Box]]:

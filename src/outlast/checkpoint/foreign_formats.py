@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from outlast.checkpoint.content import SAFETENSORS_TYPES
-from outlast.checkpoint.dcp import DcpContent
+from outlast.checkpoint.dcp_format import DcpContent
 from outlast.checkpoint.manifest import IMPORTED, MAX_DIMENSIONS
 from outlast.checkpoint.storage import sentence_of
 from outlast.errors import CheckpointError

@@ -225,6 +225,8 @@ class StoreAgreement:
         timeout_seconds: Longest wait for another rank.
         error: What is raised where a rank cannot be reached.
         subject: What ranks report on.
+        ranks: Rank and number of the processes that take part, where these are not those of the
+            default process group.
     """
 
     def __init__(
@@ -234,6 +236,7 @@ class StoreAgreement:
         *,
         error: type[OutlastError] = OutlastError,
         subject: str = "the outcome",
+        ranks: tuple[int, int] | None = None,
     ) -> None:
         self._store: Store | None = None
         self._rank, self._world_size = 0, 1
@@ -241,7 +244,7 @@ class StoreAgreement:
             from torch.distributed.distributed_c10d import _get_default_store
 
             self._store = dist.PrefixStore(prefix, _get_default_store())
-            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            self._rank, self._world_size = ranks or (dist.get_rank(), dist.get_world_size())
         self._timeout_seconds = timeout_seconds
         self._error = error
         self._subject = subject

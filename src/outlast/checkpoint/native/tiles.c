@@ -335,24 +335,26 @@ static int constant(const uint8_t *content, int64_t bytes, int64_t itemsize) {
 }
 
 /* Codes tiles one after the other into `out`, which has room for their bytes and as much again as
-   one of them may need beside; see outlast_tiles_encode. coded: the planes that go through zstd; -1:
-   they are stored as they are. Returns 0 where memory is short. */
+   one of them may need beside; see outlast_tiles_encode. Their content_hash is filled. coded: the
+   planes that go through zstd; -1: they are stored as they are. Returns 0 where memory is short. */
 int64_t outlast_tiles_write(struct coder *coder, struct source *sources, int64_t count,
                             int64_t coded, int64_t least, double zeros, uint8_t *out) {
   for (int64_t i = 0; i < count; i++) {
     struct source *source = sources + i;
     const int64_t bytes = source->bytes, itemsize = source->itemsize;
     if (!make_room(coder, bytes / 2 + 1)) return 0;
-    const uint8_t *content = gather(source, coder->room + 4 * coder->plane_bytes);
+    const int coding = coded >= 0 && bytes >= least;
+    uint8_t *room = coding ? coder->room + 4 * coder->plane_bytes : out;
+    const uint8_t *content = gather(source, room);
     source->codec = RAW;
     source->length = bytes;
     if (constant(content, bytes, itemsize)) {
       source->codec = FILL;
       source->length = itemsize;
-      memcpy(out, content, (size_t)itemsize);
+      memmove(out, content, (size_t)itemsize);
     } else {
       int64_t length = bytes;
-      if (coded >= 0 && bytes >= least) {
+      if (coding) {
         length = outlast_tiles_encode(coder, content, bytes, (int32_t)itemsize,
                                       (uint32_t)coded, zeros, out);
         if (!length) return 0;
@@ -360,11 +362,13 @@ int64_t outlast_tiles_write(struct coder *coder, struct source *sources, int64_t
       if (length < bytes) {
         source->codec = PLANES;
         source->length = length;
-      } else {
+      } else if (content != out) {
         memcpy(out, content, (size_t)bytes);
       }
     }
-    source->stored_hash = coder->call.hash(out, (size_t)source->length, 0);
+    source->stored_hash = source->codec == RAW
+                              ? source->content_hash
+                              : coder->call.hash(out, (size_t)source->length, 0);
     out += source->length;
   }
   return 1;
