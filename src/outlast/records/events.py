@@ -465,7 +465,7 @@ class StateRecovered(Event):
         seconds: From the choice to the last byte in place.
         lost_steps: Steps that are done again, as far as is known; -1 where it is not.
         bytes: Moved on all ranks together.
-        passed_over: One sentence for each better source that could not be used, or lacked the state.
+        passed_over: One sentence for each better source that could not be used, or had nothing.
     """
 
     kind: ClassVar[str] = "state_recovered"

@@ -136,6 +136,21 @@ class Redundancy:
         if problem:
             raise RecoverError(problem)
 
+    def lacking(self, nodes: Sequence[str]) -> str:
+        """Why the memory of a lost node is not made good from others; empty where it is.
+
+        Args:
+            nodes: Of every rank.
+        """
+        if self.domain == "node" and len(set(nodes)) == 1:
+            return (
+                "all processes are on one node, which is lost with its memory: start on several, "
+                'set recover.domain = "process", or leave peer out'
+            )
+        losses = 1 if self.losses == "auto" else self.losses
+        problem = Spread(nodes_of(nodes), losses, self.largest, self.domain).problem()
+        return f"only what several hold survives the loss of one: {problem}" if problem else ""
+
 
 def even_parts(items: list[Any], largest: int) -> list[tuple[Any, ...]]:
     """`items` in as few parts of at most `largest` as possible, of sizes that differ by 0 or 1."""

@@ -7,9 +7,9 @@ offset   size                content
 ======== =================== ======================================================================
 0        64                  ``OUTLASTSLOT2``, catalogue bytes (u64), capacity of the values (u64),
                              first byte of the data (u64), CRC-32 of these
-64       64                  the mark: step (i64), bytes of the values (u64), XXH3 of the data (u64),
-                             CRC-32 of the values, CRC-32 of the mark; all zero while the slot is
-                             being written
+64       64                  the mark: step (i64), bytes of the values (u64), XXH3 of the data
+                             (u64), CRC-32 of the values, CRC-32 of the mark; all zero while the
+                             slot is being written
 128      catalogue bytes     JSON, never changed: identity, and for each tensor its name, element
                              type, global shape, box (offset, shape) and first byte in the data
 ...      capacity            the values as JSON, new for every step
