@@ -285,11 +285,12 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Group) -> bool
             f"{_counted(nodes)}; start as many on each again, or resume from a checkpoint"
         )
     role = standing[peers.rank]
-    # Step to the whole file of each state that this role has kept here.
+    # Step to the whole file of each state that this role has kept here; parity's own digests
+    # look at a part of the bytes only.
     slots = {}
     for path in sorted(place.glob(f"rank-{role}.*")):
         kept = read_slot(path, identity)
-        if kept is not None:
+        if kept is not None and not kept.damage():
             with path.open("rb") as file:
                 slots[kept.step] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     name = f"rebuild-{generation}"

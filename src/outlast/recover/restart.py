@@ -502,8 +502,8 @@ class Keeper:
                 if not made:
                     self.lacking.append("peer: holds nothing to rebuild it from")
             if made:
-                whole, still = self._newest()
-                self._rebuilt = whole is not None and not still
+                whole, _ = self._newest()
+                self._rebuilt = whole is not None
         self._finding_seconds = time.perf_counter() - begun
         return whole
 

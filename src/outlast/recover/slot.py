@@ -375,11 +375,12 @@ class Claim:
 
 
 def remove_path(path: Path) -> None:
-    """Delete a file or a folder; what is gone already is all right."""
+    """Delete a file or a folder, if it is there and may be deleted."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def remove_run(folder: Path) -> None:
