@@ -350,3 +350,16 @@ def test_no_flipped_bit_is_ever_restored(
         assert damaged in restored.skipped[0]
     else:
         assert restored.step == 3
+
+
+def test_of_versions_after_a_step_none_is_no_error_and_a_damaged_one_is(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3)
+    state = {"model": make_model(0.0)}
+    assert open_store(tmp_path).restore(state, after=3) is None
+    assert open_store(tmp_path).unfinished == ""
+    restored = open_store(tmp_path).restore(state, after=2)
+    assert restored is not None
+    assert restored.step == 3
+    flip(folder(tmp_path, 3) / PACK)
+    with pytest.raises(CheckpointError, match="step-00000003"):
+        open_store(tmp_path).restore(state, after=2)

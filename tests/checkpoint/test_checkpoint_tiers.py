@@ -952,3 +952,18 @@ def test_a_copy_that_was_undone_is_not_trusted_any_more(tmp_path: Path) -> None:
     again = Copy(place_of(first), target, Version(1, 1), RateLimiter(None, threading.Event()))
     with pytest.raises(CheckpointError, match="is damaged at byte"):
         again.run()
+
+
+def test_tiers_have_names_by_which_a_restore_says_where_it_was(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    settings: dict[str, Any] = {"name": "memory", "tiers": [Tier(far, name="shared")]}
+    with CheckpointStore(near, writer="thread", **settings) as store:
+        store.save(1, {"model": make_model(1.0)["model"]})
+        assert store.tier_names == {str(near): "memory", str(far): "shared"}
+    for lost, name in ((None, "memory"), (near, "shared")):
+        if lost is not None:
+            shutil.rmtree(lost)
+        with CheckpointStore(near, **settings) as store:
+            restored = store.restore({"model": make_model(0.0)["model"]})
+            assert restored is not None
+            assert store.tier_names[restored.place] == name

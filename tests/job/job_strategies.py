@@ -34,6 +34,9 @@ KEYS_OF_THEIR_OWN = {
     # The settings are the model: the others and what depends on them would be a second one.
     "checkpoint.every_steps": st.integers(0) | st.just("auto"),
     "recover.hang_seconds": st.floats(0.0, allow_infinity=False) | st.just("auto"),
+    "checkpoint.tiers": st.sampled_from(
+        ["auto", ["shared"], ["memory", "shared"], ["memory", "peer", "disk", "shared"]]
+    ),
     "tensorize.rank": st.integers(1)
     | st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
     | st.sampled_from(["parameters=0.3", "flops=0.25", "error=1e-3"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outlast.errors import JobError
-from outlast.job import Job, job_from_text
+from outlast.job import Job, job_from_text, load_job, load_loop_job, tiers_of
 
 SETTINGS = '[model.settings]\nmodel_type = "llama"\n'
 
@@ -280,6 +280,50 @@ def test_what_is_not_waited_for_is_not_required() -> None:
     assert problem.startswith("staging.wait = false reads tokens in place")
     assert check(place, unwaited) == []
     assert check(place, "staging.required = true") == []
+
+
+ALL_TIERS = 'checkpoint.tiers = ["memory", "peer", "disk", "shared"]'
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (['checkpoint.tiers = ["memory", "shared"]', "recover.parity = 1"], 'add "peer"'),
+        (
+            ['checkpoint.tiers = ["memory", "peer", "shared"]', "recover.parity = 0"],
+            "contradicts recover.parity = 0",
+        ),
+        ([ALL_TIERS], "needs checkpoint.fast"),
+        (['checkpoint.tiers = ["shared"]', 'checkpoint.fast = "/local"'], 'add "disk"'),
+        (
+            ['checkpoint.tiers = ["memory", "shared"]', 'recover.mode = "off"'],
+            'contradicts recover.mode = "off"',
+        ),
+        (['checkpoint.tiers = ["peer", "shared"]'], 'which needs "memory"'),
+        (['checkpoint.tiers = ["shared", "memory"]'], "in this order"),
+        (['checkpoint.tiers = ["memory"]'], 'ends in "shared"'),
+        (["checkpoint.tiers = []"], 'ends in "shared"'),
+    ],
+)
+def test_tiers_that_contradict_are_refused_in_every_loop(settings: list[str], words: str) -> None:
+    for load in (load_job, load_loop_job):
+        with pytest.raises(JobError) as refused:
+            load(None, settings)
+        [problem] = refused.value.problems
+        assert words in problem
+        assert problem.startswith("checkpoint.tiers = [")
+
+
+def test_tiers_are_what_was_asked_for_or_follow_from_the_other_settings() -> None:
+    def tiers(*settings: str) -> list[str]:
+        job = load_job(None, list(settings))
+        return tiers_of(job.checkpoint, job.recover)
+
+    assert tiers() == ["memory", "peer", "shared"]
+    assert tiers("recover.parity = 0") == ["memory", "shared"]
+    assert tiers('recover.mode = "off"', 'checkpoint.fast = "/local"') == ["disk", "shared"]
+    fast = 'checkpoint.fast = "/local"'
+    assert tiers(ALL_TIERS, fast) == ["memory", "peer", "disk", "shared"]
 
 
 def test_copies_back_off_below_a_limit() -> None:

@@ -102,3 +102,19 @@ def test_a_full_tmpfs_is_said_in_a_sentence_and_nothing_stays(tmp_path: Path) ->
             check_capacity(tmp_path, 10**6, tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@given(position=st.integers(0, 65), bit=st.integers(0, 7))
+def test_a_flipped_bit_of_the_data_is_found(
+    tmp_path_factory: pytest.TempPathFactory, position: int, bit: int
+) -> None:
+    path = published(tmp_path_factory.mktemp("slots") / "slot")
+    kept = read_slot(path, "job")
+    assert kept is not None
+    assert kept.damage() == ""
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes(range(16))) + position] ^= 1 << bit
+    path.write_bytes(content)
+    assert kept.damage() == f"{path} of step 7 is damaged (its checksum differs)"
+    path.unlink()
+    assert str(path) in kept.damage()

@@ -762,13 +762,14 @@ class Restorer:
         self.unfinished: list[str] = []
 
     @collection_paused()
-    def restore(self, state: State, step: int | None, allow: Collection[Misfit]) -> Restored | None:
+    def restore(
+        self, state: State, step: int | None, allow: Collection[Misfit], after: int = -1
+    ) -> Restored | None:
         """As `CheckpointStore.restore`."""
         wish = RestoreRequest(state, step, allow)
         self.unfinished = []
         tried: set[tuple[str, Version]] = set()
-        skipped: list[str] = []
-        damaged = False
+        skipped, damaged = list[str](), False
         # Retention of a live run may delete all that was listed while newer versions come.
         while True:
             candidates, unlisted = self._candidates(step)
@@ -776,7 +777,7 @@ class Restorer:
             news = [
                 (place, version)
                 for place, version in candidates
-                if (place.storage.location, version) not in tried
+                if version.step > after and (place.storage.location, version) not in tried
             ]
             if not news:
                 break
@@ -792,7 +793,7 @@ class Restorer:
                 skipped += [problem] if problem else []
         # A step that was asked for and begun is there, and no reason to begin with the first one.
         if not damaged and not unlisted and (step is None or not skipped):
-            self.unfinished = skipped
+            self.unfinished = skipped if after < 0 else []
             return None
         raise CheckpointError(
             f"no checkpoint in {self._place} can be used: {listing(skipped)}; restore the files "

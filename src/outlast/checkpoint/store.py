@@ -108,6 +108,7 @@ class CheckpointStore:
         writer: Who codes and writes: a ``process`` of its own, or a ``thread``, which starts at
             once but takes the interpreter's lock now and then.
         timeout_seconds: Longest wait for the storage or another rank.
+        name: Of `place` among the tiers, for people, e.g. ``memory`` or ``disk``.
 
     Raises:
         CheckpointError: When a setting is wrong.
@@ -127,6 +128,7 @@ class CheckpointStore:
         collective: bool = True,
         writer: WriterKind = "process",
         timeout_seconds: float = 1800.0,
+        name: str = "",
     ) -> None:
         if when_busy not in ("wait", "skip", "replace"):
             raise CheckpointError(f'when_busy = "{when_busy}" must be wait, skip or replace')
@@ -143,7 +145,7 @@ class CheckpointStore:
                 "private = True needs coordinated = True: ranks that neither see each other's "
                 "files nor agree might each keep other steps"
             )
-        first = Place.of(place, keep, self._ranks, private=private)
+        first = Place.of(place, keep, self._ranks, private=private, name=name)
         self._tiers = Tiers(first, tiers, self._ranks, timeout_seconds)
         self.storage = first.storage
         self.retention = first.retention
@@ -283,6 +285,7 @@ class CheckpointStore:
         step: int | None = None,
         allow: Collection[Misfit] = (),
         warn: bool = True,
+        after: int = -1,
     ) -> Restored | None:
         """Load the newest version that verifies into `state`, on any number of ranks.
 
@@ -299,6 +302,7 @@ class CheckpointStore:
                 (kept as it is), ``retyped`` (converted).
             warn: Warn of newer versions that were passed over, or never finished; False where the
                 caller tells of `Restored.skipped` and `unfinished`.
+            after: Take versions of later steps than this one alone, for who has a state of it.
 
         Returns:
             What was restored, or None when there is no version at all, or none but those whose
@@ -313,7 +317,7 @@ class CheckpointStore:
         self._went_back = self._session > 0
         if not self._session:
             self._tiers.look()
-        restored = self._restorer.restore(state, step, allow)
+        restored = self._restorer.restore(state, step, allow, after)
         self._warn_of_unfinished(warn)
         if restored is not None and restored.skipped and warn and self._tiers.first.keeps_house:
             warnings.warn(
@@ -344,6 +348,11 @@ class CheckpointStore:
             "finished, so training starts from its first step; if it had come further, stop it, "
             "and bring back the missing files"
         )
+
+    @property
+    def tier_names(self) -> dict[str, str]:
+        """Path or URL of every tier to its name, the nearest first; see `Restored.place`."""
+        return {place.storage.location: place.name for place in self._tiers.places}
 
     def newest(self, *, warn: bool = True) -> Version | None:
         """The newest published version in any tier, verified or not.

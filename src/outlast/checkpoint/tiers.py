@@ -98,6 +98,7 @@ class Place:
         damaged: Versions that a restore found damaged.
         verified: Packs whose content here this rank has compared with what it is to be.
         ownership: Of this rank over the place.
+        name: Of the tier, for people; may be empty.
     """
 
     storage: Storage
@@ -105,6 +106,7 @@ class Place:
     private: bool
     rank: int
     world_size: int
+    name: str = ""
     known: dict[Version, Seal] = field(init=False, default_factory=dict, repr=False, compare=False)
     damaged: set[Version] = field(init=False, default_factory=set, repr=False, compare=False)
     verified: set[str] = field(init=False, default_factory=set, repr=False, compare=False)
@@ -116,14 +118,20 @@ class Place:
 
     @classmethod
     def of(
-        cls, place: str | os.PathLike[str], keep: int | Retention, ranks: Group, *, private: bool
+        cls,
+        place: str | os.PathLike[str],
+        keep: int | Retention,
+        ranks: Group,
+        *,
+        private: bool,
+        name: str = "",
     ) -> Place:
         """The place of this rank."""
         storage = storage_of(place)
         if private:
             storage = storage_of(f"{storage.location}/rank-{ranks.rank:05d}")
         retention = keep if isinstance(keep, Retention) else Retention(keep)
-        return cls(storage, retention, private, ranks.rank, ranks.size)
+        return cls(storage, retention, private, ranks.rank, ranks.size, name)
 
     @property
     def keeps_house(self) -> bool:
@@ -274,6 +282,7 @@ class Tier:
         bytes_per_second: Most that each rank writes here; None: no limit.
         private: Whether ranks do not see each other's files here, as on a node's own disk.
         pacing: What else decides how fast each copy is, e.g. a share of what others leave.
+        name: For people, e.g. ``shared``; see `CheckpointStore.tier_names`.
     """
 
     place: str | os.PathLike[str]
@@ -282,6 +291,7 @@ class Tier:
     bytes_per_second: float | None = None
     private: bool = False
     pacing: Pacing | None = None
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Refuse settings without a meaning."""
@@ -612,7 +622,10 @@ class Tiers:
     ) -> None:
         self.places = [
             first,
-            *(Place.of(tier.place, tier.keep, ranks, private=tier.private) for tier in lower),
+            *(
+                Place.of(tier.place, tier.keep, ranks, private=tier.private, name=tier.name)
+                for tier in lower
+            ),
         ]
         locations = [place.storage.location for place in self.places]
         for number, place in enumerate(self.places):

@@ -51,6 +51,7 @@ def goodput(
     struck: list[TrialOutcome],
 ) -> dict[str, float]:
     """Share of the struck run's time that was progress: measured, and predicted from the other."""
+    from outlast.job import tiers_of
     from outlast.recover.cost import lost_seconds, share_of_progress
 
     work, _ = _progress(clean, None)
@@ -62,7 +63,7 @@ def goodput(
     # After so many steps a state is kept from which a loss is made good.
     live = job.recover.mode == "live"
     every = 1
-    if job.recover.mode == "restart" and job.launch.nproc > 1:
+    if "memory" in tiers_of(job.checkpoint, job.recover) and job.launch.nproc > 1:
         every = job.recover.every_steps
     elif not live and job.checkpoint.every_steps != "auto":
         # Nobody knows here what `auto` comes to.

@@ -28,11 +28,11 @@ from outlast.errors import CheckpointError, IntegrationError
 from outlast.integrations import require
 from outlast.integrations.entries import EVERY_VERSION, TextEntry, read_facts
 from outlast.job import LoopJob
-from outlast.records import CheckpointRestored, RunDirectory
+from outlast.records import RunDirectory
 from outlast.runtime.engine import Runtime
 from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import ranks_here, unwrapped
-from outlast.runtime.saves import close_at_exit, store_options
+from outlast.runtime.saves import close_at_exit, restored_event, store_options
 
 require("accelerate", "1.15", "2")
 
@@ -613,7 +613,7 @@ class Saving:
             facts, number = read_facts(store, _FACTS, restored.step)
         self._take_over(facts)
         seconds = time.perf_counter() - begun
-        self._runtime.tell(CheckpointRestored(restored.step, seconds, restored.skipped))
+        self._runtime.tell(restored_event(store, restored, seconds))
 
     def _loaded_from_memory(self) -> bool:
         """Load the state in memory, where that is newer than the store's newest."""

@@ -22,11 +22,11 @@ from outlast.checkpoint.version import is_published
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import IntegrationError
 from outlast.integrations.entries import EVERY_VERSION, RandomEntry, TextEntry, read_facts
-from outlast.records import CheckpointRestored, RunDirectory
+from outlast.records import RunDirectory
 from outlast.runtime.engine import Runtime
 from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import ranks_here, trained_part, unwrapped
-from outlast.runtime.saves import open_store
+from outlast.runtime.saves import open_store, restored_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -389,7 +389,7 @@ class Saving:
         if restored.step != self._content["state"]["global_step"]:
             raise _WentBackError(restored.step)
         seconds = time.perf_counter() - begun
-        runtime.tell(CheckpointRestored(restored.step, seconds, restored.skipped))
+        runtime.tell(restored_event(self._source, restored, seconds))
 
     def objects(self) -> dict[str, Any]:
         """The live objects, of all ranks the same."""

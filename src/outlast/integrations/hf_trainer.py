@@ -17,7 +17,7 @@ import torch
 from outlast import cluster
 from outlast.errors import IntegrationError
 from outlast.integrations import in_folder, loop_job_of, require, unfollowed, with_section
-from outlast.job import CheckpointSection
+from outlast.job import CheckpointSection, tiers_of
 from outlast.job.section import toml_value
 from outlast.runtime.energy import TrainingEnergy
 from outlast.runtime.engine import GOES_ON, PeriodicConsensus, Runtime, StepResult
@@ -663,7 +663,7 @@ def add_outlast(
     add_records(trainer, settings, tokens_per_step=tokens_per_step, prediction=prediction)
     adapter = adapter_of(trainer, "saving")
     saving = adapter.saving = Saving(trainer, settings.checkpoint)
-    if settings.recover.mode == "restart":
+    if "memory" in tiers_of(settings.checkpoint, settings.recover):
         adapter.parts.add("remembering")
         saving.kept = settings
     if settings.guard.policy != "off":

@@ -697,7 +697,7 @@ def with_outlast(
     default = type(job.checkpoint).model_fields["every_steps"].default
     store = job.checkpoint.model_copy(update={"every_steps": default})
     checkpoint_io = StoreCheckpointIO(directory.checkpoints, store)
-    keeps = is_kept(job.recover, ranks_from(os.environ))
+    keeps = is_kept(job, ranks_from(os.environ))
     outlast = OutlastCallback(
         job,
         checkpoint_io.files,

@@ -53,6 +53,7 @@ from outlast.runtime.engine import Decision, PeriodicConsensus, Runtime, StepRes
 from outlast.runtime.memory import MemoryCheckpoint
 from outlast.runtime.place import made_submodule, ranks_here
 from outlast.runtime.recording import directory_of
+from outlast.runtime.saves import restored_event
 from outlast.state.live import module_tensors, reshard
 
 if TYPE_CHECKING:
@@ -440,7 +441,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             _logger.warning("%s; the run continues from step %d", sentence, restored.step)
         seconds = time.monotonic() - began
         self._begin_at(wanted, restored.step, saved=True)
-        self.runtime.write(CheckpointRestored(restored.step, seconds, restored.skipped))
+        self.runtime.write(restored_event(self._store, restored, seconds))
         return True
 
     def _restored_newest(self, wanted: dict[str, Any]) -> bool:

@@ -46,6 +46,7 @@ from outlast.job.sections import (
     StagingSection,
     TensorizeSection,
     TrainSection,
+    tiers_of,
 )
 
 __all__ = [
@@ -84,5 +85,6 @@ __all__ = [
     "loop_job_from_text",
     "loop_template",
     "settings_from_text",
+    "tiers_of",
     "to_toml",
 ]

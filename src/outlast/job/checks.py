@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outlast.job.section import toml_value
 from outlast.job.sections import CHOSEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Set
 
-    from outlast.job.sections import Job
+    from outlast.job.sections import CheckpointSection, Job, RecoverSection
 
 
 def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[str]:
@@ -30,6 +31,7 @@ def impossible_combinations(job: Job, unsure: Set[str] = frozenset()) -> list[st
         (_tensorize, {"tensorize", "parallel", "train"}),
         (_adapt_rank, {"tensorize", "parallel", "recover", "coding", "checkpoint"}),
         (_recover, {"recover", "train"}),
+        (_tiers, {"checkpoint", "recover"}),
         (_slurm, {"slurm"}),
         (_staging, {"staging", "data"}),
         (_factor_rules, {"tensorize", "optimizer"}),
@@ -102,6 +104,41 @@ def _recover(job: Job) -> Iterator[str]:
             "recover.fixed_order = true and train.compile = true do not go together: kernels are "
             "compiled for the shapes that a process has seen before; set one of them to false"
         )
+
+
+def contradictory_tiers(checkpoint: CheckpointSection, recover: RecoverSection) -> Iterator[str]:
+    """One sentence for each setting that contradicts ``checkpoint.tiers``."""
+    tiers = checkpoint.tiers
+    if tiers == "auto":
+        return
+    said = f"checkpoint.tiers = {toml_value(tiers)}"
+    if "memory" in tiers and recover.mode != "restart":
+        kept = [tier for tier in ("memory", "peer") if tier in tiers]
+        yield (
+            f'{said} contradicts recover.mode = "{recover.mode}", which keeps nothing in the '
+            f'nodes\' memory; set recover.mode = "restart", or leave {" and ".join(kept)} out'
+        )
+    if "peer" not in tiers and recover.parity in (1, 2):
+        yield (
+            f"{said} contradicts recover.parity = {recover.parity}, which makes good a lost node; "
+            'add "peer" to the tiers, or leave recover.parity out'
+        )
+    if "peer" in tiers and recover.parity == 0:
+        yield (
+            f"{said} contradicts recover.parity = 0, with which a lost node is not made good; "
+            'leave recover.parity out, or "peer"'
+        )
+    if "disk" in tiers and not checkpoint.fast:
+        yield f"{said} needs checkpoint.fast, the directory of the tier disk on each node"
+    if "disk" not in tiers and checkpoint.fast:
+        yield (
+            f"{said} contradicts checkpoint.fast = {toml_value(checkpoint.fast)}, the directory of "
+            'the tier disk; add "disk" to the tiers, or leave checkpoint.fast out'
+        )
+
+
+def _tiers(job: Job) -> Iterator[str]:
+    yield from contradictory_tiers(job.checkpoint, job.recover)
 
 
 def _parallel(job: Job) -> Iterator[str]:

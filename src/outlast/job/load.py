@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from outlast.errors import JobError
-from outlast.job.checks import impossible_combinations
+from outlast.job.checks import contradictory_tiers, impossible_combinations
 from outlast.job.section import Section, to_toml, toml_value
 from outlast.job.sections import (
     CheckpointSection,
@@ -139,6 +139,7 @@ _RIGHT = {
     "less_than_equal": "at most {le:g}",
     "less_than": "below {lt:g}",
     "not_toml": "{right}",
+    "tiers": "{right}",
 }
 """What would be right instead, by the kind of pydantic error."""
 
@@ -337,7 +338,9 @@ def _build(
 
 def _impossible(job: Section, unsure: Set[str]) -> list[str]:
     if isinstance(job, LoopJob):
-        return settings_of_others(job, unsure)
+        sections = job.checkpoint, job.recover
+        tiers = [] if {"checkpoint", "recover"} & unsure else [*contradictory_tiers(*sections)]
+        return [*settings_of_others(job, unsure), *tiers]
     assert isinstance(job, Job)
     return impossible_combinations(job, unsure)
 

@@ -33,9 +33,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class CheckpointSection(ChangeableSection):
-    """Frequency of saves, and the checkpoints to keep."""
+TIERS = ("memory", "peer", "disk", "shared")
+"""Where copies of the state lie, the nearest first."""
+_TIERS_RIGHT = (
+    '"auto" or a list of "memory", "peer" (which needs "memory"), "disk" and "shared", in this '
+    'order, that ends in "shared", the run\'s directory'
+)
 
+
+def _tier_list(value: Any) -> Any:
+    if value == "auto":
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(tier, str) for tier in value):
+        ordered = [tier for tier in TIERS if tier in value]
+        without_memory = "peer" in value and "memory" not in value
+        if [*value] == ordered and ordered[-1:] == ["shared"] and not without_memory:
+            return ordered
+    raise PydanticCustomError("tiers", "{right}", {"right": _TIERS_RIGHT})
+
+
+class CheckpointSection(ChangeableSection):
+    """Copies of the state: where they lie, how often checkpoints are saved, which are kept."""
+
+    tiers: Annotated[Literal["auto"] | list[str], PlainValidator(_tier_list)] = "auto"
+    """where copies of the state lie, the nearest first: "memory", of each node; "peer", so that
+    other nodes' memory makes good a lost node's; "disk", which is checkpoint.fast; "shared", the
+    run's directory, always; a restore takes the newest state, of equal ones the nearest. "auto":
+    memory and peer unless [recover] says otherwise, disk with checkpoint.fast, shared"""
     every_steps: Count | Literal["auto"] = 100
     """steps between checkpoints; 0: only at the end; "auto": as often as is best, from the
     measured cost of a save and the expected failures"""
@@ -83,8 +107,8 @@ class CheckpointSection(ChangeableSection):
     2.5 times smaller, and the optimizer sees the rounded gradient"""
 
     fast: str = ""
-    """a faster place that is saved to first, e.g. /dev/shm or a node's own disk; checkpoints are
-    then copied on to the run's directory in the background"""
+    """a faster place that is saved to first, the tier "disk": a node's own disk, or e.g. /dev/shm;
+    checkpoints are then copied on to the run's directory in the background"""
     fast_private: bool = False
     """whether nodes do not see each other's files in checkpoint.fast"""
     fast_keep: Positive = 1
@@ -140,6 +164,20 @@ class RecoverSection(ChangeableSection):
     hang_seconds: Literal["auto"] | NonNegativeFloat = "auto"
     """a step that takes longer counts as hung: stacks are written to the run's directory, and the
     process ends itself; auto: from the measured steps; 0: never"""
+
+
+def tiers_of(checkpoint: CheckpointSection, recover: RecoverSection) -> list[str]:
+    """The words of `TIERS` that hold copies of the state, the nearest first."""
+    if checkpoint.tiers != "auto":
+        return [*checkpoint.tiers]
+    kept = recover.mode == "restart"
+    used = {
+        "memory": kept,
+        "peer": kept and recover.parity != 0,
+        "disk": bool(checkpoint.fast),
+        "shared": True,
+    }
+    return [tier for tier in TIERS if used[tier]]
 
 
 GuardLevel = Literal["off", "light", "linear", "full"]

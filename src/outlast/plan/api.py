@@ -395,13 +395,20 @@ def _tensorize(job: Job, model: Transformer) -> tuple[str, float]:
 
 
 def _recovery(job: Job, run: Configuration) -> Recovery:
-    chosen = job.recover
-    if chosen.mode != "restart":
-        return Recovery(mode=chosen.mode, heartbeat_seconds=chosen.heartbeat_seconds)
+    # Whoever has a job has loaded this.
+    from outlast.job.sections import tiers_of
+
+    chosen, tiers = job.recover, tiers_of(job.checkpoint, job.recover)
+    if chosen.mode == "live":
+        return Recovery(mode="live", heartbeat_seconds=chosen.heartbeat_seconds)
+    if "memory" not in tiers:
+        return Recovery(mode="off", heartbeat_seconds=chosen.heartbeat_seconds)
     if run.devices == 1:
         # Nobody starts a process again that trains alone.
         return NO_RECOVERY
     parity = None if chosen.parity == "auto" else chosen.parity
+    if "peer" not in tiers:
+        parity = 0
     return Recovery(
         mode="restart",
         every_steps=chosen.every_steps,

@@ -409,6 +409,11 @@ def mechanism_tables(
                 "parity": "auto" if recovery.parity is None else recovery.parity,
                 "parity_group": recovery.parity_group,
             }
+    if own is not None and (found.keys() & {"checkpoint", "recover"}):
+        # What the job says of tiers by name may contradict what was chosen instead.
+        found["checkpoint"] = {**found.get("checkpoint", {}), "tiers": "auto"}
+        if recovery.parity == 0 and recovery.mode == "restart":
+            found.setdefault("recover", {})["parity"] = 0
     if chosen.coding_copies != before.coding_copies:
         found["coding"] = (
             {"scheme": "off"}

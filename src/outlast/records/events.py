@@ -244,12 +244,29 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class CheckpointRestored(Event):
-    """The run continues from a checkpoint."""
+    """The run continues from a checkpoint.
+
+    Attributes:
+        step: The step that was restored.
+        seconds: Until the last byte was in place.
+        skipped: One sentence for each newer or nearer state that could not be used.
+        source: The tier: ``disk``, ``shared`` or ``mirror``; empty where it is not known.
+        place: Path or URL of the tier.
+        lacking: One phrase for each nearer tier that was there and held nothing of use.
+    """
 
     kind: ClassVar[str] = "checkpoint_restored"
     step: int
     seconds: float
     skipped: list[str]
+    source: str = ""
+    place: str = ""
+    lacking: list[str] = field(default_factory=list)
+
+    def words(self) -> str:
+        """The tier, and what nearer ones lacked, behind what is said of the restore."""
+        lacking = f" ({'; '.join(self.lacking)})" if self.lacking else ""
+        return f" from {self.source}{lacking}" if self.source else lacking
 
 
 @dataclass(frozen=True)
@@ -448,7 +465,7 @@ class StateRecovered(Event):
         seconds: From the choice to the last byte in place.
         lost_steps: Steps that are done again, as far as is known; -1 where it is not.
         bytes: Moved on all ranks together.
-        passed_over: One sentence for each better source that could not be used.
+        passed_over: One sentence for each better source that could not be used, or had nothing.
     """
 
     kind: ClassVar[str] = "state_recovered"

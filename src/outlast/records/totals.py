@@ -355,7 +355,7 @@ Recovery = StateRecovered | MemberLost | MembershipChanged
 """The events of recovery."""
 _SOURCES = {
     "peer": "a peer",
-    "parity": "parity",
+    "parity": "peers' parity",
     "memory": "memory",
     "disk": "this node's disk",
     "shared": "the shared file system",

@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from outlast.errors import RecoverError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 LOOK_SECONDS = 0.1
 """Between two looks of a launcher at its processes; see `outlast.train.launch`."""
@@ -29,10 +24,6 @@ RECONNECT_SECONDS = 0.1
 SILENCE_SHARE = 0.8
 """Of the heartbeat's seconds, after which the lighthouse of live groups drops a silent one; the
 rest is for the survivors' next step."""
-
-BYTES_PER_S = {"peer": 4e9, "parity": 1e9, "memory": 3e9, "disk": 6e8, "shared": 3e8}
-"""Of a process, where nothing is measured: assumed, in the order peer copy > memory > parity >
-node's disk > shared file system. A peer's state lies in its own live memory, on the same step."""
 
 
 def _require(name: str, value: float, low: float = 0.0, *, above: bool = False) -> None:
@@ -171,43 +162,3 @@ def share_of_progress(
     _require("losses", losses)
     _require("lost_work_seconds", lost_work_seconds)
     return work_seconds / (work_seconds + losses * (recovery.seconds + lost_work_seconds))
-
-
-@dataclass(frozen=True)
-class RestoreSource:
-    """A state that could be restored.
-
-    Attributes:
-        source: ``peer``, ``parity``, ``memory``, ``disk`` or ``shared``.
-        step: Steps that it has done.
-        size: Bytes that a process reads.
-        bytes_per_s: Measured rate of a process; None: the assumed one of the source.
-    """
-
-    source: str
-    step: int
-    size: int
-    bytes_per_s: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Of restoring it."""
-        return self.size / (self.bytes_per_s or BYTES_PER_S[self.source])
-
-
-def cheapest_source(
-    candidates: Iterable[RestoreSource], step_seconds: float
-) -> RestoreSource | None:
-    """The candidate after which the run is soonest where it was; None where there is none.
-
-    Args:
-        candidates: In any order; of equals the first.
-        step_seconds: Of a training step.
-    """
-    found = list(candidates)
-    newest = max((candidate.step for candidate in found), default=0)
-
-    def seconds(each: RestoreSource) -> float:
-        return each.seconds + (newest - each.step) * step_seconds
-
-    return min(found, key=seconds, default=None)

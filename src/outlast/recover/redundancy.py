@@ -136,6 +136,21 @@ class Redundancy:
         if problem:
             raise RecoverError(problem)
 
+    def lacking(self, nodes: Sequence[str]) -> str:
+        """Why the memory of a lost node is not made good from others; empty where it is.
+
+        Args:
+            nodes: Of every rank.
+        """
+        if self.domain == "node" and len(set(nodes)) == 1:
+            return (
+                "all processes are on one node, which is lost with its memory: start on several, "
+                'set recover.domain = "process", or leave peer out'
+            )
+        losses = 1 if self.losses == "auto" else self.losses
+        problem = Spread(nodes_of(nodes), losses, self.largest, self.domain).problem()
+        return f"only what several hold survives the loss of one: {problem}" if problem else ""
+
 
 def even_parts(items: list[Any], largest: int) -> list[tuple[Any, ...]]:
     """`items` in as few parts of at most `largest` as possible, of sizes that differ by 0 or 1."""
@@ -270,11 +285,12 @@ def _rebuilt(folder: Path, generation: int, identity: str, peers: Group) -> bool
             f"{_counted(nodes)}; start as many on each again, or resume from a checkpoint"
         )
     role = standing[peers.rank]
-    # Step to the whole file of each state that this role has kept here.
+    # Step to the whole file of each state that this role has kept here; parity's own digests
+    # look at a part of the bytes only.
     slots = {}
     for path in sorted(place.glob(f"rank-{role}.*")):
         kept = read_slot(path, identity)
-        if kept is not None:
+        if kept is not None and not kept.damage():
             with path.open("rb") as file:
                 slots[kept.step] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     name = f"rebuild-{generation}"

@@ -431,6 +431,9 @@ class Keeper:
     Attributes:
         problem: Why nothing is kept any more; empty while all is well. Training continues without.
         kept: The step of the newest state that was begun to be kept; -1 for none.
+        damaged: One sentence for each damaged state, and for each that could not be rebuilt, that
+            `find` has passed over.
+        lacking: Of ``memory`` and ``peer``, a phrase for each that held no state at `find`.
     """
 
     def __init__(
@@ -452,6 +455,7 @@ class Keeper:
         self._redundancy = redundancy or Redundancy()
         self._rebuilt, self._finding_seconds, self._over = False, 0.0, False
         self.problem, self.kept = "", -1
+        self.damaged, self.lacking = list[str](), list[str]()
         # Of this generation of processes, from the first state that they keep on.
         self._claim: Claim | None = None
         self._folder = self._run_folder
@@ -473,25 +477,62 @@ class Keeper:
         self._under_way: Future[None] | None = None
 
     def find(self) -> CompleteState | None:
-        """The newest state in all nodes' memory that is complete, or made so; None without one.
+        """The newest intact state in all nodes' memory that is complete, or made so; None without.
+
+        All bytes of it are compared with their checksums. Where a newer one is damaged, it is
+        rebuilt from parity, if that is there, before an older one is taken.
 
         Raises:
             RecoverError: On all processes, when more is lost than parity makes good.
         """
         begun = time.perf_counter()
-        whole = self._newest()
-        if whole is None and rebuild(self._run_folder, self._identity, self._peers):
-            whole = self._newest()
-            self._rebuilt = whole is not None
+        self._rebuilt, self.damaged, self.lacking = False, [], []
+        whole, newer = self._newest()
+        if whole is None or newer:
+            if not newer:
+                self.lacking.append("memory: holds no complete state of this run")
+            try:
+                made = rebuild(self._run_folder, self._identity, self._peers)
+            except RecoverError as error:
+                if whole is None:
+                    raise
+                made = False
+                self.damaged.append(f"peer: {error}")
+            else:
+                if not made:
+                    self.lacking.append("peer: holds nothing to rebuild it from")
+            if made:
+                whole, _ = self._newest()
+                self._rebuilt = whole is not None
         self._finding_seconds = time.perf_counter() - begun
         return whole
 
-    def _newest(self) -> CompleteState | None:
-        """The newest state that is whole without parity."""
+    def _newest(self) -> tuple[CompleteState | None, bool]:
+        """The newest state that is whole and intact without parity; whether a newer is damaged."""
         peers, mine = self._peers, []
-        if peers.gather(peers.node).index(peers.node) == peers.rank:
+        nodes = peers.gather(peers.node)
+        local = [rank for rank, node in enumerate(nodes) if node == peers.node]
+        if local[0] == peers.rank:
             mine = scan(self._run_folder, self._identity, peers.node, peers.rank)
-        return newest_whole(stored for found in peers.gather(mine) for stored in found)
+        found = [stored for array in peers.gather(mine) for stored in array]
+        newest = (-1, -1)
+        while (whole := newest_whole(found)) is not None:
+            # The processes of a node read its slots side by side.
+            here = [stored for stored in whole.slots if stored.node == peers.node]
+            problems = {
+                (stored.node, str(stored.kept.path)): problem
+                for stored in here[local.index(peers.rank) :: len(local)]
+                if (problem := stored.kept.damage())
+            }
+            damaged = {key: text for held in peers.gather(problems) for key, text in held.items()}
+            if not damaged:
+                return whole, (whole.generation, whole.step) < newest
+            newest = max(newest, (whole.generation, whole.step))
+            for problem in damaged.values():
+                if (sentence := f"memory: {problem}") not in self.damaged:
+                    self.damaged.append(sentence)
+            found = [item for item in found if (item.node, str(item.kept.path)) not in damaged]
+        return None, newest >= (0, 0)
 
     def restore(
         self, whole: CompleteState | None = None, part: State | None = None

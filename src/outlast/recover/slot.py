@@ -5,10 +5,11 @@ A slot is a file of four parts, little-endian:
 ======== =================== ======================================================================
 offset   size                content
 ======== =================== ======================================================================
-0        64                  ``OUTLASTSLOT1``, catalogue bytes (u64), capacity of the values (u64),
+0        64                  ``OUTLASTSLOT2``, catalogue bytes (u64), capacity of the values (u64),
                              first byte of the data (u64), CRC-32 of these
-64       64                  the mark: step (i64), bytes of the values (u64), CRC-32 of the values,
-                             CRC-32 of the mark; all zero while the slot is being written
+64       64                  the mark: step (i64), bytes of the values (u64), XXH3 of the data
+                             (u64), CRC-32 of the values, CRC-32 of the mark; all zero while the
+                             slot is being written
 128      catalogue bytes     JSON, never changed: identity, and for each tensor its name, element
                              type, global shape, box (offset, shape) and first byte in the data
 ...      capacity            the values as JSON, new for every step
@@ -16,8 +17,8 @@ data     the rest            the tensors' elements, row-major, each from a multi
 ======== =================== ======================================================================
 
 What one process has written another one reads, also when the first was killed: the kernel keeps
-the pages. So a mark that is there was written after everything that it stands for. The data has no
-checksum: it never leaves the machine's memory.
+the pages. So a mark that is there was written after everything that it stands for. A state is
+restored only if its data still have the checksum in the mark.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import xxhash
 
 from outlast.errors import RecoverError
 from outlast.hardware.detect import memory_available_bytes
@@ -45,9 +47,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_MAGIC = b"OUTLASTSLOT1"
+_MAGIC = b"OUTLASTSLOT2"
 _HEADER = struct.Struct("<12sQQQ")
-_MARK = struct.Struct("<qQI")
+_MARK = struct.Struct("<qQQI")
 _CHECK = struct.Struct("<I")
 _MARK_OFFSET = 64
 _CATALOGUE_OFFSET = 128
@@ -135,12 +137,26 @@ class SlotState:
         step: Steps done.
         catalogue: What it holds.
         values: Name to JSON value.
+        digest: XXH3 of the data, when it was published.
     """
 
     path: Path
     step: int
     catalogue: Catalogue
     values: dict[str, Any]
+    digest: int
+
+    def damage(self) -> str:
+        """Why the data is not what was published; empty where it is. Reads all of it."""
+        try:
+            reader = SlotReader(self.path)
+        except RecoverError as error:
+            return str(error)
+        try:
+            sound = reader.digest(self.catalogue.data_bytes) == self.digest
+        finally:
+            reader.close()
+        return "" if sound else f"{self.path} of step {self.step} is damaged (its checksum differs)"
 
 
 class Slot:
@@ -183,7 +199,8 @@ class Slot:
                 f"{self.capacity} reserved in memory; keep large data in tensors"
             )
         self.content[self._values : self._values + len(values)] = values
-        mark = _MARK.pack(step, len(values), zlib.crc32(values))
+        digest = xxhash.xxh3_64_intdigest(self.memory)
+        mark = _MARK.pack(step, len(values), digest, zlib.crc32(values))
         self.content[_MARK_OFFSET : _MARK_OFFSET + len(_EMPTY_MARK)] = mark + _CHECK.pack(
             zlib.crc32(mark)
         )
@@ -234,7 +251,7 @@ def read_slot(path: Path, identity: str) -> SlotState | None:
             mark = file.read(_MARK.size + _CHECK.size)
             if magic != _MAGIC or mark == _EMPTY_MARK or not _checks(mark, _MARK.size):
                 return None
-            step, values_bytes, check = _MARK.unpack_from(mark)
+            step, values_bytes, digest, check = _MARK.unpack_from(mark)
             file.seek(_CATALOGUE_OFFSET)
             catalogue = Catalogue.from_json(json.loads(file.read(length)))
             values = file.read(values_bytes)
@@ -242,7 +259,7 @@ def read_slot(path: Path, identity: str) -> SlotState | None:
         return None
     if catalogue.identity != identity or zlib.crc32(values) != check:
         return None
-    return SlotState(path, step, catalogue, json.loads(values))
+    return SlotState(path, step, catalogue, json.loads(values), digest)
 
 
 def _checks(block: bytes, size: int) -> bool:
@@ -271,6 +288,10 @@ class SlotReader:
     def bytes_of(self, entry: SlotEntry) -> memoryview:
         """The elements of `entry`."""
         return self._data[entry.start : entry.start + entry.size]
+
+    def digest(self, size: int) -> int:
+        """XXH3 of the first `size` bytes of the data."""
+        return int(xxhash.xxh3_64_intdigest(self._data[:size]))
 
     def close(self) -> None:
         """Let go of the memory, as soon as nobody looks at it any more."""
@@ -354,11 +375,12 @@ class Claim:
 
 
 def remove_path(path: Path) -> None:
-    """Delete a file or a folder; what is gone already is all right."""
+    """Delete a file or a folder, if it is there and may be deleted."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def remove_run(folder: Path) -> None:

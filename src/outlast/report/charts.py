@@ -530,6 +530,7 @@ def _of_record(record: Record) -> Iterator[Mark]:
             yield Mark("failure", record.time, f"checkpoint of step {step:,} failed: {reason}")
         case CheckpointRestored() as restored:
             words = f"restored step {restored.step:,} in {text.duration(restored.seconds)}"
+            words += restored.words()
             if restored.skipped:
                 words += f"; passed over {', '.join(map(str, restored.skipped))}"
             yield Mark("restore", record.time, words)

@@ -173,7 +173,10 @@ def _about_checkpoints(
         case CheckpointFailed():
             return f"warning: {event.reason}; training continues"
         case CheckpointRestored():
-            return f"restored the checkpoint of step {event.step} in {event.seconds:.2f} s"
+            return (
+                f"restored the checkpoint of step {event.step} in {event.seconds:.2f} s"
+                f"{event.words()}"
+            )
         case CheckpointInterval():
             return f"checkpoints: {event.reason}"
 

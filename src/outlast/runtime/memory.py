@@ -31,21 +31,20 @@ import torch
 from torch import nn
 
 from outlast.distributed.group import Group
-from outlast.errors import RecoverError
-from outlast.job import fingerprint
+from outlast.errors import CheckpointError, RecoverError
+from outlast.job import fingerprint, tiers_of
 from outlast.records import (
-    CheckpointRestored,
     MembershipChanged,
     StateRecovered,
     StepsDone,
     Warned,
     read_run,
 )
-from outlast.recover.cost import RestoreSource, cheapest_source
 from outlast.recover.phase_page import EnterPhase, ignore_phase
 from outlast.recover.redundancy import Redundancy
 from outlast.recover.restart import Keeper, node_of
 from outlast.runtime.agreement import BoundaryAgreement, host_group
+from outlast.runtime.saves import restored_event
 from outlast.version import __version__
 
 if TYPE_CHECKING:
@@ -56,13 +55,16 @@ if TYPE_CHECKING:
     from outlast.checkpoint import CheckpointStore
     from outlast.distributed.ranks import Ranks
     from outlast.job import Job, LoopJob
-    from outlast.job.sections import RecoverSection
-    from outlast.records import Event, Run, RunDirectory
+    from outlast.records import CheckpointRestored, Event, Run, RunDirectory
     from outlast.recover.restart import CompleteState
     from outlast.state.live import State
 
 
-_RECENT_STEPS = 20
+_NOBODY_RESTARTS = (
+    'checkpoint.tiers has "memory", but nobody would start this process again, so nothing is kept '
+    "in memory: start with outlast train --nproc or torchrun --max-restarts, or leave memory and "
+    "peer out"
+)
 
 
 def kept_run(directory: RunDirectory) -> str:
@@ -71,16 +73,21 @@ def kept_run(directory: RunDirectory) -> str:
     return f"{directory.path.name}-{directory.identifier}"
 
 
-def is_kept(settings: RecoverSection, ranks: Ranks) -> bool:
+def is_kept(job: Job | LoopJob, ranks: Ranks) -> bool:
     """Return whether states are kept in memory: a launcher would start these ranks again."""
     restarted = ranks.launch == "nproc" or (
         ranks.launch == "torchrun" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     )
-    return settings.mode == "restart" and restarted
+    return "memory" in tiers_of(job.checkpoint, job.recover) and restarted
 
 
 def from_disk(
-    store: CheckpointStore, state: State, passed_over: Sequence[str] = (), *, shown: bool = False
+    store: CheckpointStore,
+    state: State,
+    passed_over: Sequence[str] = (),
+    *,
+    shown: bool = False,
+    lacking: Sequence[str] = (),
 ) -> tuple[int, list[Event]]:
     """Restore the newest checkpoint: the steps that it has done, and the events.
 
@@ -89,6 +96,7 @@ def from_disk(
         state: Model and optimizers.
         passed_over: One sentence for each newer state that could not be used.
         shown: Whether the caller shows the events to the user, who else is warned.
+        lacking: One phrase for each nearer tier that held nothing.
 
     Raises:
         RecoverError: When a newer state could not be used, and there is no checkpoint.
@@ -106,21 +114,24 @@ def from_disk(
         store.check(state)
         # Not silently: a run that had saved nothing looks just like one that has lost its files.
         return 0, [Warned(store.unfinished)] if store.unfinished else []
-    skipped = [*passed_over, *restored.skipped]
-    events: list[Event] = [
+    event = restored_event(store, restored, time.perf_counter() - begun, passed_over, lacking)
+    warned = [
         Warned(f"{name}; the run continues from the version of step {restored.step}")
-        for name in skipped
+        for name in event.skipped
     ]
-    seconds = time.perf_counter() - begun
-    return restored.step, [*events, CheckpointRestored(restored.step, seconds, skipped)]
+    return restored.step, [*warned, event]
+
+
+def _warnings(passed_over: Sequence[str], step: int) -> list[Event]:
+    return [Warned(f"{name}; the run continues from step {step}") for name in passed_over]
 
 
 class MemoryCheckpoint:
     """Keeps the newest state of a run in memory outside of its processes, and finds it again.
 
     All ranks make it and call its methods together, but for `settle` and `close`. Where nobody
-    would start the ranks again, or ``recover.mode = "off"``, nothing is kept, and `restore` takes
-    the newest checkpoint.
+    would start the ranks again, or ``checkpoint.tiers`` has no ``memory``, nothing is kept, and
+    `restore` takes the newest checkpoint.
 
     What is kept is as in `outlast.recover.restart.Keeper`: of buffers, tensors of objects other
     than modules and optimizers, and values that are no tensors, the first rank's of those that have
@@ -179,13 +190,22 @@ class MemoryCheckpoint:
         self._own_agreement: BoundaryAgreement | None = None
         self._keeper: Keeper | None = None
         self._directory = directory.path if ranks.is_first and directory.exists() else None
-        if not is_kept(job.recover, ranks):
+        tiers, settings = tiers_of(job.checkpoint, job.recover), job.recover
+        # Whoever has asked for a tier by name is told where it is not there.
+        asked = job.checkpoint.tiers != "auto"
+        self._missing: list[Event] = []
+        if not is_kept(job, ranks):
+            if asked and "memory" in tiers:
+                self._missing.append(Warned(_NOBODY_RESTARTS))
             return
-        settings = job.recover
         group = host_group() if self._several and own_group else None
-        redundancy = Redundancy(settings.parity, settings.parity_group, settings.domain)
+        losses = settings.parity if "peer" in tiers else 0
+        redundancy = Redundancy(losses, settings.parity_group, settings.domain)
         self._peers = Group(group, error=RecoverError, node=node_of(settings.memory))
-        redundancy.check(self._peers.gather(self._peers.node))
+        nodes = self._peers.gather(self._peers.node)
+        redundancy.check(nodes)
+        if asked and "peer" in tiers and (lacking := redundancy.lacking(nodes)):
+            self._missing.append(Warned(f'checkpoint.tiers has "peer", but {lacking}'))
         self._keeper = Keeper(
             state,
             kept_run(directory),
@@ -210,18 +230,33 @@ class MemoryCheckpoint:
         Raises:
             RecoverError: When steps were done, and no state of them can be used.
         """
+        missing, self._missing = self._missing, []
         if self._keeper is None:
-            return from_disk(self._store, self._state, shown=self._shown)
+            step, events = from_disk(self._store, self._state, shown=self._shown)
+            return step, [*missing, *events]
         history, passed_over = self._history(), list[str]()
+        whole = None
         try:
-            whole = self._find(history)
-            if whole is not None:
-                event = self._take(whole, history)
-                return event.step, [event, *self._changed(history, event.step)]
+            whole = self._newest_in_memory()
         except RecoverError as error:
             passed_over.append(str(error))
-        step, events = from_disk(self._store, self._state, passed_over, shown=self._shown)
-        return step, [*events, *self._changed(history, step)]
+        lacking = self._keeper.lacking
+        try:
+            if whole is not None and self.saved > whole.step:
+                newer = self._newer(whole.step, passed_over)
+                if newer is not None:
+                    return newer.step, [*missing, newer, *self._changed(history, newer.step)]
+            if whole is not None:
+                event = self._take(whole, history, passed_over)
+                told = [*missing, *_warnings([*passed_over, *self._keeper.damaged], event.step)]
+                return event.step, [*told, event, *self._changed(history, event.step)]
+        except RecoverError as error:
+            passed_over.append(str(error))
+        passed_over += self._keeper.damaged
+        step, events = from_disk(
+            self._store, self._state, passed_over, shown=self._shown, lacking=lacking
+        )
+        return step, [*missing, *events, *self._changed(history, step)]
 
     def find(self) -> int | None:
         """Steps of the state in memory that is better than the newest checkpoint; None without one.
@@ -229,13 +264,21 @@ class MemoryCheckpoint:
         Raises:
             RecoverError: On all ranks, when what was in memory is lost, and there is no checkpoint.
         """
-        self.events, self._whole = [], None
-        if self._keeper is not None:
-            try:
-                self._whole = self._find(self._history())
-            except RecoverError as error:
-                self._pass_over(error)
-        return None if self._whole is None else self._whole.step
+        self.events, self._missing, self._whole = self._missing, [], None
+        if self._keeper is None:
+            return None
+        whole = None
+        try:
+            whole = self._newest_in_memory()
+        except RecoverError as error:
+            self._pass_over(str(error))
+        if whole is not None and whole.step >= self.saved:
+            self._whole = whole
+            self.events += _warnings(self._keeper.damaged, whole.step)
+            return whole.step
+        for sentence in self._keeper.damaged:
+            self._pass_over(sentence)
+        return None
 
     def read(self, entries: State) -> bool:
         """Fill a part of the state that was found, before the rest has a place.
@@ -303,7 +346,8 @@ class MemoryCheckpoint:
             self._told = True
             return Warned(
                 f"{self._keeper.problem}; a restart continues from the newest checkpoint "
-                '(recover.memory names another place, recover.mode = "off" is silent)'
+                '(recover.memory names another place; without "memory" in checkpoint.tiers, '
+                "nothing is kept)"
             )
         return None
 
@@ -341,8 +385,8 @@ class MemoryCheckpoint:
         if keeper is not None:
             keeper.close(forget_run=forget)
 
-    def _find(self, history: Run | None) -> CompleteState | None:
-        """The state in memory from which the run is sooner back than from its newest checkpoint.
+    def _newest_in_memory(self) -> CompleteState | None:
+        """The newest intact state in memory; `saved` becomes the newest checkpoint's step.
 
         Raises:
             RecoverError: On all ranks, when more is lost than parity makes good.
@@ -350,20 +394,26 @@ class MemoryCheckpoint:
         assert self._keeper is not None
         version = self._store.newest(warn=False)
         self.saved = max(self._peers.gather(-1 if version is None else version.step))
-        whole = self._keeper.find()
-        if whole is None:
-            return None
-        # All ranks do as rank 0 says, who knows the run's step times.
-        size = sum(entry.size for entry in whole.tensors().values())
-        candidates = [RestoreSource("memory", whole.step, size)]
-        if self.saved >= 0:
-            candidates.append(RestoreSource("disk", self.saved, size))
-        chosen = cheapest_source(candidates, _step_seconds(history))
-        assert chosen is not None
-        return None if self._peers.gather(chosen.source)[0] == "disk" else whole
+        return self._keeper.find()
 
-    def _take(self, whole: CompleteState, history: Run | None) -> StateRecovered:
-        """Restore what `_find` has found.
+    def _newer(self, step: int, passed_over: list[str]) -> CheckpointRestored | None:
+        """Restore the newest intact checkpoint after `step`; None where none is intact."""
+        begun = time.perf_counter()
+        try:
+            restored = self._store.restore(self._state, warn=False, after=step)
+        except CheckpointError as error:
+            passed_over.append(str(error))
+            return None
+        if restored is None:
+            return None
+        lacking = [f"memory: its newest state is of step {step}"]
+        seconds = time.perf_counter() - begun
+        return restored_event(self._store, restored, seconds, passed_over, lacking)
+
+    def _take(
+        self, whole: CompleteState, history: Run | None, passed_over: Sequence[str] = ()
+    ) -> StateRecovered:
+        """Restore what the keeper has found.
 
         Raises:
             RecoverError: On all ranks, when it does not fit, or has gone meanwhile; the live state
@@ -377,7 +427,12 @@ class MemoryCheckpoint:
         done = max(_recorded(history), self._steps_before)
         lost = max(0, *(peer - recovered.step for peer in self._peers.gather(done)))
         return StateRecovered(
-            recovered.step, recovered.source, recovered.seconds, lost, recovered.size
+            recovered.step,
+            recovered.source,
+            recovered.seconds,
+            lost,
+            recovered.size,
+            [*passed_over, *self._keeper.damaged, *self._keeper.lacking],
         )
 
     def _filled(self, entries: State | None) -> bool:
@@ -390,21 +445,21 @@ class MemoryCheckpoint:
                 self._keeper.restore(self._whole, entries)
         except RecoverError as error:
             self._whole = None
-            self._pass_over(error)
+            self._pass_over(str(error))
             return False
         return True
 
-    def _pass_over(self, error: RecoverError) -> None:
+    def _pass_over(self, problem: str) -> None:
         if self.saved < 0:
             # Steps were done: whoever began anew would lose them without a word.
             raise RecoverError(
-                f"{error}; and there is no checkpoint to continue from: start with the settings "
+                f"{problem}; and there is no checkpoint to continue from: start with the settings "
                 "and the code of before, or anew in another directory"
             )
         follows = self._otherwise or (
             f"the run continues from its newest checkpoint, of step {self.saved}"
         )
-        self.events.append(Warned(f"{error}; {follows}"))
+        self.events.append(Warned(f"{problem}; {follows}"))
 
     def _history(self) -> Run | None:
         return None if self._directory is None else read_run(self._directory)
@@ -424,12 +479,6 @@ def _recorded(history: Run | None) -> int:
     """The last step that is on record; 0 on other ranks, which record nothing."""
     steps = [] if history is None else history.of(StepsDone)
     return max((event.step for _, event in steps), default=0)
-
-
-def _step_seconds(history: Run | None) -> float:
-    steps = [] if history is None else history.of(StepsDone)
-    recent = [second for _, event in steps for second in event.step_seconds][-_RECENT_STEPS:]
-    return sorted(recent)[len(recent) // 2] if recent else 0.0
 
 
 def places_of(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> set[int]:

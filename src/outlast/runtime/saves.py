@@ -8,19 +8,22 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.checkpoint import CheckpointStore, Compression, Reduction, Retention, SaveResult, Tier
+from outlast.distributed.group import raise_together
 from outlast.errors import CheckpointError
-from outlast.records import CheckpointCopied, Warned
+from outlast.records import CheckpointCopied, CheckpointRestored, Warned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from outlast.checkpoint import DrainResult, SaveHandle
+    from outlast.checkpoint import DrainResult, Restored, SaveHandle
     from outlast.checkpoint.tiers import Pacing
     from outlast.job import CheckpointSection
     from outlast.records import Event, RunDirectory
@@ -41,6 +44,9 @@ def open_store(
         directory: Of the run.
         pacings: What besides their caps says how fast tiers are copied to, by name.
         keep: Which versions stay; by default what [checkpoint] says.
+
+    Raises:
+        CheckpointError: When nothing can be written to ``checkpoint.fast``, on all ranks.
     """
     keep = keep or Retention(
         settings.keep, every=settings.keep_every, best=settings.keep_best, metric="validation_loss"
@@ -51,12 +57,14 @@ def open_store(
     places = [
         (
             RUN,
+            "shared",
             settings.fast and directory.checkpoints,
             settings.drain_every,
             settings.drain_megabytes_per_s,
         ),
-        (MIRROR, mirror, settings.mirror_every, settings.mirror_megabytes_per_s),
+        (MIRROR, MIRROR, mirror, settings.mirror_every, settings.mirror_megabytes_per_s),
     ]
+    raise_together(lambda: _check_disk(settings.fast))
     tiers = [
         Tier(
             place,
@@ -64,8 +72,9 @@ def open_store(
             keep=keep,
             bytes_per_second=1e6 * megabytes_per_s or None,
             pacing=pacings.get(name),
+            name=tier,
         )
-        for name, place, every, megabytes_per_s in places
+        for name, tier, place, every, megabytes_per_s in places
         if place
     ]
     return CheckpointStore(
@@ -73,7 +82,64 @@ def open_store(
         keep=settings.fast_keep if settings.fast else keep,
         tiers=tiers,
         private=bool(settings.fast) and settings.fast_private,
+        name="disk" if settings.fast else "shared",
         **store_options(settings),
+    )
+
+
+def _check_disk(folder: str) -> None:
+    """Refuse a tier ``disk`` to which nothing can be written: all saves go there first.
+
+    Raises:
+        CheckpointError: Naming the setting and why.
+    """
+    if not folder or "://" in folder:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.fast = {folder}, the tier disk, cannot be written to "
+            f"({error.strerror}): make room or give another directory, or leave disk out of "
+            "checkpoint.tiers and checkpoint.fast empty"
+        ) from None
+
+
+_PROBE_BYTES = 4096
+
+
+def restored_event(
+    store: CheckpointStore,
+    restored: Restored,
+    seconds: float,
+    passed_over: Sequence[str] = (),
+    lacking: Sequence[str] = (),
+) -> CheckpointRestored:
+    """The event of a restore from `store`, which says what nearer tiers lacked.
+
+    Args:
+        store: Of the run's checkpoints.
+        restored: Result of `CheckpointStore.restore`.
+        seconds: That it took.
+        passed_over: One sentence for each nearer state that could not be used.
+        lacking: One phrase for each tier nearer than the store that held nothing.
+    """
+    skipped = [*passed_over, *restored.skipped]
+    names = store.tier_names
+    phrases = [*lacking]
+    for place, name in names.items():
+        if place == restored.place:
+            break
+        # What is damaged or cannot be listed there is told of.
+        if not any(place in sentence for sentence in skipped):
+            phrases.append(f"{name or place}: has no version of step {restored.step}")
+    source = names.get(restored.place, "") or "shared"
+    return CheckpointRestored(
+        restored.step, seconds, skipped, source=source, place=restored.place, lacking=phrases
     )
 
 
