@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard import Guard, Policy, guard
@@ -74,11 +75,15 @@ def train(
     kind: str = "fp32",
     fault_hook: Callable[[str, str, Tensor], None] | None = None,
     steps: int = 5,
+    conv1d: bool = False,
 ) -> tuple[list[float], list[Tensor], Guard | None]:
     """Losses and weights of some steps of two micro-batches each."""
     dtype, autocast = TYPES[kind]
     torch.manual_seed(0)
-    model = Net().to(dtype)
+    model = Net()
+    if conv1d:
+        model.up = Conv1D(40, 16)
+    model.to(dtype)
     # In fp16 AdamW divides by an epsilon that is 0.
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
     handle = quietly(model, optimizer) if guarded else None
@@ -144,6 +149,38 @@ def test_one_layer_gives_the_bits_of_an_unguarded_one(kind: str, bias: bool, fro
 
 
 @pytest.mark.parametrize("kind", TYPES)
+def test_a_conv1d_of_transformers_gives_the_bits_of_an_unguarded_one(kind: str) -> None:
+    dtype, autocast = TYPES[kind]
+    torch.manual_seed(1)
+    plain = Conv1D(33, 48).to(dtype)
+    guarded = copy.deepcopy(plain)
+    handle = guard(guarded)
+    seen = set()
+    for name, make in INPUTS.items():
+        x = make().to(dtype)
+        made = []
+        for layer in (plain, guarded):
+            layer.zero_grad()
+            x = x.detach().requires_grad_()
+            with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+                try:
+                    y = layer(x)
+                except RuntimeError as error:
+                    made.append(str(error))
+                    continue
+            seen.add(name)
+            y.backward(torch.arange(y.numel()).view(y.shape).to(y.dtype) / y.numel())
+            made.append((y.detach(), x.grad, *(each.grad for each in layer.parameters())))
+        if "view" in made[0]:
+            assert made[0] == made[1]
+            continue
+        assert all(same(*pair) for pair in zip(*made, strict=True)), name
+    assert seen >= {"1d", "2d", "3d", "4d", "one row", "transposed"}
+    assert handle.ledger.checks > 0
+    assert handle.ledger.findings == []
+
+
+@pytest.mark.parametrize("kind", TYPES)
 def test_training_has_the_same_losses_and_weights(kind: str) -> None:
     losses, weights, _ = train(guarded=False, kind=kind)
     guarded_losses, guarded_weights, handle = train(guarded=True, kind=kind)
@@ -164,6 +201,7 @@ def test_every_forward_and_gradient_is_checked() -> None:
     assert checks["again", "linear.forward"] == 2 * passes * rows
 
 
+@pytest.mark.parametrize("conv1d", [False, True])
 @pytest.mark.parametrize("kind", ["fp32", "autocast bf16"])
 @pytest.mark.parametrize(
     ("at", "operation", "outcome"),
@@ -176,11 +214,13 @@ def test_every_forward_and_gradient_is_checked() -> None:
     ],
 )
 def test_a_transient_fault_leaves_no_trace(
-    at: str, operation: str, outcome: str, kind: str
+    at: str, operation: str, outcome: str, kind: str, conv1d: bool
 ) -> None:
-    losses, weights, _ = train(guarded=False, kind=kind)
+    losses, weights, _ = train(guarded=False, kind=kind, conv1d=conv1d)
     fault_hook = once(at, "up", spoil)
-    guarded_losses, guarded_weights, handle = train(guarded=True, kind=kind, fault_hook=fault_hook)
+    guarded_losses, guarded_weights, handle = train(
+        guarded=True, kind=kind, fault_hook=fault_hook, conv1d=conv1d
+    )
     assert handle is not None
     assert [(f.module, f.operation, f.outcome) for f in handle.ledger.findings] == [
         ("up", operation, outcome)

@@ -182,12 +182,8 @@ MODELS: dict[
     "gpt2": (
         lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, **GPT2)),
         text_loss,
-        {
-            f"{layer}.{kind}"
-            for layer in ("c_attn", "c_proj", "c_fc")
-            for kind in ("weight", "bias")
-        },
-        {"addmm in transformer.h.0.attn.c_attn"},
+        set(),
+        set(),
     ),
     "mixtral": (
         lambda: causal("Mixtral", **MIXTRAL),

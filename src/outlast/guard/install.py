@@ -171,9 +171,10 @@ def _install(
         return (), f"policy {policy.level_of(name)}"
     if "forward" in module.__dict__:
         return (), "its forward was replaced by something else"
-    if type(module).forward is nn.Linear.forward:
-        assert isinstance(module, nn.Linear)
-        checks = installed.linear[name] = LinearChecks(watch, module, name)
+    transposed = _is_conv1d(module)
+    if type(module).forward is nn.Linear.forward or transposed:
+        checks = LinearChecks(watch, module, name, transposed=transposed)
+        installed.linear[name] = checks
         _replace_forward(installed, module, checks.forward)
         return LINEAR_OPERATIONS, ""
     if isinstance(module, nn.Embedding):
@@ -192,6 +193,13 @@ def _install(
         _replace_forward(installed, module, NormChecks(watch, module, name).forward)
         return _NORM_OPERATIONS, ""
     return (), "no check for this kind of module"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is the linear layer of transformers' GPT-2, whose weight is transposed."""
+    forward = type(module).forward
+    home = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
+    return home == ("transformers.pytorch_utils", "Conv1D.forward")
 
 
 def _replace_forward(installed: Installed, module: nn.Module, forward: Any) -> None:

@@ -495,13 +495,17 @@ class LinearChecks(ForwardPatch):
         watch: What all checks of the guard share.
         module: The layer.
         name: Its name in the model.
+        transposed: Whether its weight is (inputs, outputs), as that of GPT-2's `Conv1D`.
 
     Attributes:
         why_not: Why calls were not checked, in a few words; empty as long as all were.
     """
 
-    def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
+    def __init__(
+        self, watch: Watch, module: nn.Module, name: str, *, transposed: bool = False
+    ) -> None:
         super().__init__(watch, module, name)
+        self.transposed = transposed
         self.why_not = ""
         self.forward_site = watch.ledger.site(name, "linear.forward")
         self.dx_site = watch.ledger.site(name, "linear.dx")
@@ -514,6 +518,13 @@ class LinearChecks(ForwardPatch):
         """The layer's output for x (..., inputs)."""
         weight: Any = self.module.weight
         bias: Any = self.module.bias
+        if self.transposed:
+            # As the layer itself, whose product has a bias and two dimensions.
+            flat, weight = x.view(-1, x.shape[-1]), weight.t()
+            return self._forward(flat, weight, bias).view(*x.shape[:-1], len(weight))
+        return self._forward(x, weight, bias)
+
+    def _forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.trains(x, weight, bias):
             return functional.linear(x, weight, bias)
         return self.multiply(x, weight, bias)
