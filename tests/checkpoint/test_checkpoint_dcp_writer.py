@@ -7,6 +7,8 @@ import os
 import pathlib
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -224,6 +226,27 @@ def test_nobody_waits_for_a_rank_that_could_not_copy(
     newest = OutlastReader(tmp_path).newest()
     assert newest is not None
     assert newest.step == 2
+
+
+def test_the_end_of_the_program_waits_while_thread_pools_take_work(tmp_path: Path) -> None:
+    # As the clients of object stores give them.
+    program = f"""
+import time, torch, torch.distributed.checkpoint as dcp
+from concurrent.futures import ThreadPoolExecutor
+from outlast.checkpoint.dcp import OutlastWriter
+from outlast.checkpoint.encoder import Encoder
+
+def write(*args):
+    time.sleep(0.5)
+    ThreadPoolExecutor(1).submit(int).result()
+    return real(*args)
+
+real, Encoder.write = Encoder.write, write
+writer = OutlastWriter({str(tmp_path)!r}, background=True)
+dcp.save({{"a": torch.ones(3)}}, storage_writer=writer)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert OutlastReader(tmp_path).newest() is not None
 
 
 def die_in_the_background(place: Path) -> None:

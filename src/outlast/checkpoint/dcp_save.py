@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401
 import contextlib
 import dataclasses
 import io
@@ -342,6 +343,7 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="checkpoint")
         if task.rank == 0:
             hand_over(storage, self._thread)
+        _under_way.add(self)
         self._thread.start()
 
     def publish(self, work: Callable[[], None]) -> None:
@@ -361,6 +363,12 @@ class BackgroundSave:
         self._thread.join()
         return self.problem
 
+    def end(self) -> None:
+        """Wait for the end, where the thread that saved may still be in ``dcp.save``."""
+        if self._caller is threading.current_thread():
+            self.cancel()
+        self._thread.join()
+
     def _run(self) -> None:
         try:
             problem = _problem_of(self._write)
@@ -375,6 +383,7 @@ class BackgroundSave:
         except Exception as error:
             problem = describe_failure(error)
         finally:
+            _under_way.discard(self)
             if self._task.rank == 0:
                 give_up(self._storage)
         self.problem = ""
@@ -399,6 +408,19 @@ class BackgroundSave:
         found = self._agreement.gather(self._task.key, problem)
         problem = next((name for name in found if name), "")
         return problem or _problem_of(work)
+
+
+_under_way: set[BackgroundSave] = set()
+
+
+def _end_saves() -> None:
+    for save in [*_under_way]:
+        save.end()
+
+
+# Clients of object stores give work to thread pools, which refuse it when Python begins to end.
+# What is registered last is called first, so the module of the pools must have been imported.
+threading._register_atexit(_end_saves)  # type: ignore[attr-defined]
 
 
 def _problem_of(work: Callable[[], None]) -> str:
