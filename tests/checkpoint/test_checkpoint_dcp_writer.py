@@ -5,7 +5,10 @@ import enum
 import io
 import os
 import pathlib
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +26,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from outlast.checkpoint import Bound, Reduction
+from outlast.checkpoint import Bound, Reduction, dcp_save
 from outlast.checkpoint import dcp as dcp_storage
 from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
 from outlast.checkpoint.dcp_format import Notes, decode_object
+from outlast.checkpoint.dcp_save import SaveEngine
 from outlast.checkpoint.encoder import Encoder
 from outlast.checkpoint.manifest import Fields, ManifestError
+from outlast.checkpoint.owner import Claim
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (un|dis)")
@@ -140,6 +145,108 @@ def test_ranks_agree_on_a_save_in_the_background(
 ) -> None:
     messages = ranks(3)(save_in_background, tmp_path, failing)
     assert all(("No space left" in message) == (failing is not None) for message in messages)
+
+
+def test_the_step_of_the_next_save_is_its_own_while_one_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+
+    class Writer(OutlastWriter):
+        def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+            if self.step == 200:
+                gate.opened.set()
+            super().set_up_storage_writer(*args, **kwargs)
+
+    writer = Writer(tmp_path, background=True)
+    for step in (100, 200):
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer, checkpoint_id=f"step-{step}")
+    writer.wait()
+    assert saved_steps(tmp_path) == [100, 200]
+
+
+@pytest.mark.filterwarnings("ignore:.*offers no conditional write")
+def test_a_session_that_could_not_be_claimed_is_claimed_by_the_next_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    claimed = []
+
+    def claim(*args: Any, **kwargs: Any) -> Claim:
+        claimed.append(args[1])
+        if len(claimed) == 1:
+            raise OSError(5, "Input/output error")
+        return Claim(*args, **kwargs)
+
+    monkeypatch.setattr(dcp_save, "Claim", claim)
+    writer = OutlastWriter("memory://dcp-claims")
+    with pytest.raises(CheckpointException, match="Input/output error"):
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer)
+    for _ in range(2):
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer)
+    assert claimed == [1, 1]
+
+
+def test_memory_that_was_given_back_is_refused(tmp_path: Path) -> None:
+    tensor = torch.ones(100_000)
+    tensor.untyped_storage().resize_(0)
+    for background in (False, True):
+        writer = OutlastWriter(tmp_path, background=background)
+        with pytest.raises(CheckpointException, match="memory of `a` was given back"):
+            dcp.save({"a": tensor}, storage_writer=writer)
+
+
+def fail_to_copy(place: Path, failing: int) -> str:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    writer = OutlastWriter(place, background=True, timeout_seconds=20)
+    state = {"own": {f"rank {rank}": torch.ones(2)}}
+    real = SaveEngine.stage
+    if failing == rank:
+        SaveEngine.stage = lambda *_: (_ for _ in ()).throw(OSError(12, "No memory"))  # type: ignore
+    with pytest.raises(CheckpointException, match="No memory"):
+        dcp.save(state, storage_writer=writer)
+    SaveEngine.stage = real  # type: ignore[method-assign]
+    dcp.save(state, storage_writer=writer)
+    message = ""
+    try:
+        writer.wait()
+    except CheckpointError as error:
+        message = str(error)
+    return message
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("failing", [0, 1])
+def test_nobody_waits_for_a_rank_that_could_not_copy(
+    ranks: Group, tmp_path: Path, failing: int
+) -> None:
+    for rank, message in enumerate(ranks(3)(fail_to_copy, tmp_path, failing)):
+        assert "did not report" not in message
+        assert ("failed" in message) == (rank != failing)
+    newest = OutlastReader(tmp_path).newest()
+    assert newest is not None
+    assert newest.step == 2
+
+
+def test_the_end_of_the_program_waits_while_thread_pools_take_work(tmp_path: Path) -> None:
+    # As the clients of object stores give them.
+    program = f"""
+import time, torch, torch.distributed.checkpoint as dcp
+from concurrent.futures import ThreadPoolExecutor
+from outlast.checkpoint.dcp import OutlastWriter
+from outlast.checkpoint.encoder import Encoder
+
+def write(*args):
+    time.sleep(0.5)
+    ThreadPoolExecutor(1).submit(int).result()
+    return real(*args)
+
+real, Encoder.write = Encoder.write, write
+writer = OutlastWriter({str(tmp_path)!r}, background=True)
+dcp.save({{"a": torch.ones(3)}}, storage_writer=writer)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert OutlastReader(tmp_path).newest() is not None
 
 
 def die_in_the_background(place: Path) -> None:
@@ -344,6 +451,37 @@ def test_without_collectives_each_rank_loads_what_it_saved(ranks: Group, tmp_pat
         assert "rank 2 has saved nothing in" in message
     with pytest.raises(CheckpointException, match="holds what was saved without collectives"):
         dcp.save({"a": torch.ones(1)}, storage_writer=OutlastWriter(tmp_path))
+
+
+def load_cut_otherwise(place: Path) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {"share": distribute_tensor(torch.zeros(10, 3), mesh, [Shard(1)])}
+    with pytest.raises(CheckpointError, match=r"`share` of shape .* load it cut as it was"):
+        dcp.load(found, storage_reader=OutlastReader(place))
+
+
+@pytest.mark.distributed
+def test_without_collectives_nothing_is_loaded_in_part(ranks: Group, tmp_path: Path) -> None:
+    ranks(2)(save_alone, tmp_path, 1)
+    found = {"share": torch.zeros(10, 3)}
+    with pytest.raises(CheckpointException, match=r"2 ranks saved in .* and 1 load"):
+        dcp.load(found, storage_reader=OutlastReader(tmp_path))
+    ranks(2)(load_cut_otherwise, tmp_path)
+    with pytest.raises(CheckpointError, match="has rank-00001, which these 1 ranks cannot"):
+        dcp.save(found, storage_writer=OutlastWriter(tmp_path), use_collectives=False)
+
+
+@pytest.mark.distributed
+def test_without_collectives_steps_are_counted_alike_after_a_kill(
+    ranks: Group, tmp_path: Path
+) -> None:
+    ranks(2)(save_alone, tmp_path, 3)
+    [newest] = (tmp_path / "rank-00001").glob("step-00000003-*")
+    shutil.rmtree(newest)
+    ranks(2)(save_alone, tmp_path, 2)
+    assert [saved_steps(tmp_path / f"rank-0000{rank}")[-2:] for rank in (0, 1)] == [[4, 5]] * 2
+    assert ranks(2)(load_alone, tmp_path, 2) == ["", ""]
 
 
 def test_both_ways_do_not_mix(tmp_path: Path) -> None:

@@ -17,14 +17,17 @@ import dataclasses
 import functools
 import io
 import logging
+import math
 import os
 import re
 import uuid
+from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -36,6 +39,7 @@ from outlast.checkpoint.dcp_format import (
     metadata_with,
     newest_contents,
     pickled,
+    shapes_of_shares,
     unpickled,
 )
 from outlast.checkpoint.dcp_save import (
@@ -55,7 +59,7 @@ from outlast.checkpoint.dcp_save import (
 from outlast.checkpoint.encoder import Reduction
 from outlast.checkpoint.reader import Counters, VersionReader, Wanted
 from outlast.checkpoint.retention import Retention, prune
-from outlast.checkpoint.storage import sentence_of, storage_of
+from outlast.checkpoint.storage import describe_failure, sentence_of, storage_of
 from outlast.checkpoint.version import (
     UnfinishedError,
     Version,
@@ -178,6 +182,7 @@ class OutlastWriter(_AtStore, StorageWriter):
     def _begin(self, engine: SaveEngine) -> None:
         self._together = self._engine = engine
         self._agreement: StoreAgreement | None = None
+        self._agreeing = 0, 1
         self._save: BackgroundSave | None = None
         self._problems: list[str] = []
         self._rank = 0
@@ -199,10 +204,10 @@ class OutlastWriter(_AtStore, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn the role; DCP passes the rank only if the last parameter is named ``kwargs``."""
         self._settle()
-        self._is_coordinator = is_coordinator
+        alone = not kwargs.get("use_collectives", True)
+        self._is_coordinator = is_coordinator or alone
         self._rank = int(kwargs.get("rank") or 0)
         self._task = None
-        alone = not kwargs.get("use_collectives", True)
         if alone != self._engine.alone:
             self._engine.close()
             folder = rank_folder(self._rank) if alone else ""
@@ -255,9 +260,13 @@ class OutlastWriter(_AtStore, StorageWriter):
                 )
             self._task = task
             engine = self._engine
-            job, staged = engine.part(task, plan.items, planner, allow_pickle=self._allow_pickle)
+            with self._told(task):
+                job, staged = engine.part(
+                    task, plan.items, planner, allow_pickle=self._allow_pickle
+                )
+                if self._background:
+                    write = engine.stage(job, staged, planner)
             if self._background:
-                write = engine.stage(job, staged, planner)
                 self._save = BackgroundSave(task, engine.storage, write, self._agreed(task))
             else:
                 engine.write(job, staged, planner)
@@ -271,9 +280,20 @@ class OutlastWriter(_AtStore, StorageWriter):
             ]
         )
 
+    @contextlib.contextmanager
+    def _told(self, task: SaveTask) -> Iterator[None]:
+        """Where rank 0 fails in the block, tell the ranks that wait for it in the background."""
+        try:
+            yield
+        except Exception as error:
+            if self._background and task.rank == 0:
+                self._agreed(task).tell(task.key, describe_failure(error))
+            raise
+
     def _agreed(self, task: SaveTask) -> StoreAgreement:
-        if self._agreement is None:
-            ranks = (task.rank, task.world_size)
+        ranks = (task.rank, task.world_size)
+        if self._agreement is None or ranks != self._agreeing:
+            self._agreeing = ranks
             self._agreement = StoreAgreement(
                 "outlast-dcp" if task.world_size > 1 else None,
                 self._timeout_seconds,
@@ -310,7 +330,7 @@ class OutlastWriter(_AtStore, StorageWriter):
         if engine.claim is not None:
             engine.claim.check()
         seal(storage, load(storage, version))
-        engine.served = (self.save_id, self._request)
+        engine.served = engine.asked
         with contextlib.suppress(OSError, CheckpointError):
             prune(storage, self._retention, protected=engine.protected())
 
@@ -343,7 +363,10 @@ class OutlastWriter(_AtStore, StorageWriter):
                 f"the checkpoint in {self._place} failed: {sentence_of(error)}"
             ) from error
         finally:
-            if give_up_always or (failed and self._is_coordinator):
+            if failed and self._save is not None:
+                # Its thread gives up the store when it has ended.
+                self._save.cancel()
+            elif give_up_always or (failed and self._is_coordinator):
                 give_up(self._engine.storage)
 
     def storage_meta(self) -> StorageMeta:
@@ -359,7 +382,7 @@ class OutlastWriter(_AtStore, StorageWriter):
         self._engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_together", "_engine", "_agreement", "_save", "_problems", "_task")
+        made = ("_together", "_engine", "_agreement", "_agreeing", "_save", "_problems", "_task")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -476,13 +499,19 @@ class OutlastReader(_AtStore, StorageReader):
         return dataclasses.replace(plan, storage_data=self.version)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See that all ranks read the same version."""
+        """See that all ranks read the same version, and each rank what it saved alone."""
         found = sorted({plan.storage_data for plan in plans})
         if len(found) > 1:
             raise CheckpointError(
                 f"the ranks see different newest checkpoints in {self._storage.location}: "
                 f"{', '.join(storage_data.folder for storage_data in found)}; load again, or "
                 "give a step"
+            )
+        saved = 0 if self._storage is self._root else len(rank_folders(self._root))
+        if saved and len(plans) != saved:
+            raise CheckpointError(
+                f"{saved} ranks saved in {self._place} without collectives, and {len(plans)} load, "
+                f"to which the shares of the others would be missing; load with {saved} ranks"
             )
         return plans
 
@@ -493,6 +522,7 @@ class OutlastReader(_AtStore, StorageReader):
             CheckpointError: Naming the file and tensor that is damaged.
         """
         try:
+            self._check_shares(plan, planner)
             batch: list[tuple[ReadItem, Filling]] = []
             size = 0
             for item in plan.items:
@@ -505,6 +535,22 @@ class OutlastReader(_AtStore, StorageReader):
         finally:
             self._close()
         return _done(None)
+
+    def _check_shares(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """See that the shares of this rank hold all of its tensors, since DCP does not."""
+        assert self._content is not None
+        wanted, found = getattr(planner, "state_dict", {}), Counter[str]()
+        for item in plan.items:
+            found[item.dest_index.fqn] += math.prod(item.lengths)
+        for name, shape in shapes_of_shares(self._content.notes).items():
+            if name not in wanted:
+                continue
+            chunks = _create_chunk_list(wanted[name])
+            if found[name] != sum(math.prod(chunk.sizes) for chunk in chunks):
+                raise CheckpointError(
+                    f"`{name}` of shape {list(shape)} was saved without collectives, and this rank "
+                    "has saved another share of it than it loads; load it cut as it was saved"
+                )
 
     def _filling(self, item: ReadItem, planner: LoadPlanner) -> Filling:
         """The planner's memory for an item, or memory for its bytes."""

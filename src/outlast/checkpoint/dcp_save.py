@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401
 import contextlib
 import dataclasses
 import io
@@ -12,7 +13,7 @@ import logging
 import os
 import re
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, InvalidStateError
 from concurrent.futures import Future as ConcurrentFuture
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ class SaveEngine:
         self.storage = storage_of(joined(place, folder)) if folder else self.root
         self.alone = bool(folder)
         self.reduction = reduction
-        self.served = ("", 0)
+        self.asked = self.served = ("", 0)
         self.local_plan: SavePlan | None = None
         self._plans: list[SavePlan] = []
         self._session = 0
@@ -154,19 +155,32 @@ class SaveEngine:
         ]
 
     def next_version(self, request: tuple[str, int], step: int | None) -> Version:
-        """The name of the version to be written."""
+        """The name of the version to be written.
+
+        Args:
+            request: Tells the request for `step` from others; one that was served is none.
+            step: What was asked for.
+        """
         versions = list_versions(self.storage)
         newest = versions[-1] if versions else Version(0, 0)
         session = max(newest.session, *claimed(self.storage), 0)
-        if step is None or request == self.served:
+        # The next one may be asked for before this one is served in the background.
+        self.asked = request
+        is_counted = step is None or request == self.served
+        if step is None or is_counted:
             step = (self._step if self._session else newest.step) + 1
         if not self._session or session > self._session or step <= self._step:
-            self._session = max(self._session, session) + 1
+            begun, claim = max(self._session, session) + 1, None
             if self.alone:
-                self._session = _agreed_session(self.root)
+                begun, last_step = _agreed_start(self.root)
+                if is_counted and not self._session:
+                    # After a kill, some ranks have saved a step that others have not.
+                    step = last_step + 1
             if not isinstance(self.storage, LocalStorage):
                 # Between two saves, as in a file system, others may save here.
-                self.claim = Claim(self.storage, self._session, held=False)
+                claim = Claim(self.storage, begun, held=False)
+            # Nothing of a session that could not be begun stays for the next save.
+            self._session, self.claim = begun, claim
         self._step = step
         return Version(self._session, step)
 
@@ -174,7 +188,8 @@ class SaveEngine:
         """See that no version was saved here in the other way, with or without collectives.
 
         Raises:
-            CheckpointError: When one was, which a load would prefer, or never find.
+            CheckpointError: When one was, which a load would prefer, or never find, or when more
+                ranks saved here without collectives than there are now.
         """
         taken = list_versions(self.root) if self.alone else rank_folders(self.root)
         if taken:
@@ -182,6 +197,12 @@ class SaveEngine:
             raise CheckpointError(
                 f"{self.root.location} holds what was saved {one} collectives; save {other} them "
                 "(use_collectives) to another directory"
+            )
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if self.alone and (saved := max(rank_folders(self.root), default="")) >= rank_folder(ranks):
+            raise CheckpointError(
+                f"{self.root.location} has {saved}, which these {ranks} ranks cannot complete; "
+                "save with as many ranks as before, or to another directory"
             )
 
     def protected(self) -> list[Version]:
@@ -318,21 +339,35 @@ class BackgroundSave:
         self._agreement = agreement
         self._publish: ConcurrentFuture[Callable[[], None]] = ConcurrentFuture()
         self._caller = threading.current_thread()
-        self.problem = ""
+        self.problem = "its thread was ended"
         self._thread = threading.Thread(target=self._run, name="checkpoint")
         if task.rank == 0:
             hand_over(storage, self._thread)
+        _under_way.add(self)
         self._thread.start()
 
     def publish(self, work: Callable[[], None]) -> None:
-        """Say, on rank 0, how to publish the version."""
-        self._publish.set_result(work)
+        """Say, on rank 0, how to publish the version; raises CheckpointError after `cancel`."""
+        try:
+            self._publish.set_result(work)
+        except InvalidStateError:
+            raise CheckpointError("the save was given up by a wait for it") from None
+
+    def cancel(self) -> None:
+        """Publish nothing, unless `publish` has said how."""
+        self._publish.cancel()
 
     def wait(self) -> str:
         """Wait for the end; returns what went wrong, or an empty text."""
-        self._publish.cancel()
+        self.cancel()
         self._thread.join()
         return self.problem
+
+    def end(self) -> None:
+        """Wait for the end, where the thread that saved may still be in ``dcp.save``."""
+        if self._caller is threading.current_thread():
+            self.cancel()
+        self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -342,11 +377,16 @@ class BackgroundSave:
             else:
                 problem = self._published(problem)
                 self._agreement.tell(self._task.key, problem)
+                if not problem:
+                    # This process may host their store: if it ended, they would hear of a failure.
+                    self._agreement.close()
         except Exception as error:
             problem = describe_failure(error)
         finally:
+            _under_way.discard(self)
             if self._task.rank == 0:
                 give_up(self._storage)
+        self.problem = ""
         if problem:
             self.problem = (
                 f"the checkpoint of step {self._task.version.step} in {self._storage.location} "
@@ -356,18 +396,31 @@ class BackgroundSave:
 
     def _published(self, problem: str) -> str:
         """Publish when all ranks have written; returns what went wrong on any."""
-        work = None
-        while work is None and not self._publish.cancelled():
+        work, is_waited_for = None, True
+        while work is None and is_waited_for:
+            # A save that fails on another rank gets no further than this.
+            is_waited_for = self._caller.is_alive() and not self._publish.cancelled()
             with contextlib.suppress(TimeoutError, CancelledError):
                 work = self._publish.result(_PAUSE_SECONDS)
-            # A save that fails on another rank gets no further than this.
-            if work is None and not self._caller.is_alive():
-                break
         if work is None:
-            problem = problem or "dcp.save did not come to its end on all ranks"
+            # The rank that failed has not begun to write, and will never report.
+            return problem or "dcp.save did not come to its end on all ranks"
         found = self._agreement.gather(self._task.key, problem)
         problem = next((name for name in found if name), "")
-        return problem or _problem_of(work or (lambda: None))
+        return problem or _problem_of(work)
+
+
+_under_way: set[BackgroundSave] = set()
+
+
+def _end_saves() -> None:
+    for save in [*_under_way]:
+        save.end()
+
+
+# Clients of object stores give work to thread pools, which refuse it when Python begins to end.
+# What is registered last is called first, so the module of the pools must have been imported.
+threading._register_atexit(_end_saves)  # type: ignore[attr-defined]
 
 
 def _problem_of(work: Callable[[], None]) -> str:
@@ -478,6 +531,9 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             f"{_name_of(announced[0])}{list(announced[1])}; a planner that caches plans "
             "(enable_plan_caching) does not notice such a change"
         )
+    if type(tensor) is torch.Tensor and tensor.numel() and not tensor.untyped_storage().nbytes():
+        # To copy it would end the process.
+        raise CheckpointError(f"the memory of `{name}` was given back before it was saved")
     return tensor
 
 
@@ -486,8 +542,6 @@ def _memory_of(tensor: torch.Tensor, *, copied: bool) -> Bytes:
     own = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and is_dense(tensor)
     if copied or not own or tensor.is_conj() or tensor.is_neg():
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    elif tensor.untyped_storage().nbytes() == 0:
-        raise CheckpointError("a tensor's memory was given back before it was saved")
     found: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
     return found
 
@@ -524,23 +578,25 @@ def common_versions(root: Storage) -> list[Version]:
 _sessions_begun: dict[str, int] = {}
 
 
-def _agreed_session(root: Storage) -> int:
-    """A session newer than all there, the same on all ranks that begin one for the same time.
+def _agreed_start(root: Storage) -> tuple[int, int]:
+    """A session newer than all there, and the newest step there.
 
-    No rank waits for another: the first one says which, through the process group's own store.
+    Both are the same on all ranks that begin one for the same time. No rank waits for another: the
+    first one says which, through the process group's own store.
     """
-    sessions = [0]
+    newest, sessions = Version(0, 0), [0]
     for folder in rank_folders(root):
         storage = storage_of(joined(root.location, folder))
-        sessions += [version.session for version in list_versions(storage)]
+        newest = max([newest, *list_versions(storage)])
         sessions += claimed(storage)
-    session = max(sessions) + 1
+    start = f"{max(newest.session, *sessions) + 1} {newest.step}"
     count = _sessions_begun[_key(root)] = _sessions_begun.get(_key(root), 0) + 1
-    if not dist.is_initialized():
-        return session
-    store = dist.distributed_c10d._get_default_store()
-    key = f"outlast-dcp/{root.location}/{count}"
-    return int(store.compare_set(key, "", str(session)))
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        key = f"outlast-dcp/{root.location}/{count}"
+        start = store.compare_set(key, "", start).decode()
+    session, step = map(int, start.split())
+    return session, step
 
 
 _PAUSE_SECONDS = 0.05
