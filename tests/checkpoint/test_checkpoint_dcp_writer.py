@@ -84,8 +84,12 @@ def test_in_the_background_the_state_is_copied_and_seen_when_it_is_whole(
     assert saved_steps(tmp_path)[-3:] == [2, 3, 4]
 
 
+@pytest.mark.parametrize("end", [OutlastWriter.wait, OutlastWriter.close])
 def test_a_save_that_fails_in_the_background_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    end: Callable[[OutlastWriter], None],
 ) -> None:
     writer = OutlastWriter(tmp_path, background=True)
     real = dcp_storage.seal
@@ -99,7 +103,7 @@ def test_a_save_that_fails_in_the_background_is_told(
     dcp.save({"a": torch.ones(2)}, storage_writer=writer)
     dcp.save({"a": torch.ones(2)}, storage_writer=writer)
     with pytest.raises(CheckpointError, match=r"step 1 in .* failed: No space left on device"):
-        writer.wait()
+        end(writer)
     assert "No space left on device" in caplog.text
     writer.wait()
     assert saved_steps(tmp_path)[-1] == 2

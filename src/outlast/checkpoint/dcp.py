@@ -374,12 +374,17 @@ class OutlastWriter(_AtStore, StorageWriter):
         return StorageMeta(checkpoint_id=self._place, save_id=self.save_id)
 
     def close(self) -> None:
-        """Wait for the save in the background and give the memory back; a next save starts anew."""
+        """Wait for the save in the background and give the memory back; a next save starts anew.
+
+        Raises:
+            CheckpointError: As `wait`.
+        """
         self._settle()
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
         self._engine.close()
+        self.wait()
 
     def __getstate__(self) -> dict[str, Any]:
         made = ("_together", "_engine", "_agreement", "_agreeing", "_save", "_problems", "_task")

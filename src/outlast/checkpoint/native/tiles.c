@@ -335,7 +335,7 @@ static int constant(const uint8_t *content, int64_t bytes, int64_t itemsize) {
 }
 
 /* Codes tiles one after the other into `out`, which has room for their bytes and as much again as
-   one of them may need beside; see outlast_tiles_encode. Their content_hash is filled. coded: the
+   one of them may need beside; see outlast_tiles_encode. Their content_hash must be filled. coded: the
    planes that go through zstd; -1: they are stored as they are. Returns 0 where memory is short. */
 int64_t outlast_tiles_write(struct coder *coder, struct source *sources, int64_t count,
                             int64_t coded, int64_t least, double zeros, uint8_t *out) {
