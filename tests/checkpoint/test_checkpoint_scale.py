@@ -23,7 +23,15 @@ from outlast.checkpoint.inspection import find_version, summarize, usage, verify
 from outlast.checkpoint.manifest import Index, Part, root_of
 from outlast.checkpoint.retention import prune
 from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.version import Version, is_published, open_version, seal_group, seal_groups
+from outlast.checkpoint.tiers import Place
+from outlast.checkpoint.version import (
+    Version,
+    is_published,
+    open_version,
+    read_seal,
+    seal_group,
+    seal_groups,
+)
 from outlast.errors import CheckpointError
 
 Group = Callable[[int], Callable[..., list[Any]]]
@@ -132,6 +140,21 @@ def test_groups_that_hold_not_everything_are_not_sealed(tmp_path: Path) -> None:
         ):
             seal_groups(storage, version, 128)
     assert not is_published(storage, version)
+
+
+def test_a_version_with_some_of_its_groups_is_sealed_from_its_manifests(
+    tmp_path: Path, small_groups: None
+) -> None:
+    catalogue = plans.make_plan(many_ranks.holdings_of("shared", 4), 0).catalogue
+    version = many_ranks.write_parts(tmp_path, 1, 4, "shared", catalogue)
+    place = Place(storage_of(tmp_path), Retention(1), private=False, rank=0, world_size=4)
+    # Whoever would have sealed the other group was killed.
+    seal_group(place.storage, version, 0, 4)
+    place.seal(version)
+    found = read_seal(place.storage, version)
+    assert found is not None
+    assert found.indexed == 4
+    assert verify(place.storage, version).state == "ok"
 
 
 # Damage ----------------------------------------------------------------------------------------

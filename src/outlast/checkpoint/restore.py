@@ -974,8 +974,7 @@ class Restorer:
     def _restore_version(
         self, place: Place, contents: Contents, wish: RestoreRequest, skipped: list[str]
     ) -> tuple[Restored | None, str]:
-        step, location = contents.version.step, place.storage.location
-        saved = saved_in(contents)
+        step, location, saved = contents.version.step, place.storage.location, saved_in(contents)
         targets, problem = self._fitting(place, contents, wish, saved)
         if targets is None:
             return None, problem

@@ -55,6 +55,7 @@ from outlast.checkpoint.version import (
     Version,
     check_contents,
     group_size,
+    grouped_ranks,
     is_of_groups,
     is_published,
     leaders,
@@ -192,8 +193,7 @@ class Place:
         """
         self.ownership.check()
         files = {} if self.private else self.storage.files(version.folder)
-        world_size = max(world_sizes(files), default=0)
-        if version.group_name(0, world_size).partition("/")[2] in files:
+        if world_size := grouped_ranks(files):
             seal_groups(self.storage, version, world_size)
         else:
             seal(self.storage, self.load(version))

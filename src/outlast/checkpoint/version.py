@@ -58,7 +58,7 @@ from outlast.state.box import Box, covers
 from outlast.state.values import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from outlast.checkpoint.storage import Storage
 
@@ -411,6 +411,16 @@ def group_size(name: str) -> int:
     """Number of ranks that saved the version, of the file of a group; 0: it is none."""
     named = GROUP_NAME.fullmatch(name)
     return int(named[2]) if named else 0
+
+
+def grouped_ranks(files: Collection[str]) -> int:
+    """Number of ranks that saved the version whose folder has `files`; 0: not all groups are there.
+
+    A save that was killed may leave some of them.
+    """
+    world_size = max(world_sizes(files), default=0)
+    groups = sum(group_size(name) == world_size for name in files)
+    return world_size if groups == len(leaders(world_size)) else 0
 
 
 def is_of_groups(name: str) -> bool:
