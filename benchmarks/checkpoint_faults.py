@@ -1,7 +1,5 @@
 """Checkpoints through random faults, on a disk and on an object store.
 
-    python benchmarks/checkpoint_faults.py [--quick] [--json FILE]
-
 The object store is moto's server, in this process. The last part shows what several requests at
 once are worth: there each answer takes 30 ms and what 80 MB/s let through, as a connection to S3
 does.
@@ -27,7 +25,7 @@ from unittest import mock
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from harness import Bar, arguments, at_least, at_most, publish
+from harness import Bar, at_least, at_most
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / each) for each in ("", "checkpoint")]
 
@@ -120,12 +118,7 @@ def speed_bars(megabytes: int) -> list[Bar]:
     ]
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
+def bars(quick: bool) -> list[Bar]:
+    """All rows of this file."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    bars = fault_bars(1 if options.quick else 20)
-    publish("checkpoint_faults", bars + speed_bars(64 if options.quick else 256), options.json)
-
-
-if __name__ == "__main__":
-    main()
+    return fault_bars(1 if quick else 20) + speed_bars(64 if quick else 256)

@@ -1,7 +1,5 @@
 """Checkpoints of very many ranks: what planning, sealing and opening cost one of them.
 
-    python benchmarks/checkpoint_scale.py [--quick] [--json FILE]
-
 One process plays all ranks: it writes their real manifests, with six tensors each, into a real
 directory, and then does what rank 0 and one rank that restores do. Figures are CPU time.
 """
@@ -17,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from harness import Bar, arguments, at_most, publish
+from harness import Bar, at_most
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests" / "checkpoint")]
 
@@ -147,12 +145,7 @@ def bars_of(layout: Layout, ranks: int, *, judged: bool) -> list[Bar]:
     ]
 
 
-def main() -> None:
-    options = arguments(__doc__ or "")
-    ranks = QUICK_RANKS if options.quick else RANKS
-    bars = [bar for layout in LAYOUTS for bar in bars_of(layout, ranks, judged=not options.quick)]
-    publish("checkpoint_scale", bars, options.json)
-
-
-if __name__ == "__main__":
-    main()
+def bars(quick: bool) -> list[Bar]:
+    """All rows of this file."""
+    ranks = QUICK_RANKS if quick else RANKS
+    return [bar for layout in LAYOUTS for bar in bars_of(layout, ranks, judged=not quick)]

@@ -7,34 +7,17 @@ With `--only`, the rows of those parts take the place of the same rows of FILE.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-from pathlib import Path
+from harness import run_parts
 
-from harness import Bar, publish
-
-PARTS = ("chain", "simulate", "policies", "tasks", "storage", "staging")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small cases only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the bars to FILE")
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="these parts")
-    options = parser.parse_args()
-    bars = [bar for part in options.only for bar in _bars(part, options.quick)]
-    publish("cluster", bars, options.json, part=tuple(options.only) != PARTS)
-
-
-def _bars(part: str, quick: bool) -> list[Bar]:
-    """The bars of one part, whose imports and needs are its own."""
-    try:
-        module = importlib.import_module(f"cluster_{part}")
-    except ModuleNotFoundError as error:
-        return [Bar(part, None, "", "", False, f"cannot run here: {error}")]
-    found: list[Bar] = module.bars(quick)
-    return found
-
+PARTS = {
+    "chain": "cluster_chain.bars",
+    "simulate": "cluster_simulate.bars",
+    "policies": "cluster_policies.bars",
+    "tasks": "cluster_tasks.bars",
+    "storage": "cluster_storage.bars",
+    "staging": "cluster_staging.bars",
+}
+"""Of each part, the function that gives its bars."""
 
 if __name__ == "__main__":
-    main()
+    run_parts("cluster", str(__doc__), PARTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 from dataclasses import asdict, dataclass
@@ -56,6 +57,30 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="under a minute on 2 cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the bars to FILE")
     return parser.parse_args()
+
+
+def run_parts(area: str, description: str, parts: dict[str, str]) -> None:
+    """Run the parts of an area that are asked for, and publish their bars.
+
+    Args:
+        area: Of the benchmark.
+        description: Its first line is the command's.
+        parts: Name of a part to ``MODULE.FUNCTION``, which gives its bars for `quick` or not; the
+            module's imports and needs are its own.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small cases only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the bars to FILE")
+    parser.add_argument("--only", nargs="*", choices=parts, default=[*parts], help="these parts")
+    options = parser.parse_args()
+    bars: list[Bar] = []
+    for part in options.only:
+        module, _, function = parts[part].partition(".")
+        try:
+            bars += getattr(importlib.import_module(module), function)(options.quick)
+        except ModuleNotFoundError as error:
+            bars.append(Bar(part, None, "", "", False, f"cannot run here: {error}"))
+    publish(area, bars, options.json, part=set(options.only) != set(parts))
 
 
 def publish(area: str, bars: list[Bar], file: Path | None, *, part: bool = False) -> None:

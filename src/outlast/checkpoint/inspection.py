@@ -194,22 +194,24 @@ class VersionSummary(Named):
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+def _root(storage: Storage, version: Version) -> tuple[str, list[str]]:
+    """BLAKE3 over a sealed version, or none and what is wrong with its seal."""
+    name = f"{version.folder}/{SEAL}"
+    try:
+        content = storage.read(name)
+        Seal.from_bytes(content, f"{storage.location}/{name}")
+        return root_of(content), []
+    except OSError as error:
+        return "", [f"{storage.location}/{name} cannot be read: {error.strerror or error}"]
+    except CheckpointError as error:
+        return "", [str(error)]
+
+
 def summarize(storage: Storage, version: Version) -> VersionSummary:
     """Summarize `version` for a list of versions; reads its manifests, no tensor."""
     files = storage.files(version.folder)
     stored_bytes = sum(size for name, size in files.items() if not name.endswith(TEMPORARY))
-    root, problems = "", []
-    if SEAL in files:
-        name = f"{version.folder}/{SEAL}"
-        try:
-            content = storage.read(name)
-            Seal.from_bytes(content, f"{storage.location}/{name}")
-            root = root_of(content)
-        except OSError as error:
-            reason = error.strerror or error
-            problems.append(f"{storage.location}/{name} cannot be read: {reason}")
-        except CheckpointError as error:
-            problems.append(str(error))
+    root, problems = _root(storage, version) if SEAL in files else ("", [])
     summary = VersionSummary(*_named(version), root=root, stored_bytes=stored_bytes)
     try:
         contents = load(storage, version, files)
