@@ -663,7 +663,10 @@ class CheckpointStore:
             problems = self._signals.gather(key, problem, asked, begun=begun)
             problem = next((problem for problem in problems if problem), "")
             if not problem:
-                within(self._timeout_seconds, lambda: self._seal_here(place, version), self._place)
+                # The others wait half as long again for the outcome, whatever came before.
+                left = 1.4 * self._timeout_seconds - (time.monotonic() - begun)
+                limit = min(self._timeout_seconds, left)
+                within(limit, lambda: self._seal_here(place, version), self._place)
         except (CheckpointError, LeaseLostError, OSError) as error:
             return describe_failure(error)
         return problem
