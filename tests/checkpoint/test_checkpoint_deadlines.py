@@ -95,7 +95,7 @@ def save_while_the_other_writes_for_ever(directory: Path) -> str:
 
 def test_a_rank_whose_storage_hangs_is_named_by_the_deadline(ranks: Group, tmp_path: Path) -> None:
     first, second, third = ranks(3)(save_while_the_other_writes_for_ever, tmp_path)
-    assert "rank 1 did not report on the save within 1 s (timeout_seconds)" in first
+    assert "rank 1 did not report on the save within 1 s (timeout_seconds = 1)" in first
     assert "rank 1 did not report" in third
     assert second
     assert not list(tmp_path.rglob("version.json"))

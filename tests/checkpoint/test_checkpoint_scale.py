@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,15 @@ from outlast.checkpoint.inspection import find_version, summarize, usage, verify
 from outlast.checkpoint.manifest import Index, Part, root_of
 from outlast.checkpoint.retention import prune
 from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.version import Version, is_published, open_version, seal_group, seal_groups
+from outlast.checkpoint.tiers import Place
+from outlast.checkpoint.version import (
+    Version,
+    is_published,
+    open_version,
+    read_seal,
+    seal_group,
+    seal_groups,
+)
 from outlast.errors import CheckpointError
 
 Group = Callable[[int], Callable[..., list[Any]]]
@@ -134,10 +143,26 @@ def test_groups_that_hold_not_everything_are_not_sealed(tmp_path: Path) -> None:
     assert not is_published(storage, version)
 
 
+def test_a_version_with_some_of_its_groups_is_sealed_from_its_manifests(
+    tmp_path: Path, small_groups: None
+) -> None:
+    catalogue = plans.make_plan(many_ranks.holdings_of("shared", 4), 0).catalogue
+    version = many_ranks.write_parts(tmp_path, 1, 4, "shared", catalogue)
+    place = Place(storage_of(tmp_path), Retention(1), private=False, rank=0, world_size=4)
+    # Whoever would have sealed the other group was killed.
+    seal_group(place.storage, version, 0, 4)
+    place.seal(version)
+    found = read_seal(place.storage, version)
+    assert found is not None
+    assert found.indexed == 4
+    assert verify(place.storage, version).state == "ok"
+
+
 # Damage ----------------------------------------------------------------------------------------
 
 
 GROUP, INDEX = "group-00001-of-00004.json", "index-of-00004.json"
+DAMAGES = ["flipped", "cut", "missing", "of the step before"]
 
 
 @pytest.fixture
@@ -161,18 +186,70 @@ def restore_all(directory: Path) -> tuple[int, list[str]]:
     return restored.step, restored.skipped
 
 
-@pytest.mark.parametrize("name", [GROUP, INDEX, "rank-00003-of-00004.json"])
-@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "of the step before"])
-def test_damage_of_an_index_is_found_and_the_version_before_is_taken(
-    two_versions: Path, name: str, damage: str
-) -> None:
-    path = two_versions / "step-00000002-a1" / name
+def harm(directory: Path, name: str, damage: str) -> None:
+    """Damage a file of step 2."""
+    path = directory / "step-00000002-a1" / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
-    before = (two_versions / "step-00000001-a1" / name).read_bytes()
+    before = (directory / "step-00000001-a1" / name).read_bytes()
     path.unlink()
     if damage != "missing":
         path.write_bytes({"flipped": bytes(content), "cut": content[:-9]}.get(damage, before))
+
+
+@pytest.mark.parametrize("name", ["group-00000-of-00004.json", GROUP, INDEX])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_without_its_index_a_version_is_restored_by_its_manifests(
+    two_versions: Path, name: str, damage: str
+) -> None:
+    harm(two_versions, name, damage)
+    step, [said] = restore_all(two_versions)
+    assert step == 2
+    assert name in said
+    assert "all manifests of the version were read instead" in said
+    state = {"model": Blocks("shared", 0, 4), "data": Holder()}
+    with pytest.warns(UserWarning, match=f"restored step 2 .*{name}") as warned:
+        open_store(two_versions).restore(state)
+    assert len(warned) == 1
+    storage = storage_of(two_versions)
+    assert is_published(storage, Version(1, 2))
+    verdict = verify(storage, Version(1, 2))
+    assert verdict.state == "damaged"
+    assert name in verdict.problems[0]
+    Place(storage, Retention(1), private=False, rank=0, world_size=4).prune([])
+    assert list_versions(storage) == [Version(1, 2)]
+    assert restore_all(two_versions)[0] == 2
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_value_is_found_without_the_group_that_has_it(
+    two_versions: Path, damage: str, parsed: list[str]
+) -> None:
+    harm(two_versions, "group-00000-of-00004.json", damage)
+    contents = open_version(storage_of(two_versions), Version(1, 2))
+    assert not parsed
+    assert contents.values["data"] == {"position": 2}
+    assert len(parsed) == len(contents.parts) == 4
+    assert contents.values["data"] == {"position": 2}
+    contents.on_demand.read({"model.blocks.w0.weight": many_ranks.box_of("shared", 3)})
+    assert len(parsed) == 4
+    assert len(contents.remarks) == 1
+
+
+def test_neither_index_nor_all_manifests_make_no_version(two_versions: Path) -> None:
+    harm(two_versions, INDEX, "flipped")
+    harm(two_versions, "rank-00003-of-00004.json", "flipped")
+    step, [skipped] = restore_all(two_versions)
+    assert step == 1
+    assert "rank-00003-of-00004.json" in skipped
+
+
+@pytest.mark.parametrize("name", ["rank-00003-of-00004.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_a_manifest_is_found_and_the_version_before_is_taken(
+    two_versions: Path, name: str, damage: str
+) -> None:
+    harm(two_versions, name, damage)
     step, [skipped] = restore_all(two_versions)
     assert step == 1
     assert name in skipped
@@ -193,10 +270,11 @@ def test_no_flipped_bit_of_any_file_is_restored(two_versions: Path) -> None:
             changed = bytearray(content)
             changed[place] ^= 1 << place % 8
             path.write_bytes(changed)
-            step, skipped = restore_all(two_versions)
-            assert (step, len(skipped)) in ((1, 1), (2, 0))
-            # A seal is not needed where all manifests are there.
-            assert step == 1 or path.name == "version.json"
+            step, said = restore_all(two_versions)
+            # Seal, index and groups are not needed where all manifests are there.
+            needed = path.name != "version.json" and not versions.is_of_groups(path.name)
+            assert step == (1 if needed else 2)
+            assert len(said) == (path.name != "version.json")
         path.write_bytes(content)
     assert restore_all(two_versions) == (2, [])
 
@@ -212,9 +290,9 @@ def test_an_index_that_names_too_little_restores_nothing_wrong(two_versions: Pat
     (folder / INDEX).write_bytes(content)
     seal.roots[INDEX] = root_of(content)
     (folder / "version.json").write_bytes(seal.to_bytes())
-    step, [skipped] = restore_all(two_versions)
-    assert step == 1
-    assert "is not whole" in skipped
+    step, [said] = restore_all(two_versions)
+    assert step == 2
+    assert f"{INDEX} does not name all that holds `model.blocks" in said
     assert (
         "does not say what its groups hold"
         in verify(storage_of(two_versions), Version(1, 2)).problems[0]
@@ -327,6 +405,18 @@ def test_damage_seen_by_one_rank_of_a_group_makes_all_fall_back(
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("small_groups")
+def test_a_group_that_one_rank_misses_is_told_by_all(ranks: Group, tmp_path: Path) -> None:
+    ranks(4)(save_steps, tmp_path, 1, 2)
+    (tmp_path / "step-00000002-a1" / GROUP).unlink()
+    outcomes = ranks(4)(restore_matrix, tmp_path)
+    assert outcomes == [outcomes[0]] * 4
+    step, [said], right = outcomes[0]
+    assert (step, right) == (2, True)
+    assert GROUP in said
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("small_groups")
 def test_a_private_tier_is_copied_to_a_shared_one_by_groups(ranks: Group, tmp_path: Path) -> None:
     shared = (Tier(tmp_path / "shared"), Tier(tmp_path / "archive"))
     ranks(4)(lambda: save_steps(tmp_path / "private", 1, tiers=shared, private=True))
@@ -391,6 +481,53 @@ def test_a_rank_killed_at_any_stage_of_sealing_loses_nothing(
     ranks(4)(save_steps, tmp_path, 3)
     assert steps_in(tmp_path)[-1] == 3
     assert ranks(4)(restore_matrix, tmp_path) == [(3, [], True)] * 4
+
+
+def save_and_lose_a_member(directory: Path, place: str) -> str:
+    """Rank 3 is killed, while rank 2, which leads its group, is somewhat late."""
+    dist.init_process_group("gloo")
+    is_tier = place == "tier"
+    store = CheckpointStore(
+        directory / "store",
+        writer="thread",
+        timeout_seconds=6.0,
+        private=is_tier,
+        tiers=[Tier(directory / "tier")] if is_tier else [],
+    )
+    make = LocalStorage.create
+
+    def create(storage: LocalStorage, name: str, **settings: Any) -> Any:
+        if storage.root == directory / place and "rank-00003-of-00004.json" in name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if storage.root == directory / place and "rank-00002-of-00004.json" in name:
+            time.sleep(0.6)
+        return make(storage, name, **settings)
+
+    LocalStorage.create = create  # type: ignore[method-assign]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        error = store.save_async(1, matrix_state(1, (64, 64), 0)).result().error
+    deadline = time.monotonic() + 30.0
+    while is_tier and not error and time.monotonic() < deadline:
+        error = next((copied.error for copied in store.drained()), "")
+        time.sleep(0.05)
+    heard = [directory / f"heard-{rank}" for rank in range(3)]
+    heard[dist.get_rank()].touch()
+    # Rank 0 hosts the store that the others hear by.
+    while not all(path.exists() for path in heard) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return error or ""
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize("place", ["store", pytest.param("tier", marks=pytest.mark.slow)])
+def test_a_member_of_a_group_that_dies_is_named_and_not_who_waited_for_it(
+    tmp_path: Path, place: str
+) -> None:
+    errors = run_ranks(4, save_and_lose_a_member, tmp_path, place, may_die=[3])
+    for error in errors[:3]:
+        assert "rank 3 did not report on the save within 4.5 s (timeout_seconds = 6)" in error
 
 
 def save_by_themselves(directory: Path) -> None:

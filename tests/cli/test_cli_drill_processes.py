@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_job
 
-from outlast.cli.drill import DrillOptions, drill_processes, goodput, print_processes
+from outlast.cli.drill import DrillOptions, drill_processes, goodput, print_processes, trials_of
 from outlast.errors import EXIT_DONE, RecoverError
 from outlast.job import Job, to_toml
 from outlast.records import RecordWriter, RunDirectory, StepsDone, TrainingStarted
@@ -131,6 +131,15 @@ def test_what_cannot_be_drilled_is_refused(asked: DrillOptions, sentence: str) -
     assert asked.wanted
     with pytest.raises(RecoverError, match=sentence):
         drill_processes(None, [], asked)
+
+
+@pytest.mark.parametrize("tiers", [("memory", "peer", "shared"), ("shared",)])
+def test_all_phases_have_that_of_keeping_in_memory_where_it_is_a_tier(
+    tmp_path: Path, tiers: tuple[str, ...]
+) -> None:
+    job = tiny_job(tmp_path, "drilled", f"checkpoint.tiers={[*tiers]}")
+    trials = trials_of(job, DrillOptions("", ("all",), 0.0, None, 0), 2)
+    assert ("memory" in {trial.phase for trial in trials}) == ("memory" in tiers)
 
 
 class Clock:

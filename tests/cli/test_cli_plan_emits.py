@@ -10,7 +10,7 @@ import pytest
 from plan_commands import SMALL, Plan, write_config, write_job
 
 from outlast.cli.plan_source import with_whole_paths
-from outlast.job import load_job
+from outlast.job import load_job, tiers_of
 from outlast.plan.configuration import Configuration
 from outlast.plan.huggingface import published, transformer_of
 from outlast.plan.targets import problem
@@ -156,6 +156,16 @@ def test_mechanisms_that_were_chosen_are_written(
     assert settings["recovery"]["parity"] == 1
     assert (settings["tensorize_form"], settings["tensorize_rank"]) == ("low_rank", 0.5)
     assert settings["checkpoint_seconds"] == pytest.approx(600, rel=0.05)
+
+
+def test_a_job_that_keeps_nothing_in_memory_is_written_so(plan: Plan, tmp_path: Path) -> None:
+    job = more_of_a_job(tmp_path)
+    asked = ("emit", job, "checkpoint.tiers=['shared']", *HERE, "--tier", "memory+shared")
+    code, _, said = plan(*asked, "--target", "outlast", "--output", tmp_path / "out")
+    assert code == 0, said
+    written = load_job(tmp_path / "out" / "job.toml")
+    assert written.checkpoint.fast == "/dev/shm/mine"
+    assert tiers_of(written.checkpoint, written.recover) == ["disk", "shared"]
 
 
 def test_a_source_without_mechanisms_gives_a_job_without_them(plan: Plan, tmp_path: Path) -> None:

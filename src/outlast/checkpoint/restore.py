@@ -691,8 +691,7 @@ def _take(step: _Step, trained: Trained, ranks: Group, *, private: bool) -> str:
     except Exception as error:
         # An optimizer that cannot continue from here is no reason to give up what was restored.
         problem = describe_failure(error)
-    total: Digest = {}
-    logged: Digest = {}
+    total, logged = Digest(), Digest()
     for number, (rank_problem, part, known) in enumerate(
         ranks.gather((problem, digest, step.digest))
     ):
@@ -719,8 +718,8 @@ class Restored:
 
     Attributes:
         step: The step of the version that was loaded, or of the last replay log after it.
-        skipped: One sentence for every newer version that could not be used, and for every tier
-            that cannot be listed.
+        skipped: One sentence for every newer version that could not be used, for every tier that
+            cannot be listed, and where all manifests were read because an index is damaged.
         read_bytes: Bytes read from the storage by this rank.
         needed_bytes: Bytes of the live tensors of this rank.
         place: Path or URL of the tier that it was read from.
@@ -823,8 +822,7 @@ class Restorer:
         Raises:
             CheckpointError: On all ranks, when one cannot list its logs.
         """
-        mine: list[Version] = []
-        problem = ""
+        mine, problem = list[Version](), ""
         try:
             mine = self.logged()
         except CheckpointError as error:
@@ -974,8 +972,7 @@ class Restorer:
     def _restore_version(
         self, place: Place, contents: Contents, wish: RestoreRequest, skipped: list[str]
     ) -> tuple[Restored | None, str]:
-        step, location = contents.version.step, place.storage.location
-        saved = saved_in(contents)
+        step, location, saved = contents.version.step, place.storage.location, saved_in(contents)
         targets, problem = self._fitting(place, contents, wish, saved)
         if targets is None:
             return None, problem
@@ -998,4 +995,6 @@ class Restorer:
             return None, self._passed_over(place, contents, problem, unsure=unsure)
         assert counters is not None
         install(wish.state, targets, saved, decoded)
+        remarks = next(filter(None, self._ranks.gather(contents.remarks)), [])
+        skipped += [sentence for sentence in remarks if sentence not in skipped]
         return Restored(step, skipped, counters.read_bytes, counters.needed_bytes, location), ""

@@ -322,7 +322,7 @@ class CheckpointStore:
         if restored is not None and restored.skipped and warn and self._tiers.first.keeps_house:
             warnings.warn(
                 f"restored step {restored.step} from {restored.place}, and passed over what is "
-                f"newer: {listing(restored.skipped)}",
+                f"newer or damaged: {listing(restored.skipped)}",
                 stacklevel=2,
             )
         return restored
@@ -644,26 +644,29 @@ class CheckpointStore:
         """Seal the group that this rank leads, if it leads one; returns what went wrong in it."""
 
         def sealed() -> str:
-            return place.seal_group(
-                version, problem, functools.partial(self._signals.gather, key, "")
-            )
+            said = functools.partial(self._signals.gather, key, "", passed_on=True)
+            return place.seal_group(version, problem, said)
 
         if not place.group:
             return problem
         try:
-            # The wait for the ranks comes before that for the storage.
-            return within(2 * self._timeout_seconds, sealed, self._place)
+            # Rank 0 waits no longer, either.
+            return within(self._timeout_seconds, sealed, self._place)
         except (CheckpointError, LeaseLostError, OSError) as error:
             return describe_failure(error)
 
     def _seal(self, place: Place, version: Version, key: str, problem: str) -> str:
+        begun = time.monotonic()
         try:
             problem = self._seal_group(place, version, key, problem)
             asked = None if place.private else leaders(place.world_size)[1:]
-            problems = self._signals.gather(key, problem, asked)
+            problems = self._signals.gather(key, problem, asked, begun=begun)
             problem = next((problem for problem in problems if problem), "")
             if not problem:
-                within(self._timeout_seconds, lambda: self._seal_here(place, version), self._place)
+                # The others wait half as long again for the outcome, whatever came before.
+                left = 1.4 * self._timeout_seconds - (time.monotonic() - begun)
+                limit = min(self._timeout_seconds, left)
+                within(limit, lambda: self._seal_here(place, version), self._place)
         except (CheckpointError, LeaseLostError, OSError) as error:
             return describe_failure(error)
         return problem

@@ -55,12 +55,14 @@ from outlast.checkpoint.version import (
     Version,
     check_contents,
     group_size,
+    grouped_ranks,
     is_of_groups,
     is_published,
     leaders,
     led_by,
     list_versions,
     load,
+    load_manifests,
     open_version,
     read_catalogue,
     read_part,
@@ -192,8 +194,7 @@ class Place:
         """
         self.ownership.check()
         files = {} if self.private else self.storage.files(version.folder)
-        world_size = max(world_sizes(files), default=0)
-        if version.group_name(0, world_size).partition("/")[2] in files:
+        if world_size := grouped_ranks(files):
             seal_groups(self.storage, version, world_size)
         else:
             seal(self.storage, self.load(version))
@@ -267,7 +268,7 @@ class Place:
         """As `load`, but what other ranks may not have is not complete in a private place."""
         if self.private and SEAL not in self.storage.files(version.folder):
             raise UnfinishedError(f"{self.storage.location}/{version.folder} has no seal")
-        return self.load(version)
+        return self.load(version) if self.private else load_manifests(self.storage, version)
 
 
 @dataclass(frozen=True)
@@ -927,14 +928,14 @@ class Tiers:
                 copy.run()
 
         problem = _attempt(paced)
-        asked = None
+        copied, asked = time.monotonic(), None
         if self._coordinated and self.places[job.source].private and not target.private:
             # What one rank alone can see has no groups yet.
             asked = leaders(target.world_size)[1:]
             problem = self._seal_group(target, job.version, f"{key}/done", problem)
         if self._leads:
             try:
-                said = self._signals.gather(f"{key}/done", problem, asked)
+                said = self._signals.gather(f"{key}/done", problem, asked, begun=copied)
                 problem = next(filter(None, said), "")
             except CheckpointError as error:
                 problem = str(error)
@@ -956,7 +957,7 @@ class Tiers:
     def _seal_group(self, target: Place, version: Version, key: str, problem: str) -> str:
         """Seal the group that this rank leads, if it leads one; returns what went wrong."""
         assert self._signals is not None
-        gather = functools.partial(self._signals.gather, key, "")
+        gather = functools.partial(self._signals.gather, key, "", passed_on=True)
         try:
             return target.seal_group(version, problem, gather)
         except Exception as error:  # clients of object stores raise what they like

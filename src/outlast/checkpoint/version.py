@@ -58,7 +58,7 @@ from outlast.state.box import Box, covers
 from outlast.state.values import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from outlast.checkpoint.storage import Storage
 
@@ -81,6 +81,10 @@ class UnfinishedError(CheckpointError):
 
 class UnreadableError(CheckpointError):
     """A version that may be whole: the storage failed to say."""
+
+
+class _DamagedIndexError(CheckpointError):
+    """An index or a group's file that is of no use; the manifests may be whole without it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -216,6 +220,7 @@ class Contents:
         roots: BLAKE3 of each part.
         problems: A sentence for each manifest that could not be used.
         on_demand: Reads more of the parts, where not all were read; see `open_version`.
+        remarks: A sentence where index or groups were of no use, and all manifests were read.
     """
 
     version: Version
@@ -224,6 +229,7 @@ class Contents:
     roots: list[str]
     problems: list[str]
     on_demand: ManifestsOnDemand | None = field(default=None, compare=False)
+    remarks: list[str] = field(default_factory=list, compare=False)
 
     @property
     def kind(self) -> str:
@@ -264,6 +270,8 @@ class Contents:
 class ManifestsOnDemand:
     """The manifests of a version with an index, read when something of them is wanted.
 
+    Where index or groups turn out to be of no use, all manifests are read.
+
     Args:
         storage: The store.
         version: Which version.
@@ -285,6 +293,7 @@ class ManifestsOnDemand:
         self._storage = storage
         self._groups: dict[int, GroupSeal] = {}
         self._parts: dict[int, Part] = {}
+        self._all_values: Mapping[str, Any] | None = None
 
     def value(self, name: str) -> Any:
         """A value of the version.
@@ -295,11 +304,19 @@ class ManifestsOnDemand:
         """
         group = self.index.values[name]
         with self._noted():
-            rank = self._group(group).values.get(name)
-            part = None if rank is None else self._part(group, rank)
-            if part is None or name not in part.values:
-                raise self._contradiction(group, name)
-            return part.values[name]
+            try:
+                if self._all_values is None:
+                    return self._value(group, name)
+            except _DamagedIndexError as error:
+                self._all_values = self._read_all(error)
+            return self._all_values[name]
+
+    def _value(self, group: int, name: str) -> Any:
+        rank = self._group(group).values.get(name)
+        part = None if rank is None else self._part(group, rank)
+        if part is None or name not in part.values:
+            raise _DamagedIndexError(self._contradiction(group, name))
+        return part.values[name]
 
     def read(self, boxes: dict[str, Box]) -> None:
         """Read the manifests that hold any of the given boxes of tensors, and see that all is held.
@@ -309,27 +326,44 @@ class ManifestsOnDemand:
         Raises:
             CheckpointError: When one cannot be used.
         """
-        wanted: dict[int, dict[str, Box]] = {}
         held = {name: box for name, box in boxes.items() if name in self.contents.catalogue.tensors}
+        with self._noted():
+            try:
+                if self._all_values is None:
+                    self._read(held)
+            except _DamagedIndexError as error:
+                self._all_values = self._read_all(error)
+
+    def _read(self, held: dict[str, Box]) -> None:
+        wanted: dict[int, dict[str, Box]] = {}
         for name, box in held.items():
             for group, around in self.index.tensors.get(name, ()):
                 if around is None or _meet(around, box):
                     wanted.setdefault(group, {})[name] = box
-        with self._noted():
-            for group, of_group in wanted.items():
-                sealed_ranks = {
-                    rank
-                    for name, box in of_group.items()
-                    for rank, piece in self._group(group).pieces.get(name, ())
-                    if _meet(piece, box)
-                }
-                for rank in sorted(sealed_ranks):
-                    self._part(group, rank)
-            if lacking := not_held(self.contents, held):
-                raise CheckpointError(
-                    f"{_place(self._storage, self.contents.version)} is incomplete: "
-                    f"`{lacking:.200}` is not whole"
-                )
+        for group, of_group in wanted.items():
+            sealed_ranks = {
+                rank
+                for name, box in of_group.items()
+                for rank, piece in self._group(group).pieces.get(name, ())
+                if _meet(piece, box)
+            }
+            for rank in sorted(sealed_ranks):
+                self._part(group, rank)
+        if lacking := not_held(self.contents, held):
+            file = self.contents.version.index_name(self.index.world_size)
+            raise _DamagedIndexError(
+                f"{self._storage.location}/{file} does not name all that holds `{lacking:.200}`"
+            )
+
+    def _read_all(self, error: _DamagedIndexError) -> Mapping[str, Any]:
+        """Read all manifests because of `error`; the values of the version."""
+        known = self.contents
+        found = _without_index(self._storage, known.version, error)
+        if found.catalogue != known.catalogue:
+            raise error
+        known.parts[:], known.roots[:] = found.parts, found.roots
+        known.remarks[:] = found.remarks
+        return found.values
 
     @contextlib.contextmanager
     def _noted(self) -> Iterator[None]:
@@ -341,9 +375,10 @@ class ManifestsOnDemand:
 
     def _group(self, group: int) -> GroupSeal:
         if group not in self._groups:
-            self._groups[group] = _read_group(
-                self._storage, self.contents.version, self.index, group
-            )
+            with _of_index():
+                self._groups[group] = _read_group(
+                    self._storage, self.contents.version, self.index, group
+                )
         return self._groups[group]
 
     def _part(self, group: int, rank: int) -> Part:
@@ -351,7 +386,10 @@ class ManifestsOnDemand:
             version, sealed_group = self.contents.version, self._group(group)
             part, root = _readable_part(self._storage, version, rank, self.index.world_size)
             if root != sealed_group.roots[rank - sealed_group.first]:
-                raise self._contradiction(group, version.part_name(rank, self.index.world_size))
+                # The seal stands for another manifest than is there: to read it would not help.
+                raise CheckpointError(
+                    self._contradiction(group, version.part_name(rank, self.index.world_size))
+                )
             alone = Contents(version, self.contents.catalogue, [part], [root], [])
             check_contents(self._storage, alone)
             self._parts[rank] = part
@@ -359,11 +397,9 @@ class ManifestsOnDemand:
             self.contents.roots.append(root)
         return self._parts[rank]
 
-    def _contradiction(self, group: int, name: str) -> CheckpointError:
+    def _contradiction(self, group: int, name: str) -> str:
         file = self.contents.version.group_name(group, self.index.world_size)
-        return CheckpointError(
-            f"{self._storage.location}/{file} does not fit `{name:.200}`, which it names"
-        )
+        return f"{self._storage.location}/{file} does not fit `{name:.200}`, which it names"
 
 
 class _ValuesOnDemand(Mapping[str, Any]):
@@ -413,6 +449,16 @@ def group_size(name: str) -> int:
     return int(named[2]) if named else 0
 
 
+def grouped_ranks(files: Collection[str]) -> int:
+    """Number of ranks that saved the version whose folder has `files`; 0: not all groups are there.
+
+    A save that was killed may leave some of them.
+    """
+    world_size = max(world_sizes(files), default=0)
+    groups = sum(group_size(name) == world_size for name in files)
+    return world_size if groups == len(leaders(world_size)) else 0
+
+
 def is_of_groups(name: str) -> bool:
     """Return whether a file in a version's folder is of a group, or the index of all groups."""
     return bool(GROUP_NAME.fullmatch(name) or INDEX_NAME.fullmatch(name))
@@ -424,7 +470,7 @@ def is_published(storage: Storage, version: Version) -> bool:
     Raises:
         UnreadableError: When the storage fails to say.
     """
-    return find_seal(storage, version, load) is not None
+    return find_seal(storage, version, load_manifests) is not None
 
 
 def find_seal(
@@ -472,8 +518,19 @@ def load(storage: Storage, version: Version, files: dict[str, int] | None = None
     return _load(storage, version, files, mark)
 
 
+def load_manifests(storage: Storage, version: Version) -> Contents:
+    """As `load`, whatever index and groups say, which manifests that are whole do not need.
+
+    Raises:
+        UnfinishedError, UnreadableError, CheckpointError: As `load`.
+    """
+    return _load(storage, version, _files(storage, version), None)
+
+
 def open_version(storage: Storage, version: Version) -> Contents:
     """As `load`; of a version with an index, a part is read when something in it is wanted.
+
+    Where index or groups are of no use, all manifests are read, and `Contents.remarks` says so.
 
     Raises:
         UnfinishedError, UnreadableError, CheckpointError: As `load`.
@@ -481,9 +538,30 @@ def open_version(storage: Storage, version: Version) -> Contents:
     mark = _seal_of(storage, version)
     if mark is None or not mark.indexed:
         return _load(storage, version, _files(storage, version), mark)
-    index = _read_index(storage, version, mark)
+    try:
+        with _of_index():
+            index = _read_index(storage, version, mark)
+    except _DamagedIndexError as error:
+        return _without_index(storage, version, error)
     catalogue = _merged_catalogue(storage, version, index.catalogues)
     return ManifestsOnDemand(storage, version, index, catalogue).contents
+
+
+@contextlib.contextmanager
+def _of_index() -> Iterator[None]:
+    """What is wrong with an index or a group's file, other than a storage that fails."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        raise _DamagedIndexError(str(error)) from error
+
+
+def _without_index(storage: Storage, version: Version, error: _DamagedIndexError) -> Contents:
+    contents = load_manifests(storage, version)
+    contents.remarks.append(f"{error}; all manifests of the version were read instead")
+    return contents
 
 
 def _load(storage: Storage, version: Version, files: dict[str, int], mark: Seal | None) -> Contents:

@@ -210,7 +210,7 @@ def drill_processes(
     from outlast.train.live import group_count
 
     processes = group_count(job) if job.recover.mode == "live" else job.launch.nproc
-    trials = _trials(job, asked, processes)
+    trials = trials_of(job, asked, processes)
     settings = [
         *settings,
         "log.every_steps=1",
@@ -258,8 +258,14 @@ def drill_processes(
     return result
 
 
-def _trials(job: Job, asked: DrillOptions, ranks: int) -> list[Trial]:
+def trials_of(job: Job, asked: DrillOptions, ranks: int) -> list[Trial]:
+    """What is struck, and when.
+
+    Raises:
+        RecoverError: When that cannot be drilled.
+    """
     from outlast.errors import RecoverError
+    from outlast.job import tiers_of
     from outlast.recover.drill import per_second, trials_at, trials_by_rate
 
     if asked.kill and asked.phases:
@@ -273,7 +279,8 @@ def _trials(job: Job, asked: DrillOptions, ranks: int) -> list[Trial]:
         return trials_by_rate(rate, ranks, asked.trials or _DEMONSTRATED_KILLS, asked.seed)
     phases = asked.phases or STRUCK
     if "all" in phases:
-        phases = STRUCK + (("memory",) if job.recover.mode == "restart" else ())
+        kept = "memory" in tiers_of(job.checkpoint, job.recover)
+        phases = STRUCK + (("memory",) if kept else ())
     if asked.stop_seconds and "all" in asked.phases:
         # A process that is only stopped takes over no state.
         phases = tuple(phase for phase in phases if phase != "heal")

@@ -214,6 +214,9 @@ def _is_initialized() -> bool:
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.25
 _FAREWELL_SECONDS = 10.0
+# Shares of the time limit: a rank that is not there is named by whoever asks it first.
+_PASSED_ON = 0.75
+_HEARD = 1.5
 
 
 class StoreAgreement:
@@ -253,17 +256,29 @@ class StoreAgreement:
         self._telling = threading.Lock()
         self._given_up = threading.Event()
 
-    def gather(self, key: str, problem: str, ranks: Iterable[int] | None = None) -> list[str]:
+    def gather(
+        self,
+        key: str,
+        problem: str,
+        ranks: Iterable[int] | None = None,
+        *,
+        passed_on: bool = False,
+        begun: float | None = None,
+    ) -> list[str]:
         """On rank 0: what every rank said under `key`, empty texts for success.
 
         Args:
             key: Of what is agreed on.
             problem: What this rank says.
             ranks: Other ranks that are asked, by this one which then speaks for them; None: all.
+            passed_on: Whether rank 0, which waits all the time limit, has to hear of a rank that
+                does not come: then this one waits three quarters of it.
+            begun: When the wait began, by `time.monotonic`; None: now.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        begun = time.monotonic() if begun is None else begun
+        seconds = self._timeout_seconds * (_PASSED_ON if passed_on else 1.0)
         others = range(1, self._world_size) if ranks is None else ranks
-        return [problem] + [self._wait(f"{key}/{rank}", deadline, rank) for rank in others]
+        return [problem] + [self._wait(f"{key}/{rank}", begun, seconds, rank) for rank in others]
 
     def tell(self, key: str, problem: str) -> None:
         """On rank 0: the outcome for all."""
@@ -286,20 +301,21 @@ class StoreAgreement:
         except RuntimeError as error:
             raise self._error(f"rank 0 cannot be reached: {error}") from None
         # Rank 0 itself waits for the slowest rank before it speaks.
-        outcome = self._wait(f"{key}/outcome", time.monotonic() + 1.5 * self._timeout_seconds, 0)
+        seconds = _HEARD * self._timeout_seconds
+        outcome = self._wait(f"{key}/outcome", time.monotonic(), seconds, 0)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{key}/heard/{self._rank}", " ")
         return outcome
 
     def close(self) -> None:
         """On rank 0, which may host the store: see that all have heard what was told last."""
-        deadline = time.monotonic() + min(self._timeout_seconds, _FAREWELL_SECONDS)
+        begun, seconds = time.monotonic(), min(self._timeout_seconds, _FAREWELL_SECONDS)
         with self._telling:
             last = self._told[-1:]
         for key in last:
             for rank in range(1, self._world_size):
                 with contextlib.suppress(self._error):
-                    self._wait(f"{key}/heard/{rank}", deadline, rank)
+                    self._wait(f"{key}/heard/{rank}", begun, seconds, rank)
 
     def give_up(self) -> None:
         """End all waits: this rank has failed and the others may never come."""
@@ -318,7 +334,7 @@ class StoreAgreement:
                         self._store.delete_key(f"{key}/heard/{rank}")
                     self._store.delete_key(f"{key}/outcome")
 
-    def _wait(self, key: str, deadline: float, rank: int) -> str:
+    def _wait(self, key: str, begun: float, seconds: float, rank: int) -> str:
         pause = _FIRST_PAUSE_SECONDS
         assert self._store is not None
         try:
@@ -326,10 +342,10 @@ class StoreAgreement:
             while not self._store.check([key]):
                 if self._given_up.is_set():
                     raise self._error(f"the wait for rank {rank} was given up")
-                if time.monotonic() > deadline:
+                if time.monotonic() > begun + seconds:
                     raise self._error(
-                        f"rank {rank} did not report on {self._subject} within "
-                        f"{self._timeout_seconds:g} s (timeout_seconds)"
+                        f"rank {rank} did not report on {self._subject} within {seconds:g} s "
+                        f"(timeout_seconds = {self._timeout_seconds:g})"
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -445,7 +445,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _restored_newest(self, wanted: dict[str, Any]) -> bool:
-        """Return whether there was a state in memory or in the store, whichever is sooner back."""
+        """Return whether there was a state in memory or in the store, whichever is newer."""
         runtime, memory = self.runtime, self.runtime.memory
         assert memory is not None
         done, events = runtime.restore()

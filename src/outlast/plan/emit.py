@@ -412,6 +412,8 @@ def mechanism_tables(
     if own is not None and (found.keys() & {"checkpoint", "recover"}):
         # What the job says of tiers by name may contradict what was chosen instead.
         found["checkpoint"] = {**found.get("checkpoint", {}), "tiers": "auto"}
+        if recovery.mode == "off":
+            found.setdefault("recover", {})["mode"] = "off"
         if recovery.parity == 0 and recovery.mode == "restart":
             found.setdefault("recover", {})["parity"] = 0
     if chosen.coding_copies != before.coding_copies:

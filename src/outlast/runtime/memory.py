@@ -178,6 +178,8 @@ class MemoryCheckpoint:
         self.events: list[Event] = []
         self.saved = -1
         self.unsaved = False
+        # Of the newest checkpoint, where `restore` found it unusable, and took an older state.
+        self._unusable: int | None = None
         self._otherwise = otherwise
         self._store = store
         self._state = state
@@ -222,7 +224,7 @@ class MemoryCheckpoint:
         return self._keeper is not None
 
     def restore(self) -> tuple[int, list[Event]]:
-        """Fill the state from memory or the newest checkpoint, whatever is sooner back.
+        """Fill the state from memory or the newest checkpoint, whatever is newer.
 
         Returns:
             The steps that it has done, and what there is to say.
@@ -246,6 +248,7 @@ class MemoryCheckpoint:
                 newer = self._newer(whole.step, passed_over)
                 if newer is not None:
                     return newer.step, [*missing, newer, *self._changed(history, newer.step)]
+                self._unusable = self.saved
             if whole is not None:
                 event = self._take(whole, history, passed_over)
                 told = [*missing, *_warnings([*passed_over, *self._keeper.damaged], event.step)]
@@ -272,7 +275,7 @@ class MemoryCheckpoint:
             whole = self._newest_in_memory()
         except RecoverError as error:
             self._pass_over(str(error))
-        if whole is not None and whole.step >= self.saved:
+        if whole is not None and (whole.step >= self.saved or self.saved == self._unusable):
             self._whole = whole
             self.events += _warnings(self._keeper.damaged, whole.step)
             return whole.step
@@ -422,7 +425,7 @@ class MemoryCheckpoint:
         assert self._keeper is not None
         recovered = self._keeper.restore(whole)
         assert recovered is not None
-        self.unsaved = recovered.step > self.saved
+        self.unsaved = recovered.step > self.saved or self.saved == self._unusable
         # What was done may not be on record yet.
         done = max(_recorded(history), self._steps_before)
         lost = max(0, *(peer - recovered.step for peer in self._peers.gather(done)))
