@@ -624,6 +624,8 @@ def restore_bars(
                 gc.collect()
                 with (costs.setdefault(name, Costs()) if number else Costs()).round():
                     save(number)
+                # The kernel's work for a page differs by whether it was in use before.
+                drop_cache(folder)
             stores["plain"].save(number, state)
         for store in stores.values():
             store.close()
