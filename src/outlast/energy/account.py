@@ -145,6 +145,11 @@ def split(windows: Sequence[AccountedWindow]) -> Split:
     largest = max(amounts, key=lambda purpose: amounts[purpose])
     others = [amount for purpose, amount in amounts.items() if purpose != largest]
     amounts[largest] = math.fsum([total.joules, *(-amount for amount in others)])
+    if (found := math.fsum(amounts.values())) != total.joules:
+        # Half-way between two numbers, and rounded to the other one: a last bit decides it.
+        smallest = min((p for p in amounts if amounts[p] > 0.0), key=lambda p: amounts[p])
+        towards = math.inf if found < total.joules else 0.0
+        amounts[smallest] = math.nextafter(amounts[smallest], towards)
     by_purpose = {}
     for purpose in PURPOSES:
         if purpose in sums:

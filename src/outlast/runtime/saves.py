@@ -46,7 +46,8 @@ def open_store(
         keep: Which versions stay; by default what [checkpoint] says.
 
     Raises:
-        CheckpointError: When nothing can be written to ``checkpoint.fast``, on all ranks.
+        CheckpointError: When nothing can be written to ``checkpoint.fast`` and the tier disk is
+            asked for by its name, on all ranks. Otherwise saves fail until something can.
     """
     keep = keep or Retention(
         settings.keep, every=settings.keep_every, best=settings.keep_best, metric="validation_loss"
@@ -64,7 +65,8 @@ def open_store(
         ),
         (MIRROR, MIRROR, mirror, settings.mirror_every, settings.mirror_megabytes_per_s),
     ]
-    raise_together(lambda: _check_disk(settings.fast))
+    if settings.tiers != "auto":
+        raise_together(lambda: _check_disk(settings.fast))
     tiers = [
         Tier(
             place,
@@ -105,7 +107,7 @@ def _check_disk(folder: str) -> None:
         raise CheckpointError(
             f"checkpoint.fast = {folder}, the tier disk, cannot be written to "
             f"({error.strerror}): make room or give another directory, or leave disk out of "
-            "checkpoint.tiers and checkpoint.fast empty"
+            "checkpoint.tiers"
         ) from None
 
 
