@@ -53,13 +53,12 @@ from outlast.checkpoint.dcp_save import (
     give_up,
     hold,
     joined,
-    rank_folder,
     rank_folders,
 )
 from outlast.checkpoint.encoder import Reduction
 from outlast.checkpoint.reader import Counters, VersionReader, Wanted
 from outlast.checkpoint.retention import Retention, prune
-from outlast.checkpoint.storage import describe_failure, sentence_of, storage_of
+from outlast.checkpoint.storage import describe_failure, rank_folder, sentence_of, storage_of
 from outlast.checkpoint.version import (
     UnfinishedError,
     Version,
@@ -282,7 +281,7 @@ class OutlastWriter(_AtStore, StorageWriter):
 
     @contextlib.contextmanager
     def _told(self, task: SaveTask) -> Iterator[None]:
-        """Where rank 0 fails in the block, tell the ranks that wait for it in the background."""
+        """Tell the ranks that wait for rank 0 in the background, if it fails in the block."""
         try:
             yield
         except Exception as error:
@@ -528,10 +527,14 @@ class OutlastReader(_AtStore, StorageReader):
         """
         try:
             self._check_shares(plan, planner)
+            assert self._content is not None
+            shares: dict[tuple[str, tuple[int, ...]], str] = {}
+            for stored, share in self._content.notes.shares.items():
+                shares.setdefault((share.name, share.offset), stored)
             batch: list[tuple[ReadItem, Filling]] = []
             size = 0
             for item in plan.items:
-                batch.append((item, self._filling(item, planner)))
+                batch.append((item, self._filling(item, planner, shares)))
                 size += batch[-1][1].extra_bytes
                 if size > _COPIED_BYTES:
                     self._fill(batch, planner)
@@ -557,8 +560,16 @@ class OutlastReader(_AtStore, StorageReader):
                     "has saved another share of it than it loads; load it cut as it was saved"
                 )
 
-    def _filling(self, item: ReadItem, planner: LoadPlanner) -> Filling:
-        """The planner's memory for an item, or memory for its bytes."""
+    def _filling(
+        self, item: ReadItem, planner: LoadPlanner, shares: dict[tuple[str, tuple[int, ...]], str]
+    ) -> Filling:
+        """The planner's memory for an item, or memory for its bytes.
+
+        Args:
+            item: To be read.
+            planner: Knows where to.
+            shares: Name and offset of what was saved as a share, to the name that it is stored by.
+        """
         assert self._contents is not None
         assert self._content is not None
         name, notes = item.storage_index.fqn, self._content.notes
@@ -573,12 +584,10 @@ class OutlastReader(_AtStore, StorageReader):
                 f"{list(target.shape)}"
             )
         first = tuple(item.storage_index.offset or (0,) * len(item.lengths))
-        for stored, share in notes.shares.items():
-            if (share.name, share.offset) == (name, first):
-                facts = self._contents.catalogue.tensors[stored]
-                return Filling(
-                    stored, target, facts, Box(tuple(item.storage_offsets), tuple(item.lengths))
-                )
+        if (stored := shares.get((name, first))) is not None:
+            facts = self._contents.catalogue.tensors[stored]
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            return Filling(stored, target, facts, box)
         assert facts is not None
         offset = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
         return Filling(name, target, facts, Box(offset, tuple(item.lengths)))

@@ -1,4 +1,4 @@
-"""What a version holds that was saved through DCP: its metadata, and objects without pickle.
+"""Content of a version that was saved through DCP: its metadata, and objects without pickle.
 
 ``dcp.json`` keeps what DCP has in its ``.metadata``. An object that the store's own formats cover
 (see `outlast.state.values`) is stored as JSON and the bytes of the tensors in it; DCP's planner
@@ -97,7 +97,7 @@ class Share:
 
 @dataclass
 class Notes:
-    """What a part's manifest says of its tensors.
+    """Notes of a part's manifest on its tensors.
 
     Attributes:
         plain: Names of the objects that are stored without pickle.
@@ -421,7 +421,7 @@ def decode_object(name: str, content: bytes) -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """What DCP's planner makes of an object."""
+    """The bytes that DCP's planner makes of an object."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""How a rank saves for DCP: its part of a version, also in the background, and who owns the store.
+"""Saves of a rank for DCP: its part of a version, also in the background; who owns the store.
 
 `outlast.checkpoint.dcp` has the writer that DCP calls.
 """
@@ -38,7 +38,7 @@ from outlast.checkpoint.encoder import Encoder, PartJob, Reduction, StagedPiece
 from outlast.checkpoint.manifest import Catalogue, TensorFacts
 from outlast.checkpoint.owner import Claim, Ownership, claimed
 from outlast.checkpoint.plan import add_facts
-from outlast.checkpoint.storage import LocalStorage, describe_failure, storage_of
+from outlast.checkpoint.storage import LocalStorage, describe_failure, rank_folder, storage_of
 from outlast.checkpoint.version import (
     Version,
     is_published,
@@ -206,7 +206,7 @@ class SaveEngine:
             )
 
     def protected(self) -> list[Version]:
-        """What must stay however old it is: what all ranks without collectives saved last."""
+        """Versions that stay however old: the last that all ranks without collectives have."""
         return common_versions(self.root)[-1:] if self.alone else []
 
     def part(
@@ -315,7 +315,7 @@ class SaveEngine:
 
 
 class BackgroundSave:
-    """What of a save goes on after ``dcp.save`` has returned, in a thread of its own.
+    """The rest of a save after ``dcp.save`` has returned, in a thread of its own.
 
     The program does not end before it has: the thread is no daemon.
 
@@ -553,11 +553,6 @@ def _name_of(dtype: torch.dtype) -> str:
 def joined(place: str, folder: str) -> str:
     """The path or URL of a folder in a place."""
     return f"{place.rstrip('/')}/{folder}"
-
-
-def rank_folder(rank: int) -> str:
-    """Name of the store of a rank that saves without collectives."""
-    return f"rank-{rank:05d}"
 
 
 def rank_folders(root: Storage) -> list[str]:

@@ -660,7 +660,7 @@ def _facts(found: Fields, field: str, row: Any) -> TensorFacts:
 
 @dataclass(frozen=True)
 class GroupSeal:
-    """What the manifests of neighbouring ranks hold, for those who need not read them all.
+    """Contents of the manifests of neighbouring ranks, for those who need not read them all.
 
     Attributes:
         step: Steps done.
@@ -757,14 +757,10 @@ class GroupSeal:
         for value, rank in values.items():
             found.checked_number(f"values[{_shown(value)}]", rank, least=first, most=ranks.stop - 1)
         return cls(
-            step=found.number("step"),
-            session=found.number("session", least=1),
+            **_of_version(found),
             world_size=world_size,
             first=first,
             roots=roots,
-            catalogues=_roots(found, "catalogues"),
-            kind=found.one_of("kind", found.content["kind"], (STATE, REPLAY)),
-            requires=[found.checked_number("requires", step) for step in found.rows("requires")],
             metrics=found.metrics(found.content["metrics"]),
             packs=found.packs(),
             pieces=pieces,
@@ -774,7 +770,7 @@ class GroupSeal:
 
 @dataclass(frozen=True)
 class Index:
-    """What the groups of ranks hold that saved a version; a reader begins here.
+    """Contents of the groups of ranks that saved a version; a reader begins here.
 
     Attributes:
         step: Steps done.
@@ -880,14 +876,10 @@ class Index:
         for value, group in values.items():
             found.checked_number(f"values[{_shown(value)}]", group, most=len(groups) - 1)
         return cls(
-            step=found.number("step"),
-            session=found.number("session", least=1),
+            **_of_version(found),
             world_size=world_size,
             group_ranks=group_ranks,
             groups=groups,
-            catalogues=_roots(found, "catalogues"),
-            kind=found.one_of("kind", found.content["kind"], (STATE, REPLAY)),
-            requires=[found.checked_number("requires", step) for step in found.rows("requires")],
             tensors=tensors,
             values=values,
         )
@@ -898,6 +890,17 @@ def around(boxes: list[Box]) -> Box:
     offset = tuple(map(min, zip(*(box.offset for box in boxes), strict=True)))
     end = tuple(map(max, zip(*(box.end for box in boxes), strict=True)))
     return Box(offset, tuple(last - first for first, last in zip(offset, end, strict=True)))
+
+
+def _of_version(found: Fields) -> dict[str, Any]:
+    """The entries on their version that the files of groups and the index have in common."""
+    return {
+        "step": found.number("step"),
+        "session": found.number("session", least=1),
+        "catalogues": _roots(found, "catalogues"),
+        "kind": found.one_of("kind", found.content["kind"], (STATE, REPLAY)),
+        "requires": [found.checked_number("requires", step) for step in found.rows("requires")],
+    }
 
 
 def _roots(found: Fields, field: str) -> list[str]:

@@ -73,6 +73,11 @@ class PendingFile:
         self._file.write(data)
 
 
+def rank_folder(rank: int) -> str:
+    """Name of the folder of a rank that has a store of its own in a place."""
+    return f"rank-{rank:05d}"
+
+
 def storage_of(place: str | os.PathLike[str]) -> Storage:
     """The storage at a path or fsspec URL.
 

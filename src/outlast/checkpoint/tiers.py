@@ -43,6 +43,7 @@ from outlast.checkpoint.storage import (
     LocalStorage,
     describe_failure,
     publish,
+    rank_folder,
     sentence_of,
     storage_of,
     within,
@@ -131,7 +132,7 @@ class Place:
         """The place of this rank."""
         storage = storage_of(place)
         if private:
-            storage = storage_of(f"{storage.location}/rank-{ranks.rank:05d}")
+            storage = storage_of(f"{storage.location}/{rank_folder(ranks.rank)}")
         retention = keep if isinstance(keep, Retention) else Retention(keep)
         return cls(storage, retention, private, ranks.rank, ranks.size, name)
 
@@ -358,8 +359,7 @@ class Copy:
 
     def undo(self) -> None:
         """Delete what was copied, so that failures do not fill the tier."""
-        folder = self._version.folder
-        names: list[str] = []
+        folder, names = self._version.folder, list[str]()
         if self._made:
             with contextlib.suppress(Exception):
                 # What was made of the copies.

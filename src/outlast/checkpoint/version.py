@@ -549,7 +549,7 @@ def open_version(storage: Storage, version: Version) -> Contents:
 
 @contextlib.contextmanager
 def _of_index() -> Iterator[None]:
-    """What is wrong with an index or a group's file, other than a storage that fails."""
+    """Damage of an index or of a group's file, other than a storage that fails."""
     try:
         yield
     except UnreadableError:

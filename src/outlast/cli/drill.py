@@ -259,7 +259,7 @@ def drill_processes(
 
 
 def trials_of(job: Job, asked: DrillOptions, ranks: int) -> list[Trial]:
-    """What is struck, and when.
+    """The processes that are struck, and when.
 
     Raises:
         RecoverError: When that cannot be drilled.
