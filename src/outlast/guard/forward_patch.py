@@ -91,6 +91,11 @@ def suspended_checks(model: nn.Module) -> Iterator[None]:
             stand_in.away = False
 
 
+def is_suspended() -> bool:
+    """Return whether nothing is checked in this thread; see `suspended_checks`."""
+    return getattr(_AWAY, "looks", False)
+
+
 class FunctionPatch:
     """A function that others look up in its module at every call, replaced while that is asked for.
 
@@ -141,7 +146,7 @@ class FunctionPatch:
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not asking or getattr(_AWAY, "looks", False):
+            if torch.compiler.is_compiling() or not asking or is_suspended():
                 return original(*args, **kwargs)
             return asking[-1](original, *args, **kwargs)
 

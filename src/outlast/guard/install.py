@@ -16,6 +16,7 @@ from outlast.guard.forward_patch import trains
 from outlast.guard.layers import EmbeddingChecks, NormChecks, norm_kind, why_no_embedding
 from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
 from outlast.guard.loss import LossChecks
+from outlast.guard.operations import OperationChecks
 from outlast.guard.policy import Coverage
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class CheckedProducts:
         return self._checks[name].multiply(x, weight, bias)
 
 
+NO_CHECK = "no check for this kind of module"
 _EMBEDDING_OPERATIONS = ("embedding.forward", "embedding.dw")
 _NORM_OPERATIONS = ("norm.forward", "norm.dx", "norm.dw")
 
@@ -135,6 +137,10 @@ class Installed:
 def install(watch: Watch, model: nn.Module) -> Installed:
     """Put the checks that the policy asks for into `model`; warns once of modules without any."""
     installed = Installed(watch)
+    if watch.policy.reaches("linear"):
+        watch.operations = OperationChecks(watch, model)
+        watch.operations.install()
+        installed.undo.callback(watch.operations.remove)
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
@@ -152,7 +158,7 @@ def install(watch: Watch, model: nn.Module) -> Installed:
         for function in installed.functions:
             installed.undo.enter_context(function.replacing())
     missing = [coverage for coverage in installed.coverage if not coverage.operations]
-    if missing and watch.policy.reaches("linear"):
+    if missing and watch.operations is None and watch.policy.reaches("linear"):
         kinds = ", ".join(sorted({coverage.kind for coverage in missing}))
         warnings.warn(
             f"{len(missing)} of {len(installed.coverage)} modules with parameters are not "
@@ -192,7 +198,7 @@ def _install(
             return (), f"policy {policy.level_of(name)}"
         _replace_forward(installed, module, NormChecks(watch, module, name).forward)
         return _NORM_OPERATIONS, ""
-    return (), "no check for this kind of module"
+    return (), NO_CHECK
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -57,6 +57,7 @@ from outlast.guard.residual import (
     residual_test,
 )
 from outlast.guard.threshold import product_bound, unit_roundoff
+from outlast.guard.watch import computing
 from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
@@ -175,8 +176,25 @@ def beyond_rounding(
     expected, sizes = left @ right, left.abs() @ right.abs()
     if added is not None:
         expected, sizes = expected + added.double(), sizes + added.double().abs()
+    return unexplained(judged, stored, (expected, sizes), left.shape[1])
+
+
+def unexplained(
+    judged: ResidualTest, stored: Tensor, exact: tuple[Tensor, Tensor], terms: int
+) -> ResidualTest:
+    """Of flagged rows, those further from an exact computation than rounding can ever be.
+
+    Args:
+        judged: Of the rows of `stored`.
+        stored: (rows, columns).
+        exact: The flagged rows in float64 (flagged, columns), and the sums of their terms'
+            magnitudes.
+        terms: Number of terms of each sum.
+    """
+    rows = judged.flags.nonzero()[:, 0]
+    expected, sizes = exact
     rounding = rounding_of(stored)
-    unit = (left.shape[1] + 1) * unit_roundoff(rounding.accumulated)
+    unit = (terms + 1) * unit_roundoff(rounding.accumulated)
     if rounding.read:
         unit += 2 * unit_roundoff(rounding.read)
     spacing = torch.finfo(stored.dtype).smallest_normal
@@ -534,7 +552,9 @@ class LinearChecks(ForwardPatch):
         nothing = x.numel() == 0 or weight.numel() == 0
         if is_dtensor(weight) or nothing or torch._C._are_functorch_transforms_active():
             if is_dtensor(weight):
-                self._leave_out(TENSOR_PARALLEL)
+                # Its local products are checked at torch's dispatcher.
+                if self.watch.operations is None:
+                    self._leave_out(TENSOR_PARALLEL)
             elif nothing:
                 # Its gradients are zero: there is nothing to check in this step.
                 self.dw_site.last = self.watch.period
@@ -557,6 +577,7 @@ class LinearChecks(ForwardPatch):
         with torch.autocast(device, enabled=False):
             return _checked(x, weight, bias, self)
 
+    @computing("check")
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Projections, Encoding]:
@@ -570,7 +591,7 @@ class LinearChecks(ForwardPatch):
             # torch does this in two steps, the second of which rounds a second time.
             bias, later = None, bias
         start = perf_counter()
-        y = functional.linear(watch.touched("linear.operand", self.name, x), weight, bias)
+        y = _linear(watch.touched("linear.operand", self.name, x), weight, bias)
         end = perf_counter()
         watch.touch("linear.output", self.name, y)
         fitting = encoding if later is None else replace(encoding, offset=0.0)
@@ -601,6 +622,7 @@ class LinearChecks(ForwardPatch):
         watch.touch("linear.saved", self.name, x)
         return y, projections, encoding
 
+    @computing("check")
     def gradients(
         self,
         dy: Tensor,
@@ -626,8 +648,8 @@ class LinearChecks(ForwardPatch):
             # FSDP2 gathers changed weights into the same memory, under the same version.
             self._encoded = ()
         watch.touch("linear.dy", self.name, flat_dy)
-        dx = _dx(flat_dy, weight, flat_x) if wants[0] else None
-        dw = _dw(flat_dy, weight, flat_x) if wants[1] else None
+        dx = _checked_dx(flat_dy, weight, flat_x) if wants[0] else None
+        dw = _checked_dw(flat_dy, weight, flat_x) if wants[1] else None
         db = flat_dy.sum(0) if wants[2] else None
         if watch.fault_hook is not None:
             if dx is not None:
@@ -802,6 +824,10 @@ def _dw(dy: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     if weight.stride() == (weight.shape[1], 1):
         return dy.t().mm(x)
     return x.t().mm(dy).t()
+
+
+_linear = computing("checked")(functional.linear)
+_checked_dx, _checked_dw = computing("checked")(_dx), computing("checked")(_dw)
 
 
 def keep(

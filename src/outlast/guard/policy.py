@@ -133,6 +133,53 @@ OPERATIONS: dict[str, Operation] = {
         "the compiler's",
         corrects=False,
     ),
+    "product": Operation(
+        "linear",
+        "C v = alpha A (B v) + beta D v for random signs v, per row, of every mm, addmm, bmm, "
+        "baddbmm and mv that is not of a linear layer, forward and backward, whoever calls it",
+        "any wrong value in C above the detection point",
+        "errors of one row whose signed sum vanishes; operands that were wrong before; products in "
+        "float8 or of sparse tensors, and those that a compiler has fused into other kernels",
+        corrects=True,
+    ),
+    "product.db": Operation(
+        "linear",
+        "the gradient of a bias that was added to a product, summed a second time",
+        "any wrong bit",
+        "the same wrong values twice; a dY that was wrong before",
+        corrects=True,
+    ),
+    "convolution": Operation(
+        "linear",
+        "sum_p r_p Y_p = W (sum_p r_p X_q(p)) + b for random signs r over positions, per output "
+        "channel of each sample (transposed ones likewise)",
+        "any wrong value in Y above the detection point",
+        "errors of one channel whose signed sum vanishes; an X that was wrong before",
+        corrects=True,
+    ),
+    "convolution.dx": Operation(
+        "linear",
+        "the same for dX, from dY, per input channel of each sample",
+        "any wrong number in dX above the detection point",
+        "as above; a dY that was wrong before",
+        corrects=True,
+    ),
+    "convolution.dw": Operation(
+        "linear",
+        "dW (u t) + db = dY (X (u t) + 1) for random signs u over input channels and t over the "
+        "kernel, per output channel",
+        "any wrong number in dW or db above the detection point",
+        "as above; db of a transposed convolution",
+        corrects=True,
+    ),
+    "recurrent": Operation(
+        "linear",
+        "a layer of LSTM or GRU that is one operation of oneDNN: its outputs and gradients, "
+        "computed a second time, bit for bit; a third time decides",
+        "any wrong bit",
+        "the same wrong values twice",
+        corrects=True,
+    ),
     "embedding.forward": Operation(
         "linear",
         "every output row has the bits of its row of the table, gathered a second time",

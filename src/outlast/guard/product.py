@@ -215,7 +215,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_FILES = ("sweep.c", "rows.h")
+_FILES = ("matmul.c", "sweep.c", "rows.h", "view.h")
 # Sums in any order, but NaN and infinity as they are.
 _SUMS = ("-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-Wno-psabi")
 _FLAGS = (*_SUMS, *("-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno"))
@@ -274,6 +274,24 @@ class NativeEncode(ctypes.Structure):
     )
 
 
+class _Matrices(ctypes.Structure):
+    """``matrices`` of `matmul.c`."""
+
+    _fields_ = _fields((_POINTER, "data"), (_INTEGER, "batch_stride row_stride column_stride"))
+
+
+class NativeMultiply(ctypes.Structure):
+    """``product`` of `matmul.c`."""
+
+    _fields_ = _fields(
+        (_Matrices, "a b c d"),
+        (_INTEGER, "type batches rows terms columns threads"),
+        (_REAL, "alpha beta"),
+        (_POINTER, "signs flags"),
+        (NativeVerdict, "verdict"),
+    )
+
+
 class Library:
     """The loaded functions; each returns 0, 1 for an unknown type or 2 without memory."""
 
@@ -286,6 +304,8 @@ class Library:
         self.knows.argtypes = (_INTEGER,)
         self.encode = loaded.outlast_encode
         self.encode.argtypes = (ctypes.POINTER(NativeEncode),)
+        self.multiply = loaded.outlast_multiply
+        self.multiply.argtypes = (ctypes.POINTER(NativeMultiply),)
 
 
 @functools.cache
@@ -319,7 +339,7 @@ class NativeProduct:
             outputs,
             inputs,
             weight.stride(0),
-            _threads(weight),
+            threads_for(weight),
             u.data_ptr(),
             v.data_ptr(),
             right.data_ptr(),
@@ -346,7 +366,7 @@ class NativeProduct:
             outputs,
             x.stride(0),
             y.stride(0),
-            _threads(x),
+            threads_for(x),
             encoding.left.data_ptr(),
             encoding.input_signs.data_ptr(),
             encoding.output_signs.data_ptr(),
@@ -377,7 +397,7 @@ class NativeProduct:
             inputs=inputs,
             outputs=outputs,
             dy_stride=dy.stride(0),
-            threads=_threads(dy),
+            threads=threads_for(dy),
             encoded=encoding.right.data_ptr(),
             input_signs=encoding.input_signs.data_ptr(),
             projections=projections.dots.data_ptr(),
@@ -423,7 +443,95 @@ class NativeProduct:
             raise MemoryError("no memory is left for the sums of a check")
 
 
-def _threads(matrix: Tensor) -> int:
+@functools.lru_cache(4096)
+def _limits_of(x: torch.dtype, terms: int, columns: int) -> tuple[float, ...]:
+    bound = product_bound(rounding_of(torch.empty(0, dtype=x)), terms, columns)
+    return bound.by_power, bound.by_square, 0.0, bound.floor, bound.limit
+
+
+def check_multiplied(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    added: tuple[Tensor, float] | None,
+    alpha: float,
+    signs: Tensor,
+) -> ResidualTest:
+    """Check c = alpha a b + beta d, per row of every batch: c v = alpha a (b v) + beta d v.
+
+    Args:
+        a: (batches, rows, terms).
+        b: (batches, terms, columns).
+        c: (batches, rows, columns).
+        added: d, of the shape of c, and beta; None without.
+        alpha: See above.
+        signs: v (columns,), with 31 more finite numbers behind, as of `RandomSigns.take`.
+    """
+    compiled = library() if a.device.type == "cpu" and a.dtype in NATIVE_TYPES else None
+    if compiled is None or not compiled.knows(NATIVE_TYPES[a.dtype]):
+        return _check_multiplied(a, b, c, added, alpha, signs)
+    (batches, rows, terms), columns = a.shape, c.shape[2]
+    d, beta = (None, 0.0) if added is None else added
+    a, b, c = _strided(a), _strided(b), _strided(c)
+    d = None if d is None else _strided(d)
+    flags = torch.empty(batches * rows, dtype=torch.bool)
+    call = NativeMultiply(
+        _matrices(a),
+        _matrices(b),
+        _matrices(c),
+        _Matrices() if d is None else _matrices(d),
+        NATIVE_TYPES[a.dtype],
+        batches,
+        rows,
+        terms,
+        columns,
+        threads_for(c),
+        alpha,
+        beta,
+        signs.data_ptr(),
+        flags.data_ptr(),
+        NativeVerdict(*_limits_of(a.dtype, terms, columns)),
+    )
+    if compiled.multiply(ctypes.byref(call)):
+        raise MemoryError("no memory is left for the sums of a check")
+    return _judged(call.verdict, flags)
+
+
+def _strided(matrices: Tensor) -> Tensor:
+    """`matrices` (batches, rows, columns), or a copy with one inner stride of 1."""
+    _, row, column = matrices.stride()
+    return matrices if column == 1 or row == 1 else matrices.contiguous()
+
+
+def _matrices(matrices: Tensor) -> _Matrices:
+    return _Matrices(matrices.data_ptr(), *matrices.stride())
+
+
+def _check_multiplied(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    added: tuple[Tensor, float] | None,
+    alpha: float,
+    signs: Tensor,
+) -> ResidualTest:
+    """Do the same by torch operations, for any device and type."""
+    dtype = _summed(a)
+    bound = bound_on(a, (a.shape[0] * a.shape[1], c.shape[2], a.shape[2]))
+    v, left, right = signs.to(dtype), a.to(dtype), b.to(dtype)
+    expected = alpha * torch.matmul(left, (right @ v)[..., None])[..., 0]
+    squares = torch.matmul(left.square(), right.square().sum(2)[..., None])[..., 0] * alpha**2
+    if added is not None:
+        d, beta = added[0].to(dtype), added[1]
+        expected = expected + beta * (d @ v)
+        squares = squares + beta**2 * d.square().sum(2)
+    found, powers = _output(c.reshape(-1, c.shape[2]), v)
+    variance = bound.variance(powers, squares.flatten())
+    return residual_test(found - expected.flatten(), variance, powers)
+
+
+def threads_for(matrix: Tensor) -> int:
+    """Return the number of threads that a pass over `matrix` is worth."""
     return min(torch.get_num_threads(), max(matrix.numel() // _ELEMENTS_PER_THREAD, 1))
 
 

@@ -38,6 +38,7 @@ from outlast.guard.autograd_hooks import record_of
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.install import ProductLayer
 from outlast.guard.linear import CheckedLinear
+from outlast.guard.operations import ANYWHERE, NODES, TYPES
 from outlast.guard.policy import Coverage, Uncovered
 from outlast.state.sharded import is_fsdp_module
 
@@ -58,6 +59,14 @@ _OF_GRADIENTS = frozenset(
     ("linear.dw", "embedding.dw", "norm.dw", "attention.dv", "attention.dk", "loss.dlogits")
 )
 """Checks that watch the gradient of an operation's inputs."""
+_OF_OPERATIONS = {
+    "product": frozenset(("product",)),
+    "convolution": frozenset(("convolution.dw",)),
+    "recurrent": frozenset(("recurrent",)),
+}
+"""The same of operations that are checked wherever they are computed."""
+_WITH_BIAS = frozenset(("Addmm", "Baddbmm"))
+"""Products whose first operand is added, so that its gradient is a sum."""
 _WITH_ANOTHER = {"linear.saved": "linear.dw", "weight": "linear.forward"}
 """Checks that are made where another one fails, and so are there whenever that one is made."""
 _NOT_CALLED = "not called in the step, or where its checks do not see it"
@@ -119,6 +128,7 @@ class _Seen:
     checked_flops: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     other_flops: float = 0.0
     unknown: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,7 +231,11 @@ class Survey:
         # A tensor, or the node of a `GradientEdge`.
         nodes = [getattr(root, "grad_fn", root) for root in tree_leaves(roots)]
         self._know_parameters()
-        graph = _Graph([node for node in nodes if isinstance(node, Node)], self._variables())
+        graph = _Graph(
+            [node for node in nodes if isinstance(node, Node)],
+            self._variables(),
+            follows_operations=self.watch.operations is not None,
+        )
         if graph.reaches(self.watch):
             graph.read(self._seen)
 
@@ -289,6 +303,8 @@ class Survey:
         self._due = bool(self._safely(self._tell)) or self._steps & (self._steps - 1) == 0
         if self._due:
             self._seen = _Seen()
+        if self.watch.operations is not None:
+            self.watch.operations.begin()
 
     def coverage(self) -> list[Coverage]:
         """Every module that holds parameters, with the checks that were made in it."""
@@ -296,6 +312,9 @@ class Survey:
         found = []
         for item in self._planned:
             operations, why_not = item.operations, self._why_not(item) or self._unknown
+            if not self._unknown and (own := self._operations_of(item)):
+                found.append(Coverage(item.module, item.kind, own))
+                continue
             if item.module in self._begun and not why_not:
                 # Select those checks of a module that were made in the last step of its optimizer.
                 since = self._begun[item.module]
@@ -310,6 +329,26 @@ class Survey:
                 why_not = "" if operations else self._why_idle(item)
             found.append(Coverage(item.module, item.kind, () if why_not else operations, why_not))
         return found
+
+    def _operations_of(self, planned: Coverage) -> tuple[str, ...]:
+        """The checks of a module by its operations alone, where they watch all its gradients."""
+        module, since = self._modules[planned.module], self._begun.get(planned.module)
+        recurse = isinstance(module, ProductLayer)
+        names = [
+            self._names.get(id(item))
+            for item in module.parameters(recurse=recurse)
+            if item.requires_grad
+        ]
+        uses = [self._uses[name] for name in names if name in self._uses]
+        if since is None or not uses or len(uses) < len(names):
+            return ()
+        checks = {check for own in uses for check in own.checks}
+        made = all(self._made(check, operations, since) for check, operations in checks)
+        if not made or not checks or any(own.operations or own.compiled for own in uses):
+            return ()
+        if any(check != ANYWHERE for check, _ in checks):
+            return ()
+        return tuple(sorted({name for _, operations in checks for name in operations}))
 
     def uncovered(self) -> Uncovered:
         """List everything that no check has watched in the last step."""
@@ -331,7 +370,7 @@ class Survey:
         return Uncovered(
             modules,
             {name: why for name, (_, why) in unwatched.items()},
-            dict(self._shown.operations),
+            self._without_check(),
             sum(item.count for item in judged),
             sum(item.elements for item in judged),
             sum(elements for elements, _ in unwatched.values()),
@@ -361,7 +400,7 @@ class Survey:
     def _tell(self) -> bool:
         """Warn of what is new; whether anything is."""
         told, watch = self._told, self.watch
-        if self._due:
+        if self._due or watch.operations is not None:
             self._share = self._flops()
         idle = [
             item.module
@@ -375,7 +414,7 @@ class Survey:
         ]
         idle += [name for name in self._idle_functions() if name not in told]
         names = {name for judged in self._judged.values() for name in judged.unwatched}
-        names |= self._shown.operations.keys()
+        names |= self._without_check().keys()
         if not idle and names <= told:
             return False
         now = self.uncovered()
@@ -394,6 +433,17 @@ class Survey:
             text = f"not guarded in step {watch.step + 1}: {new}; Guard.uncovered() lists all"
             warnings.warn(text, stacklevel=2)
         return worth
+
+    def _without_check(self) -> dict[str, int]:
+        """Operations without a check, and how often each was called."""
+        seen: dict[str, int] = dict(self._shown.operations)
+        operations = self.watch.operations
+        if operations is not None:
+            labels = [name.partition(" in ")[0] for name in seen]
+            for name, calls in operations.calls.items():
+                if name not in labels:
+                    seen[f"{name} in the step"] = calls
+        return seen
 
     def _idle_functions(self) -> list[str]:
         """Modules whose attention or loss was checked earlier, but not in the last step."""
@@ -432,6 +482,9 @@ class Survey:
     def _flops(self) -> float | None:
         """Of a step that was looked at; a check that was not made covers no product."""
         seen, sites = self._shown, self.watch.ledger.sites
+        if (operations := self.watch.operations) is not None:
+            # A compiler may have made kernels of its own of some.
+            return None if seen.compiled else operations.unchecked_share
         since = min(self._begun.values(), default=0)
         made = {check for (check, _), site in sites.items() if site.last >= since}
         lost = sum(flops for check, flops in seen.checked_flops.items() if check not in made)
@@ -520,10 +573,14 @@ class _Graph:
     Args:
         roots: Where it begins.
         variables: Names of parameters, by the ids of the leaves that stand for them.
+        follows_operations: Whether products are checked wherever they are computed.
     """
 
-    def __init__(self, roots: Iterable[Node], variables: dict[int, str]) -> None:
+    def __init__(
+        self, roots: Iterable[Node], variables: dict[int, str], *, follows_operations: bool
+    ) -> None:
         self._variables = variables
+        self._follows_operations = follows_operations
         # Every node with those that use what it has made.
         self._users: dict[Node, list[Node]] = {root: [] for root in roots}
         waiting = [*self._users]
@@ -559,6 +616,7 @@ class _Graph:
             kind, check = _kind(node), self._check(node)
             flops = _flops(node, kind)
             seen.unknown |= flops is None or kind == _COMPILED
+            seen.compiled |= kind == _COMPILED
             if check is not None:
                 seen.checked_flops[check] += flops or 0.0
                 continue
@@ -579,7 +637,11 @@ class _Graph:
             return own.name
         number = node._sequence_nr()
         place = bisect_right(self._spans, (number, float("inf"), "")) - 1
-        return self._spans[place][2] if place >= 0 and number < self._spans[place][1] else None
+        if place >= 0 and number < self._spans[place][1]:
+            return self._spans[place][2]
+        if self._follows_operations and _kind(node) in NODES and _type(node) in TYPES:
+            return ANYWHERE
+        return None
 
     def _read_uses(self, leaf: Node, uses: _Uses) -> None:
         waiting = [leaf]
@@ -635,6 +697,13 @@ def _covered(check: str, user: Node, node: Node) -> tuple[set[_Check], set[str]]
     Returns:
         The checks, and names of the inputs that none of them watches.
     """
+    if check == ANYWHERE:
+        kind = _kind(user)
+        places = {place for place, (child, _) in enumerate(user.next_functions) if child is node}
+        made = _OF_OPERATIONS[NODES[kind]]
+        if kind in _WITH_BIAS and places == {0}:
+            made = frozenset(("product.db",))
+        return {(check, made)}, set()
     record = record_of(user)
     if record is None or record.covering is None:
         return {(check, _OF_GRADIENTS)}, set()
@@ -723,6 +792,14 @@ def _watch_of(node: Node) -> Watch | None:
         return layer.watch
     record = record_of(node)
     return None if record is None else record.watch
+
+
+def _type(node: Node) -> torch.dtype | None:
+    """The type of what a node has made."""
+    try:
+        return node._input_metadata[0].dtype
+    except (IndexError, RuntimeError):
+        return None
 
 
 def _is_empty(node: Node) -> bool:

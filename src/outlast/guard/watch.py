@@ -11,8 +11,10 @@ smaller shape. Otherwise the whole product is.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import threading
 from time import perf_counter
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outlast.guard.findings import FaultHook
+    from outlast.guard.operations import OperationChecks
     from outlast.guard.policy import Policy
     from outlast.guard.residual import ResidualTest
 
@@ -156,9 +159,40 @@ def _tile(flags: Tensor) -> tuple[int, int]:
 _LATE_DEVIATIONS = 7.5
 """Where nothing is computed again at once, so that a false alarm costs all ranks a step."""
 
-_NUMERIC = frozenset({"linear", "norm", "attention", "loss", "embedding"})
+_NUMERIC = frozenset({"linear", "norm", "attention", "loss", "embedding", "product", "convolution"})
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class _Calling(threading.local):
+    """The purpose of what this thread computes.
+
+    Attributes:
+        purpose: Empty for the model's own operations; ``check`` for a check's sums; ``checked`` for
+            an operation whose caller checks the result.
+    """
+
+    purpose = ""
+
+
+CALLING = _Calling()
+
+
+def computing(purpose: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function whose operations `outlast.guard.operations` is to leave alone."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            before, CALLING.purpose = CALLING.purpose, purpose
+            try:
+                return function(*args, **options)
+            finally:
+                CALLING.purpose = before
+
+        return call
+
+    return decorate
 
 
 class Watch:
@@ -179,6 +213,7 @@ class Watch:
         period: Counts the steps of all optimizers, also of those that step apart.
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
         fault_hook: See `outlast.guard.findings`.
+        operations: The checks at torch's dispatcher; None below level ``linear``.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
@@ -195,6 +230,7 @@ class Watch:
         self.period = 0
         self.driven = False
         self.fault_hook: FaultHook | None = None
+        self.operations: OperationChecks | None = None
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
@@ -241,9 +277,11 @@ class Watch:
     def timed(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """``check(*args, **options)``, its time counted in `seconds`."""
         began = perf_counter()
+        before, CALLING.purpose = CALLING.purpose, "check"
         try:
             return check(*args, **options)
         finally:
+            CALLING.purpose = before
             self.seconds += perf_counter() - began
 
     def touch(self, site: str, module: str, numbers: Tensor) -> None:

@@ -1,0 +1,771 @@
+"""Checks of matrix products, convolutions and recurrent layers at torch's dispatcher.
+
+Whatever a model is made of, its FLOPs end in a handful of operations of ATen. Their kernels are
+replaced while a guard is installed, so that each call is checked and corrected before its result is
+used: forward and backward, in any module or function, in C++, inside of checkpoints, of DTensor,
+and as the external kernels of a compiled graph. All other operations cost nothing (a replaced
+kernel takes 2 us more). What `LinearChecks` checks itself is only counted here.
+
+*Matrix products* C = alpha A B + beta D, for random signs v over the columns::
+
+    C v = alpha A (B v) + beta D v                 one sum per row of C
+
+*Convolutions* link a small side y (N, C, P...) and a big side x (N, I, Q...) by a weight
+w (C, I / groups, K...), where q = stride p + dilation k - padding in every dimension; a transposed
+convolution goes from the small side to the big one, as the gradient of x does. With signs r that
+are a product of signs along each dimension, sums over positions become a product with the weight
+(`Convolution`)::
+
+    sum_p r_p y[n, c, p] = sum_ik w[c, i, k] (sum_p r_p x[n, i, q(p, k)])
+    sum_q r_q x[n, i, q] = sum_ck w[c, i, k] (sum_p r_q(p, k) y[n, c, p])
+
+and with signs u over the channels of x and t over the kernel::
+
+    sum_ik u_i t_k dw[c, i, k] = sum_np y[n, c, p] (sum_ik u_i t_k x[n, i, q(p, k)])
+
+The inner sums along one dimension are products with a matrix of K columns, so that every tensor is
+read about once.
+
+*Recurrent layers* of oneDNN are one operation without an identity: it is computed twice.
+
+Thresholds are those of `outlast.guard.threshold`; what exceeds one is computed again by the same
+kernel with the same shapes, and compared with the product in float64 if its bits stay the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections import Counter
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library, get_kernel
+from torch.nn import functional
+
+from outlast.guard.autograd_hooks import record_of
+from outlast.guard.forward_patch import is_suspended
+from outlast.guard.linear import unexplained
+from outlast.guard.product import check_multiplied, rounding_of
+from outlast.guard.residual import ResidualTest, equal_bits, equality_test, residual_test
+from outlast.guard.threshold import product_bound, unit_roundoff
+from outlast.guard.watch import CALLING, computing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from outlast.guard.findings import Outcome
+    from outlast.guard.watch import Watch
+
+    Kernel = Callable[..., Any]
+    Judge = Callable[[Tensor], ResidualTest]
+    Exact = Callable[[ResidualTest], tuple[Tensor, Tensor]]
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of operations that are checked."""
+_PRODUCTS = (
+    *("mm", "mm.out", "addmm", "addmm.out", "addmm_", "addmv", "addmv.out", "addmv_"),
+    *("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"),
+)
+"""Kernels of matrix products; those of `mv`, `linear`, `matmul`, `einsum` and `_grouped_mm` call
+them."""
+_RECURRENT = ("mkldnn_rnn_layer",)
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+NODES = {
+    **dict.fromkeys(("Mm", "Bmm", "Mv", "Addmm", "Addmv", "Baddbmm"), "product"),
+    **dict.fromkeys(("GroupedMm", "Linear"), "product"),
+    "Convolution": "convolution",
+    "MkldnnRnnLayer": "recurrent",
+}
+"""Kinds of autograd's nodes whose operations are checked here, and by which check."""
+ANYWHERE = "operations"
+"""The module under which checks are counted: an operation does not know its own."""
+
+_installed: list[weakref.ref[OperationChecks]] = []
+_library: Library | None = None
+
+
+class OperationChecks:
+    """Checks of one guarded model's operations; see the module.
+
+    While several guards are installed, the last of them whose model trains checks an operation.
+
+    Args:
+        watch: What all checks of the guard share.
+        model: The guarded model.
+
+    Attributes:
+        checked: FLOPs of operations that were checked, here or by their callers, since `begin`.
+        unchecked: FLOPs of those that were not, by operation and reason.
+        calls: Of these, by the same names; of the last step as long as none has begun.
+    """
+
+    def __init__(self, watch: Watch, model: nn.Module) -> None:
+        self.watch = watch
+        self._model = weakref.ref(model)
+        self._begun = True
+        self.checked = 0.0
+        self.unchecked: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._product_site = watch.ledger.site(ANYWHERE, "product")
+
+    def install(self) -> None:
+        """Replace the kernels of the process, unless another guard has."""
+        global _library  # noqa: PLW0603
+        _installed.append(weakref.ref(self))
+        if _library is None:
+            _library = Library("aten", "IMPL")
+            for key in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
+                _replace_kernels(_library, key)
+
+    def remove(self) -> None:
+        """Put torch's kernels back once no guard needs others."""
+        global _library  # noqa: PLW0603
+        _installed[:] = [item for item in _installed if item() not in {None, self}]
+        if not _installed and _library is not None:
+            _library._destroy()
+            _library = None
+
+    def begin(self) -> None:
+        """Begin to count anew with the next operation."""
+        self._begun = False
+
+    @property
+    def unchecked_share(self) -> float | None:
+        """Share of the FLOPs without a check; None before the first."""
+        unchecked = self.unchecked.total()
+        total = self.checked + unchecked
+        return unchecked / total if total else None
+
+    def wants(self) -> bool:
+        """Return whether what this thread computes may be part of the model's training."""
+        model = self._model()
+        if model is None or is_suspended():
+            return False
+        return (
+            model.training
+            or torch.is_grad_enabled()
+            or torch._C._current_autograd_node() is not None
+        )
+
+    def product(
+        self, name: str, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Tensor:
+        """Compute a matrix product, checked."""
+        call = _Product(name, kernel, args, options)
+        if self._count(name, call.flops, call.why_not()) and not CALLING.purpose:
+            return self._checked_product(call)
+        return call.result()
+
+    @computing("check")
+    def _checked_product(self, call: _Product) -> Tensor:
+        watch = self.watch
+        call.keep()
+        out = call.result()
+        watch.touch("product.output", call.name, out)
+        signs = watch.signs.take("output", call.columns, out.device)
+        judged = watch.timed(call.judge, out, signs)
+        if watch.wants(self._product_site, judged):
+            self._correct(
+                (call.name, "product"),
+                (judged, out),
+                lambda out: call.judge(out, signs),
+                call.again,
+                call.exact,
+                call.terms,
+            )
+        return out
+
+    @computing("check")
+    def convolution(self, kernel: Kernel, args: tuple[Any, ...]) -> Tensor:
+        """Compute ``aten::convolution`` with these arguments, checked."""
+        x, weight, bias = args[:3]
+        shape = _Convolution(weight, *args[3:])
+        out: Tensor = kernel(*args)
+        watch = self.watch
+        flops = shape.flops(x if shape.transposed else out)
+        if not self._count("convolution", flops, _why_not(x, weight)):
+            return out
+        watch.touch("convolution.output", "convolution", out)
+
+        def judge(out: Tensor) -> ResidualTest:
+            project = shape.to_big if shape.transposed else shape.to_small
+            return project(x, weight, bias, out, watch)
+
+        def exact(left: ResidualTest) -> tuple[Tensor, Tensor]:
+            wide = [None if item is None else item.double() for item in (x, weight, bias)]
+            sizes = [None if item is None else item.abs() for item in wide]
+            return _flagged(left, *(kernel(*three, *args[3:]) for three in (wide, sizes)))
+
+        judged = watch.timed(judge, out)
+        if watch.wants(watch.ledger.site(ANYWHERE, "convolution"), judged):
+            site = ("convolution", "convolution")
+            terms = weight[:, 0].numel() if shape.transposed else weight[0].numel()
+            self._correct(site, (judged, out), judge, lambda: kernel(*args), exact, terms)
+        return out
+
+    @computing("check")
+    def convolution_backward(self, kernel: Kernel, args: tuple[Any, ...]) -> Sequence[Any]:
+        """Compute ``aten::convolution_backward`` with these arguments, checked."""
+        dy, x, weight, sizes, *rest, mask = args
+        shape = _Convolution(weight, *rest)
+        made: Sequence[Any] = kernel(*args)
+        small, big = (x, dy) if shape.transposed else (dy, x)
+        flops = shape.flops(small) * sum(mask[:2])
+        if not self._count("convolution_backward", flops, _why_not(dy, x, weight)):
+            return made
+        watch = self.watch
+        # The bias's gradient sums the output's, which is the small side of a plain convolution.
+        db = made[2] if mask[2] and not shape.transposed else None
+
+        def judge_dx(dx: Tensor) -> ResidualTest:
+            project = shape.to_small if shape.transposed else shape.to_big
+            return project(dy, weight, None, dx, watch)
+
+        def judge_dw(dw: Tensor) -> ResidualTest:
+            return shape.to_weight(small, big, dw, db, watch)
+
+        terms = (
+            weight[0].numel() if shape.transposed else weight[:, 0].numel(),
+            small.numel() // small.shape[1],
+        )
+        for place, judge in enumerate((judge_dx, judge_dw)):
+            if not mask[place]:
+                continue
+            operation = ("convolution.dx", "convolution.dw")[place]
+            watch.touch(operation, "convolution", made[place])
+            judged = watch.timed(judge, made[place])
+            if not watch.wants(watch.ledger.site(ANYWHERE, operation), judged):
+                continue
+
+            def again(place: int = place) -> Tensor:
+                with_bias = place == 1 and db is not None
+                chosen = [place == 0, place == 1, with_bias]
+                found = kernel(dy, x, weight, sizes, *rest, chosen)
+                if with_bias:
+                    made[2].copy_(found[2])
+                repeated: Tensor = found[place]
+                return repeated
+
+            def exact(left: ResidualTest, place: int = place) -> tuple[Tensor, Tensor]:
+                chosen = [place == 0, place == 1, False]
+                wide = [item.double() for item in (dy, x, weight)]
+                found = (
+                    kernel(*three, sizes, *rest, chosen)[place]
+                    for three in (wide, [item.abs() for item in wide])
+                )
+                return _flagged(left, *found)
+
+            given = (judged, made[place])
+            self._correct(("convolution", operation), given, judge, again, exact, terms[place])
+        return made
+
+    @computing("check")
+    def recurrent(self, kernel: Kernel, args: tuple[Any, ...], flops: float) -> Sequence[Any]:
+        """Compute a recurrent layer, or its gradients, twice; a third time decides."""
+        watch = self.watch
+        made: Sequence[Any] = kernel(*args)
+        if not self._count("recurrent", flops, _why_not(*args[:2])):
+            return made
+        # The forward pass's fourth output is memory for the backward pass, in part not written to.
+        compared = 3 if len(made) == 4 else len(made)
+        for item in made[:compared]:
+            watch.touch("recurrent.output", "recurrent", item)
+        again = kernel(*args)
+        judged = _compared(made[:compared], again[:compared])
+        if watch.wants(watch.ledger.site(ANYWHERE, "recurrent"), judged):
+            self._vote(
+                "recurrent",
+                judged,
+                *(found[:compared] for found in (made, again)),
+                lambda: kernel(*args)[:compared],
+            )
+        return made
+
+    @computing("check")
+    def bias_gradient(self, kernel: Kernel, args: tuple[Any, ...], options: Any) -> Tensor:
+        """Compute a sum in the backward pass of a product's bias twice; a third time decides."""
+        watch = self.watch
+        made: Tensor = kernel(*args, **options)
+        watch.touch("product.db", "sum", made)
+        again = kernel(*args, **options)
+        judged = _compared([made], [again])
+        if watch.wants(watch.ledger.site(ANYWHERE, "product.db"), judged):
+            self._vote("product.db", judged, [made], [again], lambda: [kernel(*args, **options)])
+        return made
+
+    def _vote(
+        self,
+        operation: str,
+        judged: ResidualTest,
+        made: Sequence[Tensor],
+        again: Sequence[Tensor],
+        compute: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        """Let a third computation decide between two, and put the right one in place."""
+        outcome: Outcome = "detected"
+        if self.watch.policy.correct:
+            third = compute()
+            if not _compared(again, third).exceeded:
+                outcome = "corrected"
+                for wrong, right in zip(made, again, strict=True):
+                    wrong.copy_(right)
+            elif not _compared(made, third).exceeded:
+                # The second computation was the wrong one.
+                outcome = "check"
+        site = self.watch.ledger.site(self._place(operation), operation)
+        rows, worst = int(judged.exceeded), float(judged.worst)
+        self.watch.find(site, made[0].device, rows, worst, outcome)
+
+    def attention(self, flops: float, *, forward: bool) -> None:
+        """Count a fused attention, which `AttentionChecks` may check."""
+        node = torch._C._current_autograd_node()
+        is_watched = not forward and node is not None and record_of(node) is not None
+        self._count("attention", flops, "" if CALLING.purpose or is_watched else "without a check")
+
+    def _count(self, name: str, flops: float, why_not: str) -> bool:
+        """Count an operation; whether it is to be checked."""
+        if not self._begun:
+            self._begun, self.checked = True, 0.0
+            self.unchecked.clear()
+            self.calls.clear()
+        if why_not:
+            name = name if name == "attention" else f"{name.partition('.')[0]} {why_not}"
+            self.unchecked[name] += flops
+            self.calls[name] += 1
+            return False
+        self.checked += flops
+        return flops > 0
+
+    def _correct(
+        self,
+        place: tuple[str, str],
+        found: tuple[ResidualTest, Tensor],
+        judge: Judge,
+        again: Callable[[], Tensor],
+        exact: Exact,
+        terms: int,
+    ) -> None:
+        """Put a result right in place.
+
+        Args:
+            place: The operation's name, and the check's.
+            found: The judgement, and what was judged.
+            judge: Judges it again.
+            again: Computes it again.
+            exact: As of `unexplained`, for the flagged rows.
+            terms: As of `unexplained`.
+        """
+        judged, stored = found
+        rows = stored.reshape(len(judged.flags), -1)
+
+        def written() -> Tensor:
+            if rows.data_ptr() != stored.data_ptr():
+                stored.copy_(rows.view(stored.shape))
+            return stored
+
+        self.watch.correct(
+            self.watch.ledger.site(self._place(place[0]), place[1]),
+            judged,
+            rows,
+            lambda first, last: again().reshape(rows.shape)[first:last],
+            lambda: judge(written()),
+            beyond=lambda left: unexplained(left, rows, exact(left), terms),
+        )
+        written()
+
+    def _place(self, name: str) -> str:
+        """The module that calls an operation, or the operation whose gradient it computes."""
+        if (node := torch._C._current_autograd_node()) is not None:
+            return f"{name} of {node.name()}"
+        model, frame = self._model(), sys._getframe(1)
+        names = {} if model is None else {id(own): path for path, own in model.named_modules()}
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if path := names.get(id(frame.f_locals.get("self"))):
+                return path
+        return name
+
+
+def _replace_kernels(library: Library, key: str) -> None:
+    def replace(name: str, stand_in: Callable[[OperationChecks, Kernel, Any, Any], Any]) -> None:
+        try:
+            raw = get_kernel(f"aten::{name}", key).call_boxed
+        except RuntimeError:
+            # Of another kind of device.
+            return
+
+        def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
+            if CALLING.purpose != "check":
+                for reference in reversed(_installed):
+                    checks = reference()
+                    if checks is not None and checks.wants():
+                        return stand_in(checks, partial(raw, keyset), args, options)
+            return raw(keyset, *args, **options)
+
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name in _PRODUCTS:
+            replace(
+                name,
+                lambda checks, raw, args, options, name=name: checks.product(  # type: ignore[misc]
+                    name, raw, args, options
+                ),
+            )
+        replace("convolution", lambda checks, raw, args, _: checks.convolution(raw, args))
+        replace(
+            "convolution_backward",
+            lambda checks, raw, args, _: checks.convolution_backward(raw, args),
+        )
+        replace("sum.dim_IntList", _bias_gradient)
+        for name in _RECURRENT:
+            replace(name, _recurrent(1.0))
+            replace(f"{name}_backward", _recurrent(2.0))
+        for name in _ATTENTION:
+            replace(name, _attention(0, 1.0))
+            replace(f"{name}_backward", _attention(1, 2.5))
+
+
+def _bias_gradient(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+    node = torch._C._current_autograd_node()
+    if CALLING.purpose or node is None or not node.name().startswith(("Addmm", "Baddbmm")):
+        return raw(*args, **options)
+    return checks.bias_gradient(raw, args, options)
+
+
+def _recurrent(passes: float) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
+    def compute(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+        x, *weights = args[:3]
+        steps = x.numel() / max(x.shape[-1], 1)
+        flops = 2.0 * passes * steps * sum(weight.numel() for weight in weights)
+        return checks.recurrent(raw, args, flops)
+
+    return compute
+
+
+def _attention(first: int, passes: float) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
+    def compute(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+        q, k, v = args[first : first + 3]
+        flops = 2.0 * passes * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        checks.attention(flops, forward=not first)
+        return raw(*args, **options)
+
+    return compute
+
+
+def _why_not(*tensors: Tensor) -> str:
+    """Why these cannot be checked; empty where they can."""
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype or tensor.dtype not in TYPES:
+            return f"of {str(tensor.dtype).removeprefix('torch.')}"
+        if tensor.layout != torch.strided:
+            return f"of {str(tensor.layout).removeprefix('torch.')} tensors"
+    return ""
+
+
+def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of two results that a check has flagged."""
+    expected, sizes = (item.reshape(len(judged.flags), -1)[judged.flags] for item in found)
+    return expected, sizes
+
+
+def _compared(first: Sequence[Tensor], second: Sequence[Tensor]) -> ResidualTest:
+    """Judge whether two computations gave the same bits, per tensor."""
+    equal = [equal_bits(a, b).all() for a, b in zip(first, second, strict=True) if a is not None]
+    found = torch.stack(equal)
+    return equality_test(found, torch.ones_like(found))
+
+
+class _Product:
+    """One call of a matrix product's kernel: alpha a b + beta d.
+
+    Attributes:
+        name: Of the kernel.
+        terms: Of each sum.
+        columns: Of the result.
+        flops: Of the product.
+    """
+
+    def __init__(
+        self, name: str, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        self.name, self._kernel, self._args, self._options = name, kernel, args, options
+        base = name.partition(".")[0].rstrip("_")
+        self._in_place = name.endswith("_")
+        self._alpha: float = options.get("alpha", 1)
+        self._beta: float = options.get("beta", 1)
+        self._added: Tensor | None = None
+        if base in {"mm", "bmm"}:
+            self._a, self._b = args[:2]
+        else:
+            added, self._a, self._b = args[:3]
+            self._added = added if self._beta else None
+        self.columns = 1 if base == "addmv" else self._b.shape[-1]
+        self.terms = self._a.shape[-1]
+        self.flops = 2.0 * self._a.numel() * self.columns
+
+    def why_not(self) -> str:
+        """Why it cannot be checked; empty where it can."""
+        added = self._added
+        return _why_not(self._a, self._b, *(() if added is None else (added,)))
+
+    def keep(self) -> None:
+        """Keep what the kernel may write over."""
+        out = self._args[0] if self._in_place else self._options.get("out")
+        if self._added is not None and out is not None:
+            if out.data_ptr() == self._added.data_ptr():
+                self._added = self._added.clone()
+
+    def result(self) -> Tensor:
+        """Compute it."""
+        out: Tensor = self._kernel(*self._args, **self._options)
+        return out
+
+    def again(self) -> Tensor:
+        """Compute it again, into other memory."""
+        args, options = self._args, self._options
+        if self._in_place:
+            first = args[0] if self._added is None else self._added
+            args = (first.clone(), *args[1:])
+        elif "out" in options:
+            options = options | {"out": torch.empty_like(options["out"])}
+            if self._added is not None:
+                args = (self._added, *args[1:])
+        out: Tensor = self._kernel(*args, **options)
+        return out
+
+    def judge(self, out: Tensor, signs: Tensor) -> ResidualTest:
+        """Check `out` with signs (columns,); one row of the check is a row of `out`."""
+        a, b, c = self._batches(out)
+        added = None if self._added is None else (self._added.expand(out.shape), self._beta)
+        if added is not None:
+            added = added[0].reshape(c.shape), added[1]
+        return check_multiplied(a, b, c, added, self._alpha, signs)
+
+    def exact(self, judged: ResidualTest) -> tuple[Tensor, Tensor]:
+        """The flagged rows in float64, and the sums of their terms' magnitudes."""
+        a, b, _ = self._batches()
+        numbers = judged.flags.nonzero()[:, 0].to(a.device)
+        expected = torch.empty((len(numbers), self.columns), dtype=torch.float64, device=a.device)
+        sizes = torch.empty_like(expected)
+        for batch in (numbers // a.shape[1]).unique().tolist():
+            own = numbers // a.shape[1] == batch
+            left, right = a[batch, numbers[own] % a.shape[1]].double(), b[batch].double()
+            expected[own] = self._alpha * (left @ right)
+            sizes[own] = abs(self._alpha) * (left.abs() @ right.abs())
+        if self._added is not None:
+            shape = (*self._a.shape[:-1], *self._b.shape[self._a.dim() - 1 :])
+            added = self._added.expand(shape).reshape(-1, self.columns)[numbers].double()
+            expected += self._beta * added
+            sizes += (self._beta * added).abs()
+        return expected, sizes
+
+    def _batches(self, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = self._a, self._b
+        c = a if out is None else out
+        if a.dim() == 3:
+            return a, b, c
+        if b.dim() == 1:
+            return a[None], b[None, :, None], c[None] if out is None else c[None, :, None]
+        return a[None], b[None], c[None]
+
+
+class _Convolution:
+    """The geometry of a convolution; see the module.
+
+    Args:
+        weight: (small channels, big channels / groups, kernel...).
+        stride: One for each dimension, as the next four.
+        padding: See `stride`.
+        dilation: See `stride`.
+        transposed: Whether it goes from the small side to the big one.
+        output_padding: See `stride`.
+        groups: Of channels.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+    ) -> None:
+        self.kernel = tuple(weight.shape[2:])
+        count = len(self.kernel)
+        self.stride, self.padding, self.dilation = (
+            tuple(given) * (count if len(given) == 1 else 1)
+            for given in (stride, padding, dilation)
+        )
+        self.transposed, self.groups = transposed, groups
+        self._multiplied = prod(weight.shape[1:])
+
+    def flops(self, small: Tensor) -> float:
+        """Of one product of this convolution; small: (batch, channels, positions...)."""
+        return 2.0 * small.numel() * self._multiplied
+
+    def to_small(
+        self, big: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
+    ) -> ResidualTest:
+        """Check `found`, the small side, by rows (batch, channels)."""
+        signs = _signs(watch, found.shape[2:], found)
+        windows = []
+        for axis, own in enumerate(signs):
+            places, inside = self._places(axis, len(own), big.shape[2 + axis], own.device)
+            window = big.new_zeros((big.shape[2 + axis], self.kernel[axis]), dtype=own.dtype)
+            taps = torch.arange(self.kernel[axis], device=own.device).expand(places.shape)
+            # For one tap no two positions of the small side are at one place.
+            window[places[inside], taps[inside]] = own[:, None].expand(places.shape)[inside]
+            windows.append(window)
+        wide = weight.double().unflatten(0, (self.groups, -1)).flatten(2)
+        summed = _summed_over(big, windows).unflatten(1, (self.groups, -1)).flatten(2)
+        squares = weight.double().square().flatten(2).sum(2).unflatten(0, (self.groups, -1))
+        masses = _squares(big).unflatten(1, (self.groups, -1))
+        expected = torch.einsum("ngt,gct->ngc", summed, wide.flatten(2)).flatten(1)
+        by_square = torch.einsum("ngi,gci->ngc", masses, squares).flatten(1)
+        return self._judge(found, signs, expected, by_square, bias, wide.shape[-1])
+
+    def to_big(
+        self, small: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
+    ) -> ResidualTest:
+        """Check `found`, the big side, by rows (batch, channels)."""
+        signs = _signs(watch, found.shape[2:], found)
+        windows = []
+        for axis, own in enumerate(signs):
+            places, inside = self._places(axis, small.shape[2 + axis], len(own), own.device)
+            windows.append(torch.where(inside, own[places.clamp(0, len(own) - 1)], 0.0))
+        # (groups, small channels, big channels, taps)
+        wide = weight.double().unflatten(0, (self.groups, -1)).flatten(3)
+        summed = _summed_over(small, windows).unflatten(1, (self.groups, -1)).flatten(3)
+        masses = _squares(small).unflatten(1, (self.groups, -1))
+        expected = torch.einsum("ngck,gcik->ngi", summed, wide).flatten(1)
+        by_square = torch.einsum("ngc,gci->ngi", masses, wide.square().sum(3)).flatten(1)
+        terms = wide.shape[1] * wide.shape[3]
+        return self._judge(found, signs, expected, by_square, bias, terms)
+
+    def to_weight(
+        self, small: Tensor, big: Tensor, found: Tensor, bias: Tensor | None, watch: Watch
+    ) -> ResidualTest:
+        """Check `found`, the weight's gradient, with the bias's, by rows of small channels."""
+        dtype = _summing(found)
+        channels = found.shape[1]
+        lengths = (channels, *self.kernel)
+        u, *taps = _signs(watch, lengths, found, side="input")
+        grouped = big.to(dtype).unflatten(1, (self.groups, channels))
+        kernel = u.new_ones(())
+        for own in taps:
+            kernel = kernel[..., None] * own
+        summed = torch.einsum("i,ngi...->ng...", u, grouped)
+        squares = grouped.square().sum(2)
+        convolve = partial(
+            (functional.conv1d, functional.conv2d, functional.conv3d)[len(taps) - 1],
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+        shape = (self.groups, 1, *self.kernel)
+        # Output padding of a transposed convolution has places for more than the small side.
+        inner = (..., *(slice(length) for length in small.shape[2:]))
+        along = convolve(summed, kernel.expand(shape))[inner].flatten(2)
+        mass = convolve(squares, torch.ones_like(kernel).expand(shape))[inner].flatten(2)
+        if bias is not None:
+            along, mass = along + 1.0, mass + 1.0
+        mass = mass + along.square()
+        dy = small.to(dtype).unflatten(1, (self.groups, -1)).flatten(3)
+        expected = (dy @ along[..., None])[..., 0].double().sum(0).flatten()
+        by_square = (dy.square() @ mass[..., None])[..., 0].double().sum(0).flatten()
+        rows = found.to(dtype).flatten(1)
+        value = (rows @ (u[:, None] * kernel.flatten()).flatten()).double()
+        powers = rows.square().sum(1).double()
+        if bias is not None:
+            value, powers = value + bias.double(), powers + bias.double().square()
+        bound = product_bound(
+            rounding_of(found, dtype), small.numel() // small.shape[1], rows.shape[1], alike=True
+        )
+        own = unit_roundoff(_name(dtype)) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
+        variance = bound.variance(powers, by_square, value) + own * by_square
+        return residual_test(value - expected, variance, powers)
+
+    def _places(
+        self, axis: int, small: int, big: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Positions on the big side (small, taps), and which of them exist."""
+        p = torch.arange(small, device=device)[:, None]
+        k = torch.arange(self.kernel[axis], device=device)
+        places = self.stride[axis] * p + self.dilation[axis] * k - self.padding[axis]
+        return places, (places >= 0) & (places < big)
+
+    def _judge(
+        self,
+        found: Tensor,
+        signs: Sequence[Tensor],
+        expected: Tensor,
+        by_square: Tensor,
+        bias: Tensor | None,
+        terms: int,
+    ) -> ResidualTest:
+        value = _summed_over(found, [own[:, None] for own in signs]).flatten(2)[..., 0]
+        powers = _squares(found)
+        positions = prod(found.shape[2:])
+        if bias is not None:
+            wide = bias.double()
+            expected = expected + wide * prod(float(own.sum()) for own in signs)
+            by_square = by_square + positions * wide.square()
+        dtype = _summing(found)
+        bound = product_bound(rounding_of(found, dtype), terms, positions)
+        # Sums along one dimension add one number after the other.
+        longest = max(len(own) for own in signs)
+        own = unit_roundoff(_name(dtype)) ** 2 / 3.0 * (32 + longest)
+        variance = bound.variance(powers, by_square) + own * (by_square + powers)
+        return residual_test((value - expected).flatten(), variance.flatten(), powers.flatten())
+
+
+def _summing(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _signs(
+    watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
+) -> list[Tensor]:
+    """Independent signs for every dimension of these lengths."""
+    drawn = watch.signs.take(side, sum(lengths), like.device).to(_summing(like))
+    return list(drawn.split(list(lengths)))
+
+
+def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:
+    """Products of a tensor (batch, channels, positions...) with a matrix along each dimension.
+
+    Returns:
+        (batch, channels, columns...) in float64.
+    """
+    summed = tensor.to(windows[-1].dtype) @ windows[-1]
+    summed = summed.double()
+    for axis, window in enumerate(windows[:-1]):
+        moved = summed.movedim(2 + axis, -1) @ window.double()
+        summed = moved.movedim(-1, 2 + axis)
+    return summed
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    """Squared norms (batch, channels) over all positions, in float64."""
+    norms = torch.linalg.vector_norm(tensor.flatten(2), dim=2, dtype=_summing(tensor))
+    return norms.double().square()
