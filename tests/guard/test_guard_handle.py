@@ -196,12 +196,14 @@ def test_coverage_lists_every_module_with_parameters() -> None:
     assert all(each.operations for each in coverage)
 
 
-def test_kinds_without_a_check_are_named_once() -> None:
+def test_kinds_without_a_check_of_their_own_are_covered_by_their_operations() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1))
-    with pytest.warns(UserWarning, match="2 of 3 modules .* not guarded: Conv1d;") as caught:
-        handle = guard(model)
-    assert len(caught) == 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = guard(model, optimizer)
     assert [each.kind for each in handle.coverage() if not each.operations] == ["Conv1d"] * 2
+    model(torch.randn(2, 4, 4)).sum().backward()
+    optimizer.step()
+    assert [each.operations for each in handle.coverage()[1:]] == [("convolution.dw",)] * 2
 
 
 @pytest.mark.slow

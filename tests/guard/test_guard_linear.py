@@ -338,12 +338,15 @@ def test_a_layer_with_its_own_forward_is_listed_as_unguarded() -> None:
             return 2 * super().forward(x)
 
     model = nn.Sequential(Doubled(4, 4), nn.Linear(4, 4))
-    with pytest.warns(UserWarning, match="1 of 2 modules with parameters are not guarded: Doubled"):
-        handle = guard(model)
-    assert [(each.module, bool(each.operations)) for each in handle.coverage()] == [
-        ("0", False),
-        ("1", True),
-    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = guard(model, optimizer)
+    assert [bool(each.operations) for each in handle.coverage()] == [False, True]
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    first, second = handle.coverage()
+    assert first.operations == ("product", "product.db")
+    assert "linear.dw" in second.operations
+    assert not handle.uncovered()
 
 
 def test_a_copy_is_watched_too() -> None:
@@ -369,6 +372,7 @@ def test_a_saved_model_is_one_without_a_guard() -> None:
     loaded = torch.load(file, weights_only=False)
     x = torch.randn(2, 4)
     assert torch.equal(loaded(x), model(x))
+    handle.remove()
     before = handle.ledger.checks
     loaded(x)
     assert handle.ledger.checks == before

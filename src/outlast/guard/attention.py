@@ -55,6 +55,7 @@ from outlast.guard.product import rounding_of
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
+from outlast.guard.watch import CALLING, computing
 from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
@@ -214,7 +215,10 @@ class _Call:
         return float(self.options["dropout_p"]) > 0.0
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        return self.original(query, key, value, attn_mask=mask, **self.options)
+        original = self.original
+        if not CALLING.purpose:
+            original = computing("attention")(original)
+        return original(query, key, value, attn_mask=mask, **self.options)
 
     def again(self, seen: Seen) -> tuple[Tensor, Gradients]:
         """Output and gradients from what was kept; with dropout, the same numbers are dropped."""

@@ -47,7 +47,6 @@ from torch import Tensor, nn
 from torch.library import Library, get_kernel
 from torch.nn import functional
 
-from outlast.guard.autograd_hooks import record_of
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.linear import unexplained
 from outlast.guard.product import check_multiplied, rounding_of
@@ -114,6 +113,8 @@ class OperationChecks:
         self.watch = watch
         self._model = weakref.ref(model)
         self._begun = True
+        # Whether the last fused attention's caller checks it, and so its gradients.
+        self._attention_checked = False
         self.checked = 0.0
         self.unchecked: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
@@ -147,6 +148,14 @@ class OperationChecks:
         total = self.checked + unchecked
         return unchecked / total if total else None
 
+    def __deepcopy__(self, memo: object) -> OperationChecks:
+        """A copied model is checked together with its original."""
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A pickled model is one without a guard: None."""
+        return type(None), ()
+
     def wants(self) -> bool:
         """Return whether what this thread computes may be part of the model's training."""
         model = self._model()
@@ -163,7 +172,7 @@ class OperationChecks:
     ) -> Tensor:
         """Compute a matrix product, checked."""
         call = _Product(name, kernel, args, options)
-        if self._count(name, call.flops, call.why_not()) and not CALLING.purpose:
+        if self._count(name, call.flops, call.why_not()) and CALLING.purpose != "checked":
             return self._checked_product(call)
         return call.result()
 
@@ -175,7 +184,7 @@ class OperationChecks:
         watch.touch("product.output", call.name, out)
         signs = watch.signs.take("output", call.columns, out.device)
         judged = watch.timed(call.judge, out, signs)
-        if watch.wants(self._product_site, judged):
+        if watch.wants(self._product_site, judged, of_model=False):
             self._correct(
                 (call.name, "product"),
                 (judged, out),
@@ -208,7 +217,7 @@ class OperationChecks:
             return _flagged(left, *(kernel(*three, *args[3:]) for three in (wide, sizes)))
 
         judged = watch.timed(judge, out)
-        if watch.wants(watch.ledger.site(ANYWHERE, "convolution"), judged):
+        if watch.wants(watch.ledger.site(ANYWHERE, "convolution"), judged, of_model=False):
             site = ("convolution", "convolution")
             terms = weight[:, 0].numel() if shape.transposed else weight[0].numel()
             self._correct(site, (judged, out), judge, lambda: kernel(*args), exact, terms)
@@ -245,7 +254,7 @@ class OperationChecks:
             operation = ("convolution.dx", "convolution.dw")[place]
             watch.touch(operation, "convolution", made[place])
             judged = watch.timed(judge, made[place])
-            if not watch.wants(watch.ledger.site(ANYWHERE, operation), judged):
+            if not watch.wants(watch.ledger.site(ANYWHERE, operation), judged, of_model=False):
                 continue
 
             def again(place: int = place) -> Tensor:
@@ -283,7 +292,7 @@ class OperationChecks:
             watch.touch("recurrent.output", "recurrent", item)
         again = kernel(*args)
         judged = _compared(made[:compared], again[:compared])
-        if watch.wants(watch.ledger.site(ANYWHERE, "recurrent"), judged):
+        if watch.wants(watch.ledger.site(ANYWHERE, "recurrent"), judged, of_model=False):
             self._vote(
                 "recurrent",
                 judged,
@@ -300,7 +309,7 @@ class OperationChecks:
         watch.touch("product.db", "sum", made)
         again = kernel(*args, **options)
         judged = _compared([made], [again])
-        if watch.wants(watch.ledger.site(ANYWHERE, "product.db"), judged):
+        if watch.wants(watch.ledger.site(ANYWHERE, "product.db"), judged, of_model=False):
             self._vote("product.db", judged, [made], [again], lambda: [kernel(*args, **options)])
         return made
 
@@ -329,9 +338,13 @@ class OperationChecks:
 
     def attention(self, flops: float, *, forward: bool) -> None:
         """Count a fused attention, which `AttentionChecks` may check."""
-        node = torch._C._current_autograd_node()
-        is_watched = not forward and node is not None and record_of(node) is not None
-        self._count("attention", flops, "" if CALLING.purpose or is_watched else "without a check")
+        if forward:
+            self._attention_checked = CALLING.purpose == "attention"
+        self._count("attention", flops, "" if self._attention_checked else "without a check")
+
+    def leave_out(self, name: str, flops: float) -> None:
+        """Count an operation that has no check."""
+        self._count(name, flops, "without a check")
 
     def _count(self, name: str, flops: float, why_not: str) -> bool:
         """Count an operation; whether it is to be checked."""
@@ -340,7 +353,8 @@ class OperationChecks:
             self.unchecked.clear()
             self.calls.clear()
         if why_not:
-            name = name if name == "attention" else f"{name.partition('.')[0]} {why_not}"
+            name = name.partition(".")[0]
+            name = name if why_not == "without a check" else f"{name} {why_not}"
             self.unchecked[name] += flops
             self.calls[name] += 1
             return False
@@ -429,6 +443,7 @@ def _replace_kernels(library: Library, key: str) -> None:
             "convolution_backward",
             lambda checks, raw, args, _: checks.convolution_backward(raw, args),
         )
+        replace("_trilinear", _trilinear)
         replace("sum.dim_IntList", _bias_gradient)
         for name in _RECURRENT:
             replace(name, _recurrent(1.0))
@@ -438,9 +453,17 @@ def _replace_kernels(library: Library, key: str) -> None:
             replace(f"{name}_backward", _attention(1, 2.5))
 
 
+def _trilinear(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+    # Of nn.Bilinear and its gradients: the operands' shapes broadcast, but for added dimensions.
+    out: Tensor = raw(*args, **options)
+    one, two, three = (item.numel() for item in args[:3])
+    checks.leave_out("trilinear", 2.0 * max(one, two, three) * max(out.shape[0], 1))
+    return out
+
+
 def _bias_gradient(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
     node = torch._C._current_autograd_node()
-    if CALLING.purpose or node is None or not node.name().startswith(("Addmm", "Baddbmm")):
+    if CALLING.purpose == "checked" or node is None or not node.name().startswith(("Addmm", "Baddbmm")):
         return raw(*args, **options)
     return checks.bias_gradient(raw, args, options)
 

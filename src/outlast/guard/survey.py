@@ -406,7 +406,7 @@ class Survey:
             item.module
             for item in self._planned
             if item.operations and item.module not in {*told, *self._unused}
-            if not self._why_not(item)
+            if not self._why_not(item) and not self._operations_of(item)
             if (since := self._begun.get(item.module)) is not None
             if not any(
                 self._made(name, item.operations, since) for name in self._checks[item.module]
@@ -428,11 +428,20 @@ class Survey:
         full = watch.policy.reaches("full")
         called = [name for name in new.operations if full or not _OF_LEVEL_FULL.match(name)]
         # What a module lacks by its kind was said when the guard was installed.
-        worth = bool(new.parameters or called or idle)
+        worth = bool(new.parameters or called or self._training_among(idle))
         if worth and watch.policy.reaches("linear"):
             text = f"not guarded in step {watch.step + 1}: {new}; Guard.uncovered() lists all"
             warnings.warn(text, stacklevel=2)
         return worth
+
+    def _training_among(self, modules: Iterable[str]) -> bool:
+        """Return whether any trains: products of a frozen one are checked by themselves."""
+        if self.watch.operations is None:
+            return any(True for _ in modules)
+        names = [self._modules[name] for name in modules if name in self._modules]
+        return len(names) < len([*modules]) or any(
+            parameter.requires_grad for module in names for parameter in module.parameters()
+        )
 
     def _without_check(self) -> dict[str, int]:
         """Operations without a check, and how often each was called."""
@@ -666,7 +675,8 @@ class _Graph:
         """The module in which an operation was called, by what its inputs come from."""
         waiting, known, found = [node], {node}, []
         for own in waiting:
-            if own is not node and (check := self._check(own)) is not None:
+            check = None if own is node else self._check(own)
+            if check not in {None, ANYWHERE}:
                 found.append(check)
             elif (leaf := self._leaf(own)) is not None:
                 # A parameter that is used by the operation itself names its module.

@@ -169,7 +169,7 @@ class _Calling(threading.local):
 
     Attributes:
         purpose: Empty for the model's own operations; ``check`` for a check's sums; ``checked`` for
-            an operation whose caller checks the result.
+            a product whose caller checks it, ``attention`` for an attention.
     """
 
     purpose = ""
@@ -297,12 +297,18 @@ class Watch:
         self.fault_hook(site, module, copy)
         return copy
 
-    def wants(self, site: Site, judged: ResidualTest) -> bool:
+    def wants(self, site: Site, judged: ResidualTest, *, of_model: bool = True) -> bool:
         """Count a check; whether it failed, as far as the host knows by now.
 
         On devices that run behind the host the answer is no, and `settle` learns the truth.
+
+        Args:
+            site: Of the check.
+            judged: What it has found.
+            of_model: Whether the numbers are surely the model's, so that a verdict is to come even
+                if nothing is wrong.
         """
-        self.unjudged = True
+        self.unjudged |= of_model
         rows = len(judged.flags)
         if isinstance(judged.exceeded, torch.Tensor):
             numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)
@@ -374,6 +380,7 @@ class Watch:
         self.ledger.findings.append(finding)
         if outcome in HARMFUL and self.policy.correct:
             self.uncorrected += 1
+            self.unjudged = True
             self._lasting += site.operation in LASTING
         if self._on_finding is not None:
             self._on_finding(finding)
