@@ -34,10 +34,11 @@ kernel with the same shapes, and compared with the product in float64 if its bit
 
 from __future__ import annotations
 
-import sys
+import itertools
+import traceback
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,13 @@ from torch.nn import functional
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.linear import unexplained
 from outlast.guard.product import check_multiplied, rounding_of
-from outlast.guard.residual import ResidualTest, equal_bits, equality_test, residual_test
+from outlast.guard.residual import (
+    ResidualTest,
+    equal_bits,
+    equality_test,
+    name_of,
+    residual_test,
+)
 from outlast.guard.threshold import product_bound, unit_roundoff
 from outlast.guard.watch import CALLING, computing
 
@@ -87,6 +94,8 @@ NODES = {
     "MkldnnRnnLayer": "recurrent",
 }
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
+SUMMING = ("Add", "Sub", "Baddbmm")
+"""Beginnings of the names of nodes that sum the gradient of what they have broadcast."""
 ANYWHERE = "operations"
 """The module under which checks are counted: an operation does not know its own."""
 
@@ -116,7 +125,7 @@ class OperationChecks:
         # Whether the last fused attention's caller checks it, and so its gradients.
         self._attention_checked = False
         self.checked = 0.0
-        self.unchecked: Counter[str] = Counter()
+        self.unchecked: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self._product_site = watch.ledger.site(ANYWHERE, "product")
 
@@ -125,7 +134,7 @@ class OperationChecks:
         global _library  # noqa: PLW0603
         _installed.append(weakref.ref(self))
         if _library is None:
-            _library = Library("aten", "IMPL")
+            _library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             for key in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
                 _replace_kernels(_library, key)
 
@@ -134,7 +143,7 @@ class OperationChecks:
         global _library  # noqa: PLW0603
         _installed[:] = [item for item in _installed if item() not in {None, self}]
         if not _installed and _library is not None:
-            _library._destroy()
+            _library._destroy()  # type: ignore[no-untyped-call]
             _library = None
 
     def begin(self) -> None:
@@ -144,7 +153,7 @@ class OperationChecks:
     @property
     def unchecked_share(self) -> float | None:
         """Share of the FLOPs without a check; None before the first."""
-        unchecked = self.unchecked.total()
+        unchecked = sum(self.unchecked.values())
         total = self.checked + unchecked
         return unchecked / total if total else None
 
@@ -293,12 +302,8 @@ class OperationChecks:
         again = kernel(*args)
         judged = _compared(made[:compared], again[:compared])
         if watch.wants(watch.ledger.site(ANYWHERE, "recurrent"), judged, of_model=False):
-            self._vote(
-                "recurrent",
-                judged,
-                *(found[:compared] for found in (made, again)),
-                lambda: kernel(*args)[:compared],
-            )
+            computed = made[:compared], again[:compared]
+            self._vote("recurrent", judged, computed, lambda: kernel(*args)[:compared])
         return made
 
     @computing("check")
@@ -306,22 +311,23 @@ class OperationChecks:
         """Compute a sum in the backward pass of a product's bias twice; a third time decides."""
         watch = self.watch
         made: Tensor = kernel(*args, **options)
-        watch.touch("product.db", "sum", made)
+        watch.touch("bias.gradient", "sum", made)
         again = kernel(*args, **options)
         judged = _compared([made], [again])
-        if watch.wants(watch.ledger.site(ANYWHERE, "product.db"), judged, of_model=False):
-            self._vote("product.db", judged, [made], [again], lambda: [kernel(*args, **options)])
+        if watch.wants(watch.ledger.site(ANYWHERE, "bias.gradient"), judged, of_model=False):
+            computed = [made], [again]
+            self._vote("bias.gradient", judged, computed, lambda: [kernel(*args, **options)])
         return made
 
     def _vote(
         self,
         operation: str,
         judged: ResidualTest,
-        made: Sequence[Tensor],
-        again: Sequence[Tensor],
+        computed: tuple[Sequence[Tensor], Sequence[Tensor]],
         compute: Callable[[], Sequence[Tensor]],
     ) -> None:
         """Let a third computation decide between two, and put the right one in place."""
+        made, again = computed
         outcome: Outcome = "detected"
         if self.watch.policy.correct:
             third = compute()
@@ -361,7 +367,7 @@ class OperationChecks:
         self.checked += flops
         return flops > 0
 
-    def _correct(
+    def _correct(  # noqa: PLR0917
         self,
         place: tuple[str, str],
         found: tuple[ResidualTest, Tensor],
@@ -400,12 +406,14 @@ class OperationChecks:
 
     def _place(self, name: str) -> str:
         """The module that calls an operation, or the operation whose gradient it computes."""
-        if (node := torch._C._current_autograd_node()) is not None:
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
             return f"{name} of {node.name()}"
-        model, frame = self._model(), sys._getframe(1)
-        names = {} if model is None else {id(own): path for path, own in model.named_modules()}
-        while frame.f_back is not None:
-            frame = frame.f_back
+        model = self._model()
+        names: dict[int, str] = {}
+        if model is not None:
+            names = {id(own): path for path, own in model.named_modules()}
+        for frame, _ in traceback.walk_stack(None):
             if path := names.get(id(frame.f_locals.get("self"))):
                 return path
         return name
@@ -427,7 +435,9 @@ def _replace_kernels(library: Library, key: str) -> None:
                         return stand_in(checks, partial(raw, keyset), args, options)
             return raw(keyset, *args, **options)
 
-        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+        library.impl(  # type: ignore[no-untyped-call]
+            name, kernel, key, with_keyset=True, allow_override=True
+        )
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -463,7 +473,7 @@ def _trilinear(checks: OperationChecks, raw: Kernel, args: Any, options: Any) ->
 
 def _bias_gradient(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
     node = torch._C._current_autograd_node()
-    if CALLING.purpose == "checked" or node is None or not node.name().startswith(("Addmm", "Baddbmm")):
+    if CALLING.purpose == "checked" or node is None or not node.name().startswith(SUMMING):
         return raw(*args, **options)
     return checks.bias_gradient(raw, args, options)
 
@@ -492,7 +502,7 @@ def _why_not(*tensors: Tensor) -> str:
     """Why these cannot be checked; empty where they can."""
     for tensor in tensors:
         if tensor.dtype != tensors[0].dtype or tensor.dtype not in TYPES:
-            return f"of {str(tensor.dtype).removeprefix('torch.')}"
+            return f"of {name_of(tensor.dtype)}"
         if tensor.layout != torch.strided:
             return f"of {str(tensor.layout).removeprefix('torch.')} tensors"
     return ""
@@ -547,9 +557,9 @@ class _Product:
     def keep(self) -> None:
         """Keep what the kernel may write over."""
         out = self._args[0] if self._in_place else self._options.get("out")
-        if self._added is not None and out is not None:
-            if out.data_ptr() == self._added.data_ptr():
-                self._added = self._added.clone()
+        added = self._added
+        if added is not None and out is not None and out.data_ptr() == added.data_ptr():
+            self._added = added.clone()
 
     def result(self) -> Tensor:
         """Compute it."""
@@ -583,7 +593,7 @@ class _Product:
         numbers = judged.flags.nonzero()[:, 0].to(a.device)
         expected = torch.empty((len(numbers), self.columns), dtype=torch.float64, device=a.device)
         sizes = torch.empty_like(expected)
-        for batch in (numbers // a.shape[1]).unique().tolist():
+        for batch in sorted(set((numbers // a.shape[1]).tolist())):
             own = numbers // a.shape[1] == batch
             left, right = a[batch, numbers[own] % a.shape[1]].double(), b[batch].double()
             expected[own] = self._alpha * (left @ right)
@@ -618,7 +628,7 @@ class _Convolution:
         groups: Of channels.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the arguments of the operation
         self,
         weight: Tensor,
         stride: Sequence[int],
@@ -654,11 +664,11 @@ class _Convolution:
             # For one tap no two positions of the small side are at one place.
             window[places[inside], taps[inside]] = own[:, None].expand(places.shape)[inside]
             windows.append(window)
-        wide = weight.double().unflatten(0, (self.groups, -1)).flatten(2)
-        summed = _summed_over(big, windows).unflatten(1, (self.groups, -1)).flatten(2)
-        squares = weight.double().square().flatten(2).sum(2).unflatten(0, (self.groups, -1))
-        masses = _squares(big).unflatten(1, (self.groups, -1))
-        expected = torch.einsum("ngt,gct->ngc", summed, wide.flatten(2)).flatten(1)
+        wide = self._grouped(weight.double(), 0).flatten(2)
+        summed = self._grouped(_summed_over(big, windows)).flatten(2)
+        squares = self._grouped(weight.double().square().flatten(2).sum(2), 0)
+        masses = self._grouped(_squares(big))
+        expected = torch.einsum("ngt,gct->ngc", summed, wide).flatten(1)
         by_square = torch.einsum("ngi,gci->ngc", masses, squares).flatten(1)
         return self._judge(found, signs, expected, by_square, bias, wide.shape[-1])
 
@@ -672,9 +682,9 @@ class _Convolution:
             places, inside = self._places(axis, small.shape[2 + axis], len(own), own.device)
             windows.append(torch.where(inside, own[places.clamp(0, len(own) - 1)], 0.0))
         # (groups, small channels, big channels, taps)
-        wide = weight.double().unflatten(0, (self.groups, -1)).flatten(3)
-        summed = _summed_over(small, windows).unflatten(1, (self.groups, -1)).flatten(3)
-        masses = _squares(small).unflatten(1, (self.groups, -1))
+        wide = self._grouped(weight.double(), 0).flatten(3)
+        summed = self._grouped(_summed_over(small, windows)).flatten(3)
+        masses = self._grouped(_squares(small))
         expected = torch.einsum("ngck,gcik->ngi", summed, wide).flatten(1)
         by_square = torch.einsum("ngc,gci->ngi", masses, wide.square().sum(3)).flatten(1)
         terms = wide.shape[1] * wide.shape[3]
@@ -688,10 +698,10 @@ class _Convolution:
         channels = found.shape[1]
         lengths = (channels, *self.kernel)
         u, *taps = _signs(watch, lengths, found, side="input")
-        grouped = big.to(dtype).unflatten(1, (self.groups, channels))
+        grouped = self._grouped(big.to(dtype))
         kernel = u.new_ones(())
-        for own in taps:
-            kernel = kernel[..., None] * own
+        for along_one in taps:
+            kernel = kernel[..., None] * along_one
         summed = torch.einsum("i,ngi...->ng...", u, grouped)
         squares = grouped.square().sum(2)
         convolve = partial(
@@ -703,14 +713,16 @@ class _Convolution:
         )
         shape = (self.groups, 1, *self.kernel)
         # Output padding of a transposed convolution has places for more than the small side.
-        inner = (..., *(slice(length) for length in small.shape[2:]))
-        along = convolve(summed, kernel.expand(shape))[inner].flatten(2)
-        mass = convolve(squares, torch.ones_like(kernel).expand(shape))[inner].flatten(2)
+        along, mass = (
+            _cropped(convolve(each, taps_of.expand(shape)), small.shape[2:]).flatten(2)
+            for each, taps_of in ((summed, kernel), (squares, torch.ones_like(kernel)))
+        )
         if bias is not None:
             along, mass = along + 1.0, mass + 1.0
         mass = mass + along.square()
-        dy = small.to(dtype).unflatten(1, (self.groups, -1)).flatten(3)
-        expected = (dy @ along[..., None])[..., 0].double().sum(0).flatten()
+        dy = self._grouped(small.to(dtype)).flatten(3)
+        # Like terms are rounded alike where a product adds them one after the other.
+        expected = (dy * along[:, :, None]).sum(-1).double().sum(0).flatten()
         by_square = (dy.square() @ mass[..., None])[..., 0].double().sum(0).flatten()
         rows = found.to(dtype).flatten(1)
         value = (rows @ (u[:, None] * kernel.flatten()).flatten()).double()
@@ -720,9 +732,14 @@ class _Convolution:
         bound = product_bound(
             rounding_of(found, dtype), small.numel() // small.shape[1], rows.shape[1], alike=True
         )
-        own = unit_roundoff(_name(dtype)) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
-        variance = bound.variance(powers, by_square, value) + own * by_square
+        sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
+        variance = bound.variance(powers, by_square, value) + sums * by_square
         return residual_test(value - expected, variance, powers)
+
+    def _grouped(self, tensor: Tensor, axis: int = 1) -> Tensor:
+        """`tensor` with the channels of `axis` as (groups, channels / groups)."""
+        shape = tensor.shape
+        return tensor.reshape(*shape[:axis], self.groups, -1, *shape[axis + 1 :])
 
     def _places(
         self, axis: int, small: int, big: int, device: torch.device
@@ -733,7 +750,7 @@ class _Convolution:
         places = self.stride[axis] * p + self.dilation[axis] * k - self.padding[axis]
         return places, (places >= 0) & (places < big)
 
-    def _judge(
+    def _judge(  # noqa: PLR0917
         self,
         found: Tensor,
         signs: Sequence[Tensor],
@@ -747,23 +764,26 @@ class _Convolution:
         positions = prod(found.shape[2:])
         if bias is not None:
             wide = bias.double()
-            expected = expected + wide * prod(float(own.sum()) for own in signs)
+            expected = expected + wide * prod([float(own.sum()) for own in signs])
             by_square = by_square + positions * wide.square()
         dtype = _summing(found)
         bound = product_bound(rounding_of(found, dtype), terms, positions)
         # Sums along one dimension add one number after the other.
         longest = max(len(own) for own in signs)
-        own = unit_roundoff(_name(dtype)) ** 2 / 3.0 * (32 + longest)
-        variance = bound.variance(powers, by_square) + own * (by_square + powers)
+        sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + longest)
+        variance = bound.variance(powers, by_square) + sums * (by_square + powers)
         return residual_test((value - expected).flatten(), variance.flatten(), powers.flatten())
+
+
+def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The first `lengths` positions of a tensor (batch, channels, positions...)."""
+    for axis, length in enumerate(lengths):
+        tensor = tensor.narrow(2 + axis, 0, length)
+    return tensor
 
 
 def _summing(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _signs(
@@ -771,7 +791,8 @@ def _signs(
 ) -> list[Tensor]:
     """Independent signs for every dimension of these lengths."""
     drawn = watch.signs.take(side, sum(lengths), like.device).to(_summing(like))
-    return list(drawn.split(list(lengths)))
+    ends = itertools.accumulate(lengths)
+    return [drawn[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:
@@ -790,5 +811,5 @@ def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:
 
 def _squares(tensor: Tensor) -> Tensor:
     """Squared norms (batch, channels) over all positions, in float64."""
-    norms = torch.linalg.vector_norm(tensor.flatten(2), dim=2, dtype=_summing(tensor))
+    norms: Tensor = torch.linalg.vector_norm(tensor.flatten(2), dim=2, dtype=_summing(tensor))
     return norms.double().square()

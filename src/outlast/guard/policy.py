@@ -142,9 +142,9 @@ OPERATIONS: dict[str, Operation] = {
         "float8 or of sparse tensors, and those that a compiler has fused into other kernels",
         corrects=True,
     ),
-    "product.db": Operation(
+    "bias.gradient": Operation(
         "linear",
-        "the gradient of a bias that was added to a product, summed a second time",
+        "the gradient of what was added to a larger tensor, such as a bias, summed a second time",
         "any wrong bit",
         "the same wrong values twice; a dY that was wrong before",
         corrects=True,

@@ -449,7 +449,7 @@ def _limits_of(x: torch.dtype, terms: int, columns: int) -> tuple[float, ...]:
     return bound.by_power, bound.by_square, 0.0, bound.floor, bound.limit
 
 
-def check_multiplied(
+def check_multiplied(  # noqa: PLR0917
     a: Tensor,
     b: Tensor,
     c: Tensor,
@@ -507,7 +507,7 @@ def _matrices(matrices: Tensor) -> _Matrices:
     return _Matrices(matrices.data_ptr(), *matrices.stride())
 
 
-def _check_multiplied(
+def _check_multiplied(  # noqa: PLR0917
     a: Tensor,
     b: Tensor,
     c: Tensor,

@@ -85,6 +85,8 @@ _MOVES = frozenset(
 """Operations that move numbers and add none, so that what a check behind them sees is the gradient.
 
 Not among them is ``Expand``, whose gradient is a sum."""
+_ADDS = frozenset(("Add", "Sub"))
+"""Sums, whose gradient is the output's, summed where an operand was broadcast."""
 _PRODUCTS = {
     **dict.fromkeys(("Mm", "Bmm", "Mv", "Dot", "GroupedMm", "ScaledGroupedMm"), (0, 1)),
     **dict.fromkeys(("Addmm", "Addmv", "Baddbmm", "Addbmm"), (1, 2)),
@@ -186,8 +188,8 @@ class Survey:
             own = tuple(f"{coverage.module}.{product}" for product in products)
             self._checks[coverage.module] = own or (coverage.module,)
         # Where no module has any, as at level light, there is nothing to follow in every step.
-        self._checks_any = any(coverage.operations for coverage in planned) or watch.policy.reaches(
-            "full"
+        self._checks_any = watch.operations is not None or any(
+            coverage.operations for coverage in planned
         )
         self._names: dict[int, str] = {}
         self._holders: dict[int, list[Coverage]] = {}
@@ -666,10 +668,19 @@ class _Graph:
                     uses.operations |= operations
                 elif kind in _MOVES:
                     waiting.append(user)
+                elif kind in _ADDS and self._follows_operations and _is_plain_sum(user):
+                    if _shape(user, 0) == self._shape_of(node):
+                        waiting.append(user)
+                    else:
+                        uses.checks.add((ANYWHERE, frozenset(("bias.gradient",))))
                 elif kind == _COMPILED:
                     uses.compiled = True
                 else:
                     uses.operations.add(_label(user, kind))
+
+    def _shape_of(self, node: Node) -> tuple[int, ...] | None:
+        variable = getattr(node, "variable", None)
+        return _shape(node, 0) if variable is None else tuple(variable.shape)
 
     def _place(self, node: Node) -> str:
         """The module in which an operation was called, by what its inputs come from."""
@@ -712,7 +723,7 @@ def _covered(check: str, user: Node, node: Node) -> tuple[set[_Check], set[str]]
         places = {place for place, (child, _) in enumerate(user.next_functions) if child is node}
         made = _OF_OPERATIONS[NODES[kind]]
         if kind in _WITH_BIAS and places == {0}:
-            made = frozenset(("product.db",))
+            made = frozenset(("bias.gradient",))
         return {(check, made)}, set()
     record = record_of(user)
     if record is None or record.covering is None:
@@ -804,12 +815,18 @@ def _watch_of(node: Node) -> Watch | None:
     return None if record is None else record.watch
 
 
+def _is_plain_sum(node: Node) -> bool:
+    """Return whether nothing multiplies the second operand, other than a sign."""
+    return abs(getattr(node, "_saved_alpha", 1)) == 1
+
+
 def _type(node: Node) -> torch.dtype | None:
     """The type of what a node has made."""
     try:
-        return node._input_metadata[0].dtype
+        dtype: torch.dtype = node._input_metadata[0].dtype
     except (IndexError, RuntimeError):
         return None
+    return dtype
 
 
 def _is_empty(node: Node) -> bool:
