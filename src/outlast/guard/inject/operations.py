@@ -125,7 +125,7 @@ class Kernels:
         self._calls: list[Call] | None = None
         self._counts: defaultdict[str, int] = defaultdict(int)
         self.strikes = 0
-        library = torch.library.Library("aten", "IMPL")
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._undo.callback(library._destroy)
         with warnings.catch_warnings():
             # That a kernel is overridden is what is wanted here.
@@ -232,7 +232,7 @@ def _original(name: str) -> Any:
 
 def _fingerprint(result: Tensor) -> int:
     numbers = result.contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_intdigest(memoryview(numbers))
+    return xxhash.xxh3_64_intdigest(numbers.data)
 
 
 @dataclass(frozen=True)
@@ -533,3 +533,33 @@ def by_harm(trials: Iterable[Trial]) -> list[HarmRow]:
         )
         for key, group in sorted(groups.items(), reverse=True)
     ]
+
+
+def summary_of(drills: Sequence[OperationDrill], policy: str) -> dict[str, Any]:
+    """The result of drills as JSON."""
+    trials = [trial for drill in drills for trial in drill.trials]
+    alarms = [alarm for drill in drills for alarm in drill.alarms]
+    false_alarms = Rate(len(alarms), max(sum(drill.checks for drill in drills), len(alarms)))
+    return {
+        "policy": policy,
+        "rows": [
+            {
+                "dtype": row.dtype,
+                "harm_from": row.low,
+                "harm_below": row.high,
+                "detected": row.detected.as_dict(),
+                "equal": row.equal.as_dict(),
+                "excused": row.excused,
+            }
+            for row in by_harm(trials)
+        ],
+        "false_alarms": false_alarms.as_dict() | {"at_most": false_alarms.at_most()},
+        "alarms": alarms,
+        "runs": sum(drill.runs for drill in drills),
+        "equal_runs": sum(drill.equal_runs for drill in drills),
+        "not_struck": sum(not trial.struck for trial in trials),
+        "trials": [
+            {**vars(trial), "call": {**vars(trial.call), "dtype": str(trial.call.dtype)}}
+            for trial in trials
+        ],
+    }

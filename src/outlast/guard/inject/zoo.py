@@ -6,16 +6,20 @@ bits when it is repeated. Nothing is downloaded.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from runpy import run_path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from outlast.errors import GuardError
 from outlast.extras import require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor, nn
 
@@ -181,3 +185,34 @@ FAMILIES: dict[str, Callable[..., Case]] = {
     for name, (kind, head, settings) in _CLASSES.items()
 }
 """By name; each takes the weights' ``dtype``."""
+
+
+def families(names: Iterable[str]) -> dict[str, Callable[..., Case]]:
+    """Cases by name, ``all`` of them, or ``FAMILIES`` of a Python file.
+
+    Raises:
+        GuardError: For a name that is no family, or a file without any.
+    """
+    found: dict[str, Callable[..., Case]] = {}
+    for name in names:
+        if name.endswith(".py"):
+            path = Path(name)
+            if not path.is_file():
+                raise GuardError(f"--zoo {name}: there is no such file")
+            own = run_path(name).get("FAMILIES")
+            if not isinstance(own, dict) or not own:
+                raise GuardError(
+                    f"--zoo {name} has no FAMILIES: write FAMILIES = {{'name': build}}, where "
+                    "build(dtype=...) returns an outlast.guard.inject.zoo.Case"
+                )
+            found |= own
+        elif name == "all":
+            found |= FAMILIES
+        elif name in FAMILIES:
+            found[name] = FAMILIES[name]
+        else:
+            near = difflib.get_close_matches(name, FAMILIES, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(FAMILIES)
+            raise GuardError(f"--zoo {name} is not all, a Python file or one of {known}{hint}")
+    return found
