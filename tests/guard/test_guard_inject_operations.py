@@ -88,6 +88,23 @@ def test_every_operation_of_a_step_can_be_struck(kind: str):
             assert kernels.strikes == 1, call
 
 
+@pytest.mark.parametrize("family", ["gpt2", "mamba", "resnet", "transformer"])
+def test_overridden_kernels_change_no_bit(family: str):
+    case = FAMILIES[family]()
+
+    def gradients() -> list[torch.Tensor]:
+        case.model.zero_grad()
+        case.loss(case.model, case.batch(0)).backward()
+        return [parameter.grad.clone() for parameter in case.model.parameters()]
+
+    wanted = gradients()
+    with faults_at((*PRODUCTS, *OTHERS)) as kernels:
+        assert kernels.record(gradients)
+        found = gradients()
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_lstm_is_struck_in_both_passes():
     case = FAMILIES["lstm"]()
     with faults_at() as kernels:
@@ -132,7 +149,10 @@ def test_the_guard_computes_again_through_the_overridden_kernels():
 def test_a_drill_of_great_harm_ends_in_the_clean_bits(dtype: str):
     drill = drill_operations(
         *(FAMILIES["mlp"](dtype=zoo.DTYPES[dtype]), "full"),
-        **{"name": "mlp", "dtype": dtype, "faults": 16, "accepted": lambda harm: harm > 1e-2},
+        name="mlp",
+        dtype=dtype,
+        faults=16,
+        accepted=lambda harm: harm > 1e-2,
     )
     assert len(drill.trials) == 16
     assert drill.alarms == ()

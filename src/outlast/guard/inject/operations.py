@@ -65,6 +65,9 @@ OTHERS = (
 )
 """Element-wise operations, normalisations, losses and sums."""
 
+_WITH_NUMBERS = frozenset({"add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor"})
+"""Operations of two tensors of which one may be a number."""
+
 HARMS = (1e-6, 1e-4, 1e-2)
 """Bounds between the magnitudes of harm; see `Trial`."""
 
@@ -158,7 +161,13 @@ class Kernels:
         self._undo.close()
 
     def _run(self, name: str, original: Any, keys: Any, *args: Any, **options: Any) -> Any:
-        found = original.call_boxed(keys, *args, **options)
+        if name in _WITH_NUMBERS and not all(isinstance(item, Tensor) for item in args[:2]):
+            # A number in a tensor's place arrives here as itself, which no kernel takes.
+            out = torch.empty(0, dtype=torch.result_type(*args[:2]))
+            operation = getattr(torch.ops.aten, name.removesuffix(".Tensor"))
+            found = operation.out(*args, **options, out=out)
+        else:
+            found = original.call_boxed(keys, *args, **options)
         if self._calls is not None or self._fault is not None:
             for output, result in enumerate(found if isinstance(found, tuple) else (found,)):
                 if isinstance(result, Tensor) and result.is_floating_point() and result.numel():
