@@ -17,7 +17,7 @@ from torch.nn import functional
 from outlast.guard.inject import zoo
 from outlast.guard.inject.zoo import DTYPES, Case
 
-__all__ = ["DTYPES", "FAMILIES", "Case"]
+__all__ = ["DTYPES", "FAMILIES", "UNKNOWN_OPERATIONS", "Case", "with_unknown"]
 
 
 class Recurrent(nn.Module):
@@ -212,3 +212,41 @@ FAMILIES: dict[str, Callable[..., Case]] = {
     **{name: partial(_case, *parts) for name, parts in _OWN.items()},
 }
 """By name; each takes the weights' ``dtype``, fp32 unless given."""
+
+
+@torch.library.custom_op("outlast_zoo::blend", mutates_args=())
+def blend(x: Tensor) -> Tensor:
+    return x + 0.125 * x.flip(-1)
+
+
+blend.register_fake(torch.empty_like)
+blend.register_autograd(lambda ctx, dy: dy + 0.125 * dy.flip(-1))
+
+
+class Blend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + 0.125 * x.flip(-1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy + 0.125 * dy.flip(-1)
+
+
+UNKNOWN_OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "custom_op": blend,
+    "autograd_function": Blend.apply,
+}
+"""The same change, as two kinds of code that no check has seen."""
+
+
+def with_unknown(model: nn.Module, operation: Callable[[Tensor], Tensor]) -> None:
+    """Let an unknown operation change what one layer in the middle of the model gives."""
+    kinds = (nn.Linear, nn.Conv2d, nn.LSTM, nn.GRU, nn.LayerNorm, nn.Embedding)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    layer = layers[len(layers) // 2]
+
+    def changed(_: nn.Module, __: Any, found: Any) -> Any:
+        return (operation(found[0]), *found[1:]) if isinstance(found, tuple) else operation(found)
+
+    layer.register_forward_hook(changed)
