@@ -639,8 +639,14 @@ def _drill_zoo(
     import warnings
 
     from outlast.guard import Policy
-    from outlast.guard.inject.operations import OTHERS, PRODUCTS, drill_operations, summary_of
-    from outlast.guard.inject.zoo import DTYPES, families
+    from outlast.guard.inject import (
+        DTYPES,
+        OTHERS,
+        PRODUCTS,
+        drill_operations,
+        families,
+        summary_of,
+    )
     from outlast.records import finite
 
     policy = Policy(job.guard.policy, dict(job.guard.modules), seed=job.run.seed)

@@ -23,9 +23,19 @@ from outlast.data import MicroBatch
 from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import EXIT_DONE, DataCorruptionError, GuardError
 from outlast.guard import Policy
-from outlast.guard.inject import Fault, Injector, Rate, campaign, inject, parse_faults
-from outlast.guard.inject.operations import OTHERS, PRODUCTS, drill_operations, summary_of
-from outlast.guard.inject.zoo import Case
+from outlast.guard.inject import (
+    OTHERS,
+    PRODUCTS,
+    Case,
+    Fault,
+    Injector,
+    Rate,
+    campaign,
+    drill_operations,
+    inject,
+    parse_faults,
+    summary_of,
+)
 from outlast.records import finite, replace_file
 from outlast.train.build import build, load_data
 from outlast.train.engine import ReplicaEngine
