@@ -203,6 +203,60 @@ def test_what_cannot_be_drilled_is_refused_in_one_sentence(tmp_path, arguments, 
 
 
 @pytest.mark.distributed
+def test_operations_of_the_job_are_struck_and_told_by_harm(tmp_path):
+    code, out, err, result = outlast_drill(tmp_path, "--operations", "12")
+    assert code == EXIT_DONE, err
+    assert "drill at operations, policy full" in out
+    for word in ("type", "harm", "faults", "detected", "clean bits", "excused"):
+        assert word in out
+    assert "false alarms: 0 in" in out
+    assert sum(row["detected"]["total"] for row in result["rows"]) == 12
+    assert {row["dtype"] for row in result["rows"]} == {"fp32"}
+    assert {trial["model"] for trial in result["trials"]} == {"the job's model"}
+    assert result["not_struck"] == 0
+    written = tmp_path / "runs" / "tiny-drill" / "drill.json"
+    assert json.loads(written.read_text()) == result
+
+
+@pytest.mark.distributed
+def test_models_of_a_zoo_are_drilled_in_both_types(tmp_path):
+    own = Path(__file__).parents[1] / "guard" / "zoo.py"
+    text = f"import runpy\nfound = runpy.run_path({str(own)!r})['FAMILIES']\n"
+    (tmp_path / "own.py").write_text(text + "FAMILIES = {'mine': found['mlp']}\n")
+    zoo = ("--zoo", "gpt2", "--zoo", tmp_path / "own.py", "--operations", "8", "--everywhere")
+    code, out, err, result = outlast_drill(tmp_path, *zoo)
+    assert code in (EXIT_DONE, EXIT_DATA_CORRUPTION), err
+    for name in ("gpt2 fp32", "gpt2 bf16", "mine fp32", "mine bf16"):
+        assert f"drill: {name}: " in out
+    rows = {(row["dtype"], row["harm_from"]): row for row in result["rows"]}
+    assert sum(row["detected"]["total"] for row in rows.values()) + result["not_struck"] == 4 * 8
+    # A fault without protection is harmful or not; one that was missed is told and fails.
+    great = [row for (_, harm), row in rows.items() if harm == 1e-2]
+    right = all(row["equal"]["count"] == row["equal"]["total"] for row in great)
+    assert right == (code == EXIT_DONE) == ("not put right:" not in out)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--everywhere"], "--everywhere is of --operations and --zoo"),
+        (["--zoo", "lama"], "did you mean 'llama'?"),
+        (["--zoo", "none.py"], "there is no such file"),
+        (["--operations", "4", "--faults", "linear.dx:step=1"], "give one of them"),
+        (["--operations", "4", "--nproc", "2"], "--operations is for one process"),
+        (["--operations", "4", "guard.policy=off"], "leaves nothing to drill"),
+    ],
+    ids=["everywhere", "family", "file", "faults", "processes", "off"],
+)
+def test_what_has_no_operations_to_strike_is_refused(tmp_path, arguments, sentence):
+    code, _, err, result = outlast_drill(tmp_path, *arguments)
+    assert code == EXIT_BAD_INPUT
+    assert sentence in err
+    assert result is None
+
+
+@pytest.mark.distributed
 def test_a_killed_training_ends_in_the_same_weights(tmp_path):
     code, out, err, result = outlast_drill(tmp_path, "--faults", "kill:step=3")
     assert code == EXIT_DONE, err

@@ -438,6 +438,9 @@ def print_processes(result: dict[str, Any]) -> None:
 _TABLE_WIDTH = 120
 
 
+_GREAT_HARM = 1e-2
+"""Relative error of a gradient from which a fault must be put right."""
+_SHOWN_MISSES = 6
 _COLUMNS = ("masked", "harmful", "detected", "corrected", "missed")
 
 
@@ -479,6 +482,30 @@ def drill(
         int | None,
         typer.Option(min=1, help="How often: at each phase (1), or in all at the rate (6)."),
     ] = None,
+    operations: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="COUNT",
+            help="Put so many faults into the results of matrix products, convolutions and "
+            "attention, below every check; of the job's model, or of each model of --zoo (48).",
+        ),
+    ] = None,
+    zoo: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|all|FILE.py",
+            help="Faults at operations of tiny models of these families (llama, gpt2, mixtral, "
+            "bert, ...), in fp32 and bf16, instead of the job's; or those in FAMILIES of a file.",
+        ),
+    ] = None,
+    everywhere: Annotated[
+        bool,
+        typer.Option(
+            "--everywhere",
+            help="With --operations or --zoo: also in element-wise operations, norms and losses.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of everything that a fault leaves open.")] = 0,
     nproc: Processes = None,
     output: Annotated[
@@ -498,8 +525,13 @@ def drill(
     as long as it takes. Both end with the question whether the last weights are those of an
     undisturbed run, bit for bit: otherwise the exit code is 4 (wrong values) or 1 (processes).
 
+    With --operations or --zoo a fault strikes the result of an operation, wherever it was called:
+    what part of the faults is found, by the harm that they do to the gradient? The exit code is 4
+    if one that changes the gradient by more than 1 % did not end in the clean run's bits.
+
     --json: of --kill, --at and --stop {"mode", "processes", "trials", "struck", "survived",
-    "lost_steps", "goodput", "bits_equal"}; else {"policy", "rows", "false_alarms", "stops",
+    "lost_steps", "goodput", "bits_equal"}; of --operations and --zoo {"policy", "rows" by "dtype"
+    and harm, "false_alarms", "trials"}; else {"policy", "rows", "false_alarms", "stops",
     "bits_equal", "distance"}, and "processes" of process faults. What the training says goes to
     stderr.
     """
@@ -522,6 +554,20 @@ def drill(
             raise GuardError(
                 f"--trials {trials} is of --kill, --at and --stop: give one of them, too"
             )
+        elif operations is not None or zoo:
+            if faults:
+                raise GuardError(
+                    f"--faults {faults[0]} names a place in the guard, --operations and --zoo "
+                    "strike at operations: give one of them"
+                )
+            settings = ["guard.policy=full", *settings]
+            count = operations or 48
+            result = _drill_operations(
+                job_file, settings, zoo or [], count=count, seed=seed, everywhere=everywhere
+            )
+            code = _code_of_operations(result)
+        elif everywhere:
+            raise GuardError("--everywhere is of --operations and --zoo: give one of them, too")
         else:
             result = _drill_faults(job_file, ["guard.policy=full", *settings], faults or [], seed)
             code = _code_of_faults(result)
@@ -551,6 +597,140 @@ def _drill_faults(
     if processes:
         result["processes"] = _drill_processes(job, job_file, settings, processes)
     return result
+
+
+def _drill_operations(
+    job_file: Path | None,
+    settings: list[str],
+    zoo: list[str],
+    *,
+    count: int,
+    seed: int,
+    everywhere: bool,
+) -> dict[str, Any]:
+    """Drill faults in the results of operations, of the job's model or of a zoo."""
+    from outlast.job import load_job
+
+    job = load_job(job_file, settings)
+    if job.guard.policy == "off":
+        raise GuardError('guard.policy = "off" leaves nothing to drill; set it to "full"')
+    if zoo:
+        result = _drill_zoo(job, zoo, count=count, seed=seed, everywhere=everywhere)
+    else:
+        from outlast.distributed.ranks import ALONE
+        from outlast.train.drill import RESULT, Drill
+        from outlast.train.run import Start, run_directory, work
+
+        if job.launch.nproc > 1:
+            raise GuardError(
+                f"launch.nproc = {job.launch.nproc}: --operations is for one process; set it to 1"
+            )
+        job = _named(job, "drill")
+        drill = Drill((), seed, operations=count, everywhere=everywhere)
+        work(Start(job, fresh=True, drill=drill), ALONE)
+        result = json.loads((run_directory(job).path / RESULT).read_bytes())
+    _print_operations(result)
+    return result
+
+
+def _drill_zoo(
+    job: Job, zoo: list[str], *, count: int, seed: int, everywhere: bool
+) -> dict[str, Any]:
+    import warnings
+
+    from outlast.guard import Policy
+    from outlast.guard.inject import (
+        DTYPES,
+        OTHERS,
+        PRODUCTS,
+        drill_operations,
+        families,
+        summary_of,
+    )
+    from outlast.records import finite
+
+    policy = Policy(job.guard.policy, dict(job.guard.modules), seed=job.run.seed)
+    drills = []
+    for name, build in families(zoo).items():
+        for dtype, kind in DTYPES.items():
+            with warnings.catch_warnings():
+                # Here the figures say what is not guarded.
+                warnings.simplefilter("ignore", UserWarning)
+                done = drill_operations(
+                    build(dtype=kind), policy, name=name, dtype=dtype, faults=count, seed=seed,
+                    operations=(*PRODUCTS, *OTHERS) if everywhere else PRODUCTS,
+                )  # fmt: skip
+            drills.append(done)
+            found = sum(trial.detected for trial in done.trials if trial.struck)
+            struck = sum(trial.struck for trial in done.trials)
+            print(f"drill: {name} {dtype}: {found} of {struck} faults found", flush=True)
+    result: dict[str, Any] = finite(summary_of(drills, policy.level))
+    return result
+
+
+def _print_operations(result: dict[str, Any]) -> None:
+    """The table of faults at operations."""
+    table = []
+    for row in result["rows"]:
+        low, high = float(row["harm_from"]), float(row["harm_below"])
+        harm = (
+            f"< {high:g}"
+            if not low
+            else f"> {low:g}"
+            if math.isinf(high)
+            else f"{low:g} .. {high:g}"
+        )
+        cells = [
+            f"{rate['count']} ({100 * rate['low']:.3g}-{100 * rate['high']:.3g})"
+            for rate in (row["detected"], row["equal"])
+        ]
+        table.append(
+            [row["dtype"], harm, str(row["detected"]["total"]), *cells, str(row["excused"])]
+        )
+    console = console_of()
+    console.width = max(console.width, _TABLE_WIDTH)
+    heads = ("faults", "detected", "clean bits", "excused")
+    columns = [*(Column(name, number=False) for name in ("type", "harm")), *map(Column, heads)]
+    title = (
+        f"drill at operations, policy {result['policy']}: counts, and 95 % intervals in per cent"
+    )
+    print_table(console, columns, table, title)
+    alarms = result["false_alarms"]
+    print(
+        f"false alarms: {alarms['count']:.0f} in {alarms['total']:,.0f} checks, at most "
+        f"{alarms['at_most']:.2g} per check (95 %)"
+    )
+    print(
+        "harm: relative error of the gradient without protection. clean bits: weights and "
+        "optimizer state after the step equal the clean run's. excused: missed, though a check "
+        "exceeded its threshold"
+    )
+    missed = [
+        trial
+        for trial in result["trials"]
+        if trial["struck"] and not trial["equal"] and float(trial["harm"]) >= _GREAT_HARM
+    ]
+    missed.sort(key=lambda trial: -float(trial["harm"]))
+    for trial in missed[:_SHOWN_MISSES]:
+        call = trial["call"]
+        print(
+            f"not put right: {trial['model']} {trial['dtype']}, {call['operation']} (call "
+            f"{call['number']}, result {call['output']}), {trial['change']}, harm "
+            f"{float(trial['harm']):.2g}: {', '.join(trial['outcomes']) or 'no finding'}"
+        )
+    if len(missed) > _SHOWN_MISSES:
+        print(f"and {len(missed) - _SHOWN_MISSES} more; --output FILE lists all")
+    if result["not_struck"]:
+        print(f"{result['not_struck']} faults met no such result under the guard and do not count")
+
+
+def _code_of_operations(result: dict[str, Any]) -> int:
+    right = all(
+        row["equal"]["count"] == row["equal"]["total"]
+        for row in result["rows"]
+        if float(row["harm_from"]) >= _GREAT_HARM
+    )
+    return EXIT_DONE if right else EXIT_DATA_CORRUPTION
 
 
 def _code_of_faults(result: dict[str, Any]) -> int:

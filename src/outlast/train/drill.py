@@ -21,12 +21,28 @@ from torch.distributed.tensor import DTensor
 
 from outlast.data import MicroBatch
 from outlast.distributed.group import gather_objects, raise_together
-from outlast.errors import EXIT_DONE, DataCorruptionError
-from outlast.guard.inject import Fault, Injector, Rate, campaign, inject, parse_faults
+from outlast.errors import EXIT_DONE, DataCorruptionError, GuardError
+from outlast.guard import Policy
+from outlast.guard.inject import (
+    OTHERS,
+    PRODUCTS,
+    Case,
+    Fault,
+    Injector,
+    Rate,
+    campaign,
+    drill_operations,
+    inject,
+    parse_faults,
+    summary_of,
+)
 from outlast.records import finite, replace_file
 from outlast.train.build import build, load_data
+from outlast.train.engine import ReplicaEngine
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from outlast.data import Prepared
     from outlast.guard import Guard
     from outlast.guard.inject import SiteOutcomes
@@ -62,10 +78,14 @@ class Drill:
         faults: Texts as `outlast.guard.inject.parse_fault` reads them; process faults are passed
             over.
         seed: Of all choices.
+        operations: Put so many faults into the results of operations instead.
+        everywhere: Also into element-wise operations, norms and losses.
     """
 
     faults: tuple[str, ...]
     seed: int = 0
+    operations: int = 0
+    everywhere: bool = False
 
     def run(self, setup: SetUp) -> int:
         """Run all steps of the job with the faults; rank 0 writes `RESULT` to the run directory.
@@ -75,6 +95,8 @@ class Drill:
         """
         raise_together(lambda: load_data(setup) if setup.ranks.is_first else None)
         data = raise_together(lambda: load_data(setup))
+        if self.operations:
+            return self._run_operations(setup, data)
         copies = _Copies.build(setup, data, self)
         steps = setup.job.train.steps
         for step in range(steps):
@@ -86,6 +108,40 @@ class Drill:
             file = setup.directory.path / RESULT
             replace_file(file, json.dumps(finite(result), indent=1).encode())
         copies.close()
+        return EXIT_DONE
+
+    def _run_operations(self, setup: SetUp, data: Prepared) -> int:
+        """Put faults into operations of the job's own model, and write `RESULT`."""
+        if setup.ranks.world_size > 1:
+            raise GuardError(
+                f"launch.nproc = {setup.ranks.world_size}: faults in the results of operations are "
+                "for one process; set it to 1"
+            )
+        trainer = _trainer(setup, data, guarded=False)
+        engine, job = trainer.engine, setup.job
+        if not isinstance(engine, ReplicaEngine) or trainer.device.type != "cpu":
+            raise GuardError(
+                f"the model is trained by {type(engine).__name__} on {trainer.device}: faults in "
+                "the results of operations need one process that runs the whole model on the CPU"
+            )
+        tokens = job.train.batch_size * job.data.sequence_length
+
+        def loss(_: nn.Module, step: int) -> torch.Tensor:
+            sums = [engine.loss(part, step) for part in trainer.loader.batch(step)]
+            return torch.stack(sums).sum() / tokens
+
+        drill = drill_operations(
+            Case(trainer.model, lambda step: step, loss),
+            Policy(job.guard.policy, dict(job.guard.modules), seed=job.run.seed),
+            name="the job's model",
+            dtype="bf16" if engine.bf16_autocast else "fp32",
+            faults=self.operations,
+            seed=self.seed,
+            operations=(*PRODUCTS, *OTHERS) if self.everywhere else PRODUCTS,
+        )
+        result = summary_of([drill], job.guard.policy)
+        replace_file(setup.directory.path / RESULT, json.dumps(finite(result), indent=1).encode())
+        trainer.store.close()
         return EXIT_DONE
 
 
@@ -179,7 +235,7 @@ class _Copies:
             "policy": guard.policy.level,
             "rows": [_row(row) for row in found.rows],
             "idle": _joined([str(fault) for fault in fault_hook.idle]),
-            "false_alarms": _rate(alarm_rate) | {"at_most": alarm_rate.at_most()},
+            "false_alarms": alarm_rate.as_dict() | {"at_most": alarm_rate.at_most()},
             "bits_equal": self.equal(),
             "stops": self.stops,
             "noise": max(self.noises, default=0.0),
@@ -201,11 +257,15 @@ def _guard(trainer: Trainer) -> Guard:
     return trainer.guard.guard
 
 
-def _trainer(setup: SetUp, data: Prepared, *, correct: bool = True) -> Trainer:
+def _trainer(
+    setup: SetUp, data: Prepared, *, correct: bool = True, guarded: bool = True
+) -> Trainer:
     """A trainer that keeps no checkpoints; without `correct` its guard only looks on."""
     job = setup.job
     changes = {
-        "guard": job.guard.model_copy(update={"correct": job.guard.correct and correct}),
+        "guard": job.guard.model_copy(
+            update={"correct": job.guard.correct and correct} if guarded else {"policy": "off"}
+        ),
         "checkpoint": job.checkpoint.model_copy(update={"replay": "off", "writer": "thread"}),
         "energy": job.energy.model_copy(update={"measure": False}),
     }
@@ -284,11 +344,6 @@ def _row(row: SiteOutcomes) -> dict[str, Any]:
     return {
         "site": row.site,
         "injected": row.injected,
-        **{name: _rate(getattr(row, name)) for name in rates},
+        **{name: getattr(row, name).as_dict() for name in rates},
         "longest_latency_steps": row.longest_latency_steps,
     }
-
-
-def _rate(rate: Rate) -> dict[str, Any]:
-    low, high = rate.interval() if rate.total else (0.0, 1.0)
-    return {"count": rate.count, "total": rate.total, "low": low, "high": high}

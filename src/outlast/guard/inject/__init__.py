@@ -17,18 +17,40 @@ from outlast.guard.inject.fault import (
     parse_fault,
     parse_faults,
 )
+from outlast.guard.inject.operations import (
+    OTHERS,
+    PRODUCTS,
+    OperationDrill,
+    OperationFault,
+    by_harm,
+    drill_operations,
+    faults_at,
+    summary_of,
+)
+from outlast.guard.inject.zoo import DTYPES, Case, families
 
 __all__ = [
+    "DTYPES",
+    "OTHERS",
+    "PRODUCTS",
     "Campaign",
+    "Case",
     "Fault",
     "Injection",
     "Injector",
+    "OperationDrill",
+    "OperationFault",
     "ProcessFault",
     "ProcessFaults",
     "Rate",
     "SiteOutcomes",
+    "by_harm",
     "campaign",
+    "drill_operations",
+    "families",
+    "faults_at",
     "inject",
     "parse_fault",
     "parse_faults",
+    "summary_of",
 ]

@@ -75,6 +75,11 @@ class Rate:
             return 1.0
         return _beta_quantile(self.count + 1, self.total - self.count, confidence)
 
+    def as_dict(self) -> dict[str, float]:
+        """As JSON: count, total and the 95 % interval."""
+        low, high = self.interval() if self.total else (0.0, 1.0)
+        return {"count": self.count, "total": self.total, "low": low, "high": high}
+
     def __str__(self) -> str:
         if self.share is None:
             return "none of 0"
