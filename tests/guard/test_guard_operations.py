@@ -59,6 +59,21 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], str]]
         ((16, 8), (3, 8, 24)),
         "product",
     ),
+    "experts' gradients": (
+        lambda x, y: torch._grouped_mm(x.t(), y, offs=torch.tensor([3, 3, 16], dtype=torch.int32)),
+        ((16, 8), (16, 24)),
+        "product",
+    ),
+    "experts by columns": (
+        lambda w, x: torch._grouped_mm(w, x.t(), offs=torch.tensor([8, 16], dtype=torch.int32)),
+        ((2, 24, 8), (16, 8)),
+        "product",
+    ),
+    "batch of products": (
+        lambda x, w: torch._grouped_mm(x, w),
+        ((3, 16, 8), (3, 8, 24)),
+        "product",
+    ),
     "attention by hand": (
         lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2), -1) @ v,
         ((2, 3, 9, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
@@ -196,6 +211,42 @@ def test_recurrent_layers_are_checked_and_put_right(kind: str, dtype: str) -> No
     assert {item.outcome for item in handle.ledger.findings} == {"corrected"}
     assert len(handle.ledger.findings) == 2
     assert set(handle.uncovered().parameters) == {"weights.0"}
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4)])
+def test_normalisations_are_computed_twice_at_level_full(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(4, 4, 3), norm)
+    x = torch.randn(3, 4, 6, 6)
+    twins = [copy.deepcopy(plain) for _ in range(4)]
+    expected = _step(plain, x)
+    for place, twin in enumerate(twins):
+        handle = guarded(twin, policy="full")
+        seen = []
+
+        def strike(site: str, module: str, numbers: Tensor, place: int = place) -> None:
+            if site == "norm.repeated":
+                seen.append(site)
+                if len(seen) == place:
+                    numbers.view(-1)[1] += 0.5
+
+        handle.watch.fault_hook = strike
+        found = _step(twin, x, handle)
+        assert same(found, expected)
+        assert [item.outcome for item in handle.ledger.findings] == ["corrected"] * bool(place)
+        assert len(seen) >= 6
+        assert not handle.uncovered()
+        handle.remove()
+
+
+def _step(model: nn.Module, x: Tensor, handle: Guard | None = None) -> list[Tensor]:
+    model(x).square().mean().backward()
+    if handle is not None:
+        handle._optimizers[0].step()
+    return [
+        *(item.grad for item in model.parameters()),
+        *(item.clone() for item in model.buffers()),
+    ]
 
 
 def model_layer(model: Any, x: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ _PRODUCTS = (
     *("mm", "mm.out", "addmm", "addmm.out", "addmm_", "addmv", "addmv.out", "addmv_"),
     *("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"),
 )
-"""Kernels of matrix products; those of `mv`, `linear`, `matmul`, `einsum` and `_grouped_mm` call
-them."""
+"""Kernels of matrix products; those of `mv`, `linear`, `matmul` and `einsum` call them."""
+_NORMS = ("native_batch_norm", "native_group_norm")
 _RECURRENT = ("mkldnn_rnn_layer",)
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -92,6 +92,8 @@ NODES = {
     **dict.fromkeys(("GroupedMm", "Linear"), "product"),
     "Convolution": "convolution",
     "MkldnnRnnLayer": "recurrent",
+    "NativeBatchNorm": "norm.repeated",
+    "NativeGroupNorm": "norm.repeated",
 }
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
 SUMMING = ("Add", "Sub", "Baddbmm")
@@ -115,6 +117,7 @@ class OperationChecks:
     Attributes:
         checked: FLOPs of operations that were checked, here or by their callers, since `begin`.
         unchecked: FLOPs of those that were not, by operation and reason.
+        nodes: Kinds of autograd's nodes whose operations are checked.
         calls: Of these, by the same names; of the last step as long as none has begun.
     """
 
@@ -127,6 +130,8 @@ class OperationChecks:
         self.checked = 0.0
         self.unchecked: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
+        full = watch.policy.reaches("full")
+        self.nodes = frozenset(kind for kind, check in NODES.items() if full or "norm" not in check)
         self._product_site = watch.ledger.site(ANYWHERE, "product")
 
     def install(self) -> None:
@@ -203,6 +208,63 @@ class OperationChecks:
                 call.terms,
             )
         return out
+
+    @computing("check")
+    def grouped_product(self, kernel: Kernel, args: tuple[Any, ...], options: Any) -> Tensor:
+        """Compute ``aten::_grouped_mm`` with these arguments, checked."""
+        call = _GroupedProduct(kernel, args, options)
+        out = call.result()
+        if not self._count(call.name, call.flops, call.why_not()):
+            return out
+        watch = self.watch
+        watch.touch("product.output", call.name, out)
+        signs = watch.signs.take("output", call.columns, out.device)
+
+        def judge(out: Tensor) -> ResidualTest:
+            return call.judge(out, signs)
+
+        judged = watch.timed(judge, out)
+        if watch.wants(self._product_site, judged, of_model=False):
+            rows = call.rows(out)
+            watch.correct(
+                watch.ledger.site(self._place(call.name), "product"),
+                judged,
+                rows,
+                lambda first, last: call.rows(call.result())[first:last],
+                lambda: judge(call.written(out, rows)),
+                beyond=lambda left: unexplained(left, rows, call.exact(left), call.terms),
+            )
+            call.written(out, rows)
+        return out
+
+    @computing("check")
+    def normalised(self, kernel: Kernel, args: tuple[Any, ...], updated: slice) -> Sequence[Any]:
+        """Compute a normalisation, or its gradients, twice; a third time decides.
+
+        Args:
+            kernel: Of the operation.
+            args: Its arguments.
+            updated: Those among them that it writes to: running statistics.
+        """
+        watch = self.watch
+        before = [None if item is None else item.clone() for item in args[updated]]
+
+        def compute() -> list[Tensor | None]:
+            fresh = [None if item is None else item.clone() for item in before]
+            given = [*args]
+            given[updated] = fresh
+            return [*kernel(*given), *fresh]
+
+        results = kernel(*args)
+        made = [*results, *args[updated]]
+        for item in made:
+            if item is not None:
+                watch.touch("norm.repeated", "normalisation", item)
+        again = compute()
+        judged = _compared(made, again)
+        if watch.wants(watch.ledger.site(ANYWHERE, "norm.repeated"), judged, of_model=False):
+            self._vote("norm.repeated", judged, (made, again), compute)
+        return results
 
     @computing("check")
     def convolution(self, kernel: Kernel, args: tuple[Any, ...]) -> Tensor:
@@ -323,8 +385,8 @@ class OperationChecks:
         self,
         operation: str,
         judged: ResidualTest,
-        computed: tuple[Sequence[Tensor], Sequence[Tensor]],
-        compute: Callable[[], Sequence[Tensor]],
+        computed: tuple[Sequence[Tensor | None], Sequence[Tensor | None]],
+        compute: Callable[[], Sequence[Tensor | None]],
     ) -> None:
         """Let a third computation decide between two, and put the right one in place."""
         made, again = computed
@@ -334,13 +396,14 @@ class OperationChecks:
             if not _compared(again, third).exceeded:
                 outcome = "corrected"
                 for wrong, right in zip(made, again, strict=True):
-                    wrong.copy_(right)
+                    if wrong is not None and right is not None:
+                        wrong.copy_(right)
             elif not _compared(made, third).exceeded:
                 # The second computation was the wrong one.
                 outcome = "check"
         site = self.watch.ledger.site(self._place(operation), operation)
         rows, worst = int(judged.exceeded), float(judged.worst)
-        self.watch.find(site, made[0].device, rows, worst, outcome)
+        self.watch.find(site, judged.flags.device, rows, worst, outcome)
 
     def attention(self, flops: float, *, forward: bool) -> None:
         """Count a fused attention, which `AttentionChecks` may check."""
@@ -453,6 +516,13 @@ def _replace_kernels(library: Library, key: str) -> None:
             "convolution_backward",
             lambda checks, raw, args, _: checks.convolution_backward(raw, args),
         )
+        replace(
+            "_grouped_mm",
+            lambda checks, raw, args, options: checks.grouped_product(raw, args, options),
+        )
+        for name in _NORMS:
+            replace(name, _normalisation(slice(3, 5) if name == "native_batch_norm" else slice(0)))
+            replace(f"{name}_backward", _normalisation(slice(0)))
         replace("_trilinear", _trilinear)
         replace("sum.dim_IntList", _bias_gradient)
         for name in _RECURRENT:
@@ -476,6 +546,15 @@ def _bias_gradient(checks: OperationChecks, raw: Kernel, args: Any, options: Any
     if CALLING.purpose == "checked" or node is None or not node.name().startswith(SUMMING):
         return raw(*args, **options)
     return checks.bias_gradient(raw, args, options)
+
+
+def _normalisation(updated: slice) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
+    def compute(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+        if not checks.watch.policy.reaches("full"):
+            return raw(*args, **options)
+        return checks.normalised(raw, args, updated)
+
+    return compute
 
 
 def _recurrent(passes: float) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
@@ -514,9 +593,13 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     return expected, sizes
 
 
-def _compared(first: Sequence[Tensor], second: Sequence[Tensor]) -> ResidualTest:
+def _compared(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> ResidualTest:
     """Judge whether two computations gave the same bits, per tensor."""
-    equal = [equal_bits(a, b).all() for a, b in zip(first, second, strict=True) if a is not None]
+    equal = [
+        equal_bits(a, b).all()
+        for a, b in zip(first, second, strict=True)
+        if a is not None and b is not None and a.is_floating_point()
+    ]
     found = torch.stack(equal)
     return equality_test(found, torch.ones_like(found))
 
@@ -613,6 +696,102 @@ class _Product:
         if b.dim() == 1:
             return a[None], b[None, :, None], c[None] if out is None else c[None, :, None]
         return a[None], b[None], c[None]
+
+
+class _GroupedProduct:
+    """One call of ``aten::_grouped_mm``: a product for each group of tokens.
+
+    a (tokens, k) by b (groups, k, n) is (tokens, n); a (m, tokens) by b (tokens, n) is (groups, m,
+    n); a (groups, m, k) by b (k, tokens) is (m, tokens), checked by columns.
+
+    Attributes:
+        name: Of the kernel.
+        terms: Of the longest sum.
+        columns: Of the widest product, as it is checked.
+        flops: Of all products.
+    """
+
+    name = "_grouped_mm"
+
+    def __init__(self, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._kernel, self._args, self._options = kernel, args, options
+        a, b = args[:2]
+        offsets = args[2] if len(args) > 2 else options.get("offs")
+        self._turned = a.dim() == 3 and b.dim() == 2
+        if offsets is None:
+            self._parts = [*zip(a, b, strict=True)]
+        else:
+            ends = offsets.tolist()
+            spans = [slice(first, last) for first, last in itertools.pairwise([0, *ends])]
+            if a.dim() == b.dim() == 2:
+                self._parts = [(a[:, span], b[span]) for span in spans]
+            elif self._turned:
+                self._parts = [
+                    (b[:, span].t(), own.t()) for span, own in zip(spans, a, strict=True)
+                ]
+            else:
+                self._parts = [(a[span], own) for span, own in zip(spans, b, strict=True)]
+        self.terms = max((left.shape[1] for left, _ in self._parts), default=0)
+        self._lengths = [left.shape[0] for left, _ in self._parts]
+        self.columns = max((right.shape[1] for _, right in self._parts), default=0)
+        self.flops = sum(2.0 * left.numel() * right.shape[1] for left, right in self._parts)
+
+    def why_not(self) -> str:
+        """Why it cannot be checked; empty where it can."""
+        return _why_not(*self._args[:2])
+
+    def result(self) -> Tensor:
+        """Compute it."""
+        out: Tensor = self._kernel(*self._args, **self._options)
+        return out
+
+    def rows(self, out: Tensor) -> Tensor:
+        """The rows of the check: a view of `out`, or a copy."""
+        rows = out.t() if self._turned else out.reshape(-1, out.shape[-1])
+        # Behind the last group there may be rows that mean nothing.
+        return rows[: sum(self._lengths)]
+
+    def written(self, out: Tensor, rows: Tensor) -> Tensor:
+        """`out` with these rows."""
+        if rows.data_ptr() != out.data_ptr():
+            self.rows(out).copy_(rows)
+        return out
+
+    def judge(self, out: Tensor, signs: Tensor) -> ResidualTest:
+        """Check every row of every product."""
+        tests = []
+        products = self.rows(out).split(self._lengths)
+        for (left, right), own in zip(self._parts, products, strict=True):
+            if own.numel() and left.numel():
+                given = (left[None], right[None], own[None])
+                tests.append(check_multiplied(*given, None, 1.0, signs[: right.shape[1]]))
+            else:
+                # Of no tokens: zeros.
+                flags = own.ne(0).any(dim=1)
+                tests.append(ResidualTest(flags, int(flags.sum()), 0.0, 0.0, 0.0))
+        return ResidualTest(
+            torch.cat([test.flags for test in tests]),
+            sum(int(test.exceeded) for test in tests),
+            max(float(test.worst) for test in tests),
+            sum(float(test.total) for test in tests),
+            max(float(test.widest) for test in tests),
+        )
+
+    def exact(self, judged: ResidualTest) -> tuple[Tensor, Tensor]:
+        """The flagged rows in float64, and the sums of their terms' magnitudes."""
+        found = [
+            (
+                (left.double() @ right.double())[own],
+                (left.double().abs() @ right.double().abs())[own],
+            )
+            for (left, right), own in zip(
+                self._parts,
+                judged.flags.split(self._lengths),
+                strict=True,
+            )
+        ]
+        expected, sizes = (torch.cat(part) for part in zip(*found, strict=True))
+        return expected, sizes
 
 
 class _Convolution:

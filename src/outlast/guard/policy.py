@@ -217,6 +217,14 @@ OPERATIONS: dict[str, Operation] = {
         "as for norm.dx; what happens to dg and db after they were computed",
         corrects=True,
     ),
+    "norm.repeated": Operation(
+        "full",
+        "batch and group normalisation, their running statistics and their gradients, computed a "
+        "second time, bit for bit; a third time decides",
+        "any wrong bit",
+        "the same wrong values twice",
+        corrects=True,
+    ),
     "attention.forward": Operation(
         "full",
         "every O lies between the smallest and largest V of its channel",

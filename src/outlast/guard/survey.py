@@ -63,6 +63,7 @@ _OF_OPERATIONS = {
     "product": frozenset(("product",)),
     "convolution": frozenset(("convolution.dw",)),
     "recurrent": frozenset(("recurrent",)),
+    "norm.repeated": frozenset(("norm.repeated",)),
 }
 """The same of operations that are checked wherever they are computed."""
 _WITH_BIAS = frozenset(("Addmm", "Baddbmm"))
@@ -236,7 +237,9 @@ class Survey:
         graph = _Graph(
             [node for node in nodes if isinstance(node, Node)],
             self._variables(),
-            follows_operations=self.watch.operations is not None,
+            operations=frozenset()
+            if self.watch.operations is None
+            else self.watch.operations.nodes,
         )
         if graph.reaches(self.watch):
             graph.read(self._seen)
@@ -584,14 +587,14 @@ class _Graph:
     Args:
         roots: Where it begins.
         variables: Names of parameters, by the ids of the leaves that stand for them.
-        follows_operations: Whether products are checked wherever they are computed.
+        operations: Kinds of nodes that are checked wherever torch computes them.
     """
 
     def __init__(
-        self, roots: Iterable[Node], variables: dict[int, str], *, follows_operations: bool
+        self, roots: Iterable[Node], variables: dict[int, str], operations: frozenset[str]
     ) -> None:
         self._variables = variables
-        self._follows_operations = follows_operations
+        self._operations = operations
         # Every node with those that use what it has made.
         self._users: dict[Node, list[Node]] = {root: [] for root in roots}
         waiting = [*self._users]
@@ -650,7 +653,7 @@ class _Graph:
         place = bisect_right(self._spans, (number, float("inf"), "")) - 1
         if place >= 0 and number < self._spans[place][1]:
             return self._spans[place][2]
-        if self._follows_operations and _kind(node) in NODES and _type(node) in TYPES:
+        if _kind(node) in self._operations and _type(node) in TYPES:
             return ANYWHERE
         return None
 
@@ -668,7 +671,7 @@ class _Graph:
                     uses.operations |= operations
                 elif kind in _MOVES:
                     waiting.append(user)
-                elif kind in _ADDS and self._follows_operations and _is_plain_sum(user):
+                elif kind in _ADDS and self._operations and _is_plain_sum(user):
                     if _shape(user, 0) == self._shape_of(node):
                         waiting.append(user)
                     else:
