@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,21 +223,21 @@ def test_normalisations_are_computed_twice_at_level_full(norm: nn.Module) -> Non
     expected = _step(plain, x)
     for place, twin in enumerate(twins):
         handle = guarded(twin, policy="full")
-        seen = []
-
-        def strike(site: str, module: str, numbers: Tensor, place: int = place) -> None:
-            if site == "norm.repeated":
-                seen.append(site)
-                if len(seen) == place:
-                    numbers.view(-1)[1] += 0.5
-
-        handle.watch.fault_hook = strike
+        seen: list[str] = []
+        handle.watch.fault_hook = partial(_strike_norm, seen, place)
         found = _step(twin, x, handle)
         assert same(found, expected)
         assert [item.outcome for item in handle.ledger.findings] == ["corrected"] * bool(place)
         assert len(seen) >= 6
         assert not handle.uncovered()
         handle.remove()
+
+
+def _strike_norm(seen: list[str], place: int, site: str, module: str, numbers: Tensor) -> None:
+    if site == "norm.repeated":
+        seen.append(site)
+        if len(seen) == place:
+            numbers.view(-1)[1] += 0.5
 
 
 def _step(model: nn.Module, x: Tensor, handle: Guard | None = None) -> list[Tensor]:

@@ -10,21 +10,7 @@ kernel takes 2 us more). What `LinearChecks` checks itself is only counted here.
 
     C v = alpha A (B v) + beta D v                 one sum per row of C
 
-*Convolutions* link a small side y (N, C, P...) and a big side x (N, I, Q...) by a weight
-w (C, I / groups, K...), where q = stride p + dilation k - padding in every dimension; a transposed
-convolution goes from the small side to the big one, as the gradient of x does. With signs r that
-are a product of signs along each dimension, sums over positions become a product with the weight
-(`Convolution`)::
-
-    sum_p r_p y[n, c, p] = sum_ik w[c, i, k] (sum_p r_p x[n, i, q(p, k)])
-    sum_q r_q x[n, i, q] = sum_ck w[c, i, k] (sum_p r_q(p, k) y[n, c, p])
-
-and with signs u over the channels of x and t over the kernel::
-
-    sum_ik u_i t_k dw[c, i, k] = sum_np y[n, c, p] (sum_ik u_i t_k x[n, i, q(p, k)])
-
-The inner sums along one dimension are products with a matrix of K columns, so that every tensor is
-read about once.
+*Convolutions* have those of `outlast.guard.convolution`.
 
 *Recurrent layers* of oneDNN are one operation without an identity: it is computed twice.
 
@@ -40,25 +26,22 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.library import Library, get_kernel
-from torch.nn import functional
 
+from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.linear import unexplained
-from outlast.guard.product import check_multiplied, rounding_of
+from outlast.guard.product import check_multiplied
 from outlast.guard.residual import (
     ResidualTest,
     equal_bits,
     equality_test,
     name_of,
-    residual_test,
 )
-from outlast.guard.threshold import product_bound, unit_roundoff
 from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
@@ -255,7 +238,7 @@ class OperationChecks:
             given[updated] = fresh
             return [*kernel(*given), *fresh]
 
-        results = kernel(*args)
+        results: Sequence[Any] = kernel(*args)
         made = [*results, *args[updated]]
         for item in made:
             if item is not None:
@@ -270,7 +253,7 @@ class OperationChecks:
     def convolution(self, kernel: Kernel, args: tuple[Any, ...]) -> Tensor:
         """Compute ``aten::convolution`` with these arguments, checked."""
         x, weight, bias = args[:3]
-        shape = _Convolution(weight, *args[3:])
+        shape = Convolution(weight, *args[3:])
         out: Tensor = kernel(*args)
         watch = self.watch
         flops = shape.flops(x if shape.transposed else out)
@@ -298,7 +281,7 @@ class OperationChecks:
     def convolution_backward(self, kernel: Kernel, args: tuple[Any, ...]) -> Sequence[Any]:
         """Compute ``aten::convolution_backward`` with these arguments, checked."""
         dy, x, weight, sizes, *rest, mask = args
-        shape = _Convolution(weight, *rest)
+        shape = Convolution(weight, *rest)
         made: Sequence[Any] = kernel(*args)
         small, big = (x, dy) if shape.transposed else (dy, x)
         flops = shape.flops(small) * sum(mask[:2])
@@ -760,7 +743,7 @@ class _GroupedProduct:
     def judge(self, out: Tensor, signs: Tensor) -> ResidualTest:
         """Check every row of every product."""
         tests = []
-        products = self.rows(out).split(self._lengths)
+        products = torch.split(self.rows(out), self._lengths)
         for (left, right), own in zip(self._parts, products, strict=True):
             if own.numel() and left.numel():
                 given = (left[None], right[None], own[None])
@@ -779,216 +762,10 @@ class _GroupedProduct:
 
     def exact(self, judged: ResidualTest) -> tuple[Tensor, Tensor]:
         """The flagged rows in float64, and the sums of their terms' magnitudes."""
-        found = [
-            (
-                (left.double() @ right.double())[own],
-                (left.double().abs() @ right.double().abs())[own],
-            )
-            for (left, right), own in zip(
-                self._parts,
-                judged.flags.split(self._lengths),
-                strict=True,
-            )
-        ]
+        found = []
+        flags = torch.split(judged.flags, self._lengths)
+        for (left, right), own in zip(self._parts, flags, strict=True):
+            rows, wide = left[own].double(), right.double()
+            found.append((rows @ wide, rows.abs() @ wide.abs()))
         expected, sizes = (torch.cat(part) for part in zip(*found, strict=True))
         return expected, sizes
-
-
-class _Convolution:
-    """The geometry of a convolution; see the module.
-
-    Args:
-        weight: (small channels, big channels / groups, kernel...).
-        stride: One for each dimension, as the next four.
-        padding: See `stride`.
-        dilation: See `stride`.
-        transposed: Whether it goes from the small side to the big one.
-        output_padding: See `stride`.
-        groups: Of channels.
-    """
-
-    def __init__(  # noqa: PLR0917 - the arguments of the operation
-        self,
-        weight: Tensor,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        transposed: bool,
-        output_padding: Sequence[int],
-        groups: int,
-    ) -> None:
-        self.kernel = tuple(weight.shape[2:])
-        count = len(self.kernel)
-        self.stride, self.padding, self.dilation = (
-            tuple(given) * (count if len(given) == 1 else 1)
-            for given in (stride, padding, dilation)
-        )
-        self.transposed, self.groups = transposed, groups
-        self._multiplied = prod(weight.shape[1:])
-
-    def flops(self, small: Tensor) -> float:
-        """Of one product of this convolution; small: (batch, channels, positions...)."""
-        return 2.0 * small.numel() * self._multiplied
-
-    def to_small(
-        self, big: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
-    ) -> ResidualTest:
-        """Check `found`, the small side, by rows (batch, channels)."""
-        signs = _signs(watch, found.shape[2:], found)
-        windows = []
-        for axis, own in enumerate(signs):
-            places, inside = self._places(axis, len(own), big.shape[2 + axis], own.device)
-            window = big.new_zeros((big.shape[2 + axis], self.kernel[axis]), dtype=own.dtype)
-            taps = torch.arange(self.kernel[axis], device=own.device).expand(places.shape)
-            # For one tap no two positions of the small side are at one place.
-            window[places[inside], taps[inside]] = own[:, None].expand(places.shape)[inside]
-            windows.append(window)
-        wide = self._grouped(weight.double(), 0).flatten(2)
-        summed = self._grouped(_summed_over(big, windows)).flatten(2)
-        squares = self._grouped(weight.double().square().flatten(2).sum(2), 0)
-        masses = self._grouped(_squares(big))
-        expected = torch.einsum("ngt,gct->ngc", summed, wide).flatten(1)
-        by_square = torch.einsum("ngi,gci->ngc", masses, squares).flatten(1)
-        return self._judge(found, signs, expected, by_square, bias, wide.shape[-1])
-
-    def to_big(
-        self, small: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
-    ) -> ResidualTest:
-        """Check `found`, the big side, by rows (batch, channels)."""
-        signs = _signs(watch, found.shape[2:], found)
-        windows = []
-        for axis, own in enumerate(signs):
-            places, inside = self._places(axis, small.shape[2 + axis], len(own), own.device)
-            windows.append(torch.where(inside, own[places.clamp(0, len(own) - 1)], 0.0))
-        # (groups, small channels, big channels, taps)
-        wide = self._grouped(weight.double(), 0).flatten(3)
-        summed = self._grouped(_summed_over(small, windows)).flatten(3)
-        masses = self._grouped(_squares(small))
-        expected = torch.einsum("ngck,gcik->ngi", summed, wide).flatten(1)
-        by_square = torch.einsum("ngc,gci->ngi", masses, wide.square().sum(3)).flatten(1)
-        terms = wide.shape[1] * wide.shape[3]
-        return self._judge(found, signs, expected, by_square, bias, terms)
-
-    def to_weight(
-        self, small: Tensor, big: Tensor, found: Tensor, bias: Tensor | None, watch: Watch
-    ) -> ResidualTest:
-        """Check `found`, the weight's gradient, with the bias's, by rows of small channels."""
-        dtype = _summing(found)
-        channels = found.shape[1]
-        lengths = (channels, *self.kernel)
-        u, *taps = _signs(watch, lengths, found, side="input")
-        grouped = self._grouped(big.to(dtype))
-        kernel = u.new_ones(())
-        for along_one in taps:
-            kernel = kernel[..., None] * along_one
-        summed = torch.einsum("i,ngi...->ng...", u, grouped)
-        squares = grouped.square().sum(2)
-        convolve = partial(
-            (functional.conv1d, functional.conv2d, functional.conv3d)[len(taps) - 1],
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
-        shape = (self.groups, 1, *self.kernel)
-        # Output padding of a transposed convolution has places for more than the small side.
-        along, mass = (
-            _cropped(convolve(each, taps_of.expand(shape)), small.shape[2:]).flatten(2)
-            for each, taps_of in ((summed, kernel), (squares, torch.ones_like(kernel)))
-        )
-        if bias is not None:
-            along, mass = along + 1.0, mass + 1.0
-        mass = mass + along.square()
-        dy = self._grouped(small.to(dtype)).flatten(3)
-        # Like terms are rounded alike where a product adds them one after the other.
-        expected = (dy * along[:, :, None]).sum(-1).double().sum(0).flatten()
-        by_square = (dy.square() @ mass[..., None])[..., 0].double().sum(0).flatten()
-        rows = found.to(dtype).flatten(1)
-        value = (rows @ (u[:, None] * kernel.flatten()).flatten()).double()
-        powers = rows.square().sum(1).double()
-        if bias is not None:
-            value, powers = value + bias.double(), powers + bias.double().square()
-        bound = product_bound(
-            rounding_of(found, dtype), small.numel() // small.shape[1], rows.shape[1], alike=True
-        )
-        sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
-        variance = bound.variance(powers, by_square, value) + sums * by_square
-        return residual_test(value - expected, variance, powers)
-
-    def _grouped(self, tensor: Tensor, axis: int = 1) -> Tensor:
-        """`tensor` with the channels of `axis` as (groups, channels / groups)."""
-        shape = tensor.shape
-        return tensor.reshape(*shape[:axis], self.groups, -1, *shape[axis + 1 :])
-
-    def _places(
-        self, axis: int, small: int, big: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Positions on the big side (small, taps), and which of them exist."""
-        p = torch.arange(small, device=device)[:, None]
-        k = torch.arange(self.kernel[axis], device=device)
-        places = self.stride[axis] * p + self.dilation[axis] * k - self.padding[axis]
-        return places, (places >= 0) & (places < big)
-
-    def _judge(  # noqa: PLR0917
-        self,
-        found: Tensor,
-        signs: Sequence[Tensor],
-        expected: Tensor,
-        by_square: Tensor,
-        bias: Tensor | None,
-        terms: int,
-    ) -> ResidualTest:
-        value = _summed_over(found, [own[:, None] for own in signs]).flatten(2)[..., 0]
-        powers = _squares(found)
-        positions = prod(found.shape[2:])
-        if bias is not None:
-            wide = bias.double()
-            expected = expected + wide * prod([float(own.sum()) for own in signs])
-            by_square = by_square + positions * wide.square()
-        dtype = _summing(found)
-        bound = product_bound(rounding_of(found, dtype), terms, positions)
-        # Sums along one dimension add one number after the other.
-        longest = max(len(own) for own in signs)
-        sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + longest)
-        variance = bound.variance(powers, by_square) + sums * (by_square + powers)
-        return residual_test((value - expected).flatten(), variance.flatten(), powers.flatten())
-
-
-def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The first `lengths` positions of a tensor (batch, channels, positions...)."""
-    for axis, length in enumerate(lengths):
-        tensor = tensor.narrow(2 + axis, 0, length)
-    return tensor
-
-
-def _summing(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _signs(
-    watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
-) -> list[Tensor]:
-    """Independent signs for every dimension of these lengths."""
-    drawn = watch.signs.take(side, sum(lengths), like.device).to(_summing(like))
-    ends = itertools.accumulate(lengths)
-    return [drawn[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-
-
-def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:
-    """Products of a tensor (batch, channels, positions...) with a matrix along each dimension.
-
-    Returns:
-        (batch, channels, columns...) in float64.
-    """
-    summed = tensor.to(windows[-1].dtype) @ windows[-1]
-    summed = summed.double()
-    for axis, window in enumerate(windows[:-1]):
-        moved = summed.movedim(2 + axis, -1) @ window.double()
-        summed = moved.movedim(-1, 2 + axis)
-    return summed
-
-
-def _squares(tensor: Tensor) -> Tensor:
-    """Squared norms (batch, channels) over all positions, in float64."""
-    norms: Tensor = torch.linalg.vector_norm(tensor.flatten(2), dim=2, dtype=_summing(tensor))
-    return norms.double().square()

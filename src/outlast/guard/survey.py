@@ -820,7 +820,7 @@ def _watch_of(node: Node) -> Watch | None:
 
 def _is_plain_sum(node: Node) -> bool:
     """Return whether nothing multiplies the second operand, other than a sign."""
-    return abs(getattr(node, "_saved_alpha", 1)) == 1
+    return getattr(node, "_saved_alpha", 1) in {1, -1}
 
 
 def _type(node: Node) -> torch.dtype | None:
