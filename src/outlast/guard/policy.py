@@ -217,6 +217,21 @@ OPERATIONS: dict[str, Operation] = {
         "what loss.forward does not cover",
         corrects=True,
     ),
+    "softmax.forward": Operation(
+        "full",
+        "softmax and log_softmax computed a second time have the same bits (on the CPU)",
+        "any bit that a transient fault has changed, before it is used",
+        "the same wrong value twice; an input that was wrong before; other devices; softmax inside "
+        "of torch's own C++ functions",
+        corrects=True,
+    ),
+    "softmax.dlogits": Operation(
+        "full",
+        "the gradient computed a second time has the same bits (on the CPU)",
+        "any bit that a transient fault has changed; an input or output that changed since",
+        "as above",
+        corrects=True,
+    ),
     "weight": Operation(
         "linear",
         "the weight summed along both sides equals its sums from the step's first use",

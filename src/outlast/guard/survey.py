@@ -55,7 +55,10 @@ _REPLACED = FunctionPatch(torch.autograd, "backward")
 _SURVEYS: weakref.WeakSet[Survey] = weakref.WeakSet()
 
 _OF_GRADIENTS = frozenset(
-    ("linear.dw", "embedding.dw", "norm.dw", "attention.dv", "attention.dk", "loss.dlogits")
+    (
+        *("linear.dw", "embedding.dw", "norm.dw", "attention.dv", "attention.dk"),
+        *("loss.dlogits", "softmax.dlogits"),
+    )
 )
 """Checks that watch the gradient of an operation's inputs."""
 _WITH_ANOTHER = {"linear.saved": "linear.dw", "weight": "linear.forward"}

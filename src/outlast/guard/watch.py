@@ -179,6 +179,7 @@ class Watch:
         period: Counts the steps of all optimizers, also of those that step apart.
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
         fault_hook: See `outlast.guard.findings`.
+        repeats: Whether operations are checked by computing them twice; see `repeats_on`.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
@@ -195,6 +196,7 @@ class Watch:
         self.period = 0
         self.driven = False
         self.fault_hook: FaultHook | None = None
+        self.repeats = False
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
@@ -237,6 +239,13 @@ class Watch:
         """Draw other signs; sums of weights with the old ones no longer serve."""
         self.generation += 1
         self.signs.renew()
+
+    def repeats_on(self, device: torch.device) -> bool:
+        """Whether operations on `device` are computed twice, where an identity would see less.
+
+        On the CPU, whose kernels give the same bits every time, and where nothing waits for it.
+        """
+        return self.repeats and device.type == "cpu"
 
     def timed(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """``check(*args, **options)``, its time counted in `seconds`."""
