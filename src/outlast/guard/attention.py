@@ -474,10 +474,9 @@ class _Call:
             dq = both[1] if dq is not None else None
         return dq, dk, dv, dmask
 
-
     def _backward_again(self, seen: Seen, o: Tensor, sums: list[Tensor]) -> Gradients:
         """Compute the gradients a second time, from the log-sum-exp of O's second computation."""
-        query, key, value, mask = seen.kept
+        query, key, value, _ = seen.kept
         sites = ("attention.dq", "attention.dk", "attention.dv", "attention.dmask")
 
         def compute() -> Gradients:

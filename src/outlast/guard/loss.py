@@ -1,7 +1,8 @@
 """Cross-entropy, other losses and softmax.
 
 On the CPU all of them are computed twice, forward and backward, and compared bit for bit
-(`RepeatedCall`). Elsewhere cross-entropy with class indices is checked by a second log-sum-exp and by the rows of its gradient.
+(`RepeatedCall`). Elsewhere cross-entropy with class indices as targets is checked by a second
+log-sum-exp and by the rows of its gradient.
 
 With class indices as targets, P = softmax(logits) and C classes, the loss of a row is
 ``lse - (1 - e) x_target - e mean(x)`` for label smoothing e, where lse is computed again. Every row
@@ -175,7 +176,9 @@ class RepeatChecks:
         return self._run("loss", "loss", original, args, options)
 
     def _softmax(self, original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-        return self._run("softmax", calling_attention("softmax"), original, args, options)
+        within = calling_attention("")
+        name = f"{within}.softmax" if within else "softmax"
+        return self._run("softmax", name, original, args, options)
 
     def _run(
         self,
@@ -201,7 +204,7 @@ class RepeatChecks:
                 isinstance(each, torch.Tensor) and (each.requires_grad or is_dtensor(each))
                 for each in (*others, *options.values())
             )
-            and (name == kind or self.watch.policy.reaches("full", name))
+            and (name == kind or self.watch.policy.reaches("full", name.removesuffix(".softmax")))
         )
         if not applies:
             return original(*args, **options)
