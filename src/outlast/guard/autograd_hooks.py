@@ -28,8 +28,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import equal_bits, equality_test
-from outlast.guard.threshold import DEVIATIONS
-from outlast.guard.watch import BELIEVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -466,12 +464,8 @@ def judge_only(
         fresh = _flat([tensor for tensor in again() if tensor is not None])
         same = same_bits(fresh, _flat(tensors)) and not changed()
         own = same and not bool(torch.isfinite(fresh).all())
-        believed = same and float(judged.worst) <= BELIEVED * DEVIATIONS
         rows, worst = int(judged.exceeded), float(judged.worst)
-        outcome: Outcome = "detected"
-        if own or believed:
-            outcome = "not_finite" if own else "rounding"
-        watch.find(site, fresh.device, rows, worst, outcome)
+        watch.find(site, fresh.device, rows, worst, "not_finite" if own else "detected")
     return list(tensors)
 
 

@@ -27,7 +27,13 @@ Without signs the second is the known ``sum dx = 0``, and weighted by x_hat it i
 wrong r for one. The gradients of gain and bias are summed a second time, feature by feature.
 
 Roundings, beside those of `threshold`: the statistics have a relative error common to a row, and
-where the mean is t standard deviations, every (x - mean) r is off by t roundings of its own.
+where the mean is t standard deviations, every (x - mean) r is off by t roundings of its own. Below
+the smallest normal number of the type that keeps the mean, roundings no longer shrink with it, so
+it counts as that large. Rows that are alike round alike, and their errors add up in dg. What
+autograd makes of an RMSNorm without a kernel of its own contains r^3, whose own rounding grows as
+it leaves the normal numbers, until nothing is left of it.
+
+On the CPU norms are computed twice instead, and compared bit for bit.
 """
 
 from __future__ import annotations
@@ -392,13 +398,15 @@ class NormChecks(ForwardPatch):
     def _statistics(self, x: Tensor, dtype: torch.dtype) -> _Row:
         wide = x.detach().to(dtype)
         eps = self._eps(x)
+        least = 0.0
         if self._kind == "layer":
             mean = wide.mean(dim=1)
             wide = wide - mean[:, None]
+            least = torch.finfo(self._kept_type(x)).smallest_normal
         else:
             mean = torch.zeros(len(x), dtype=dtype, device=x.device)
         r = (torch.linalg.vecdot(wide, wide) / x.shape[1] + eps).rsqrt()
-        return _Row(wide, r, mean.abs() * r)
+        return _Row(wide, r, (mean.abs() + least) * r)
 
     def _eps(self, x: Tensor) -> float:
         eps = getattr(self.module, "eps", None) if self._kind != "rms_like" else None
@@ -412,13 +420,16 @@ class NormChecks(ForwardPatch):
         rounds = is_half(x.dtype) and self._kind == "rms_like" and self._shift == 0.0
         return unit_roundoff(name_of(x.dtype)) if rounds else 0.0
 
-    def _kept_statistics(self, x: Tensor) -> float:
-        """Unit roundoff of mean and r as the backward pass reads them."""
+    def _kept_type(self, x: Tensor) -> torch.dtype:
+        """Type of mean and r as the backward pass reads them."""
         weight, _ = self._parameters()
         # The CPU keeps them in the type of the data, unless the weight has another.
         if self._halves_on_cpu(x) and (weight is None or weight.dtype == x.dtype):
-            return unit_roundoff(name_of(x.dtype))
-        return unit_roundoff(_accumulated(x))
+            return x.dtype
+        return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+    def _kept_statistics(self, x: Tensor) -> float:
+        return unit_roundoff(name_of(self._kept_type(x)))
 
     def _halves_on_cpu(self, x: Tensor) -> bool:
         return self._kind == "layer" and is_half(x.dtype) and x.device.type == "cpu"
@@ -563,6 +574,8 @@ class NormChecks(ForwardPatch):
                 by_row = kept * common, kept * _COMMON * t
                 variance = variance + by_row[0] @ terms.square() + by_row[1] @ dy.square()
                 # Rows that are alike round alike.
+                shared = common.sqrt() @ terms, row.t @ dy
+                variance = variance + kept * (shared[0].square() + _COMMON * shared[1].square())
                 variance = variance + inner**2 / 3.0 * expected.square()
             differences.append(gradient.to(terms.dtype) - expected)
             variances.append(variance)
@@ -598,6 +611,15 @@ class _DxCheck:
         r = _COMMON + _TURNED / features * t
         # r enters the last term three times, so with nine times the variance.
         common = r * (direct.square() + m1.square() * total + 9.0 * m2.square() * along)
+        if layer._kind != "layer":
+            # The spacing of r^3 below the normal numbers, as a share of it; in roundings.
+            types = torch.float64 if x.dtype == torch.float64 else torch.float32
+            cubed = row.r**3
+            vanished = torch.finfo(types).smallest_normal / cubed.clamp(min=1e-300)
+            vanished = vanished.clamp(max=1.0 / unit_roundoff(name_of(types)))
+            common = common + torch.where(vanished > 0.5, vanished.square(), 0.0) * (
+                m2.square() * along
+            )
         common = common + drift * t * (m1.square() * along + m2.square() * total)
         single = squares + m2.square() * features * (1.0 + t) + m1.square() * features
         accumulated = unit_roundoff(_accumulated(x)) ** 2 / 3.0

@@ -78,9 +78,6 @@ class RandomSigns:
 _ALIGNMENT = 128
 """Tiles begin and end at multiples of this: many witnesses, and shapes that kernels like."""
 
-BELIEVED = 4.0
-"""Numbers that come out twice with the same bits are believed up to so many thresholds."""
-
 
 def correct(
     stored: Tensor,
@@ -98,10 +95,11 @@ def correct(
         check: Checks `stored` as it is now.
         beyond: Of the rows of a judgement, those that no rounding explains, as
             `outlast.guard.linear.beyond_rounding`; asked where computing again changes nothing.
-            Without it such numbers are believed up to `BELIEVED` thresholds.
+            Without it nothing tells them from rounding: they are ``detected``.
 
     Returns:
-        ``corrected``, ``check``, ``rounding``, ``not_finite`` or ``persistent``; see `Outcome`.
+        ``corrected``, ``check``, ``rounding``, ``not_finite``, ``detected`` or ``persistent``; see
+        `Outcome`.
     """
     changed = _replace(stored, flags, redo)
     judged = check()
@@ -113,13 +111,16 @@ def correct(
         return "corrected" if changed else "check"
     rows = judged.flags.to(stored.device).nonzero().flatten()
     finite = torch.isfinite(stored[rows]).all(dim=1)
-    if beyond is not None:
-        wrong = bool(beyond(judged).exceeded)
-    else:
-        wrong = bool(finite.any()) and not float(judged.worst) <= BELIEVED * DEVIATIONS
-    if wrong:
-        return "persistent"
-    return "rounding" if bool(finite.all()) else "not_finite"
+    if beyond is None:
+        return "detected" if bool(finite.any()) else "not_finite"
+    if not bool(beyond(judged).exceeded):
+        return "rounding" if bool(finite.all()) else "not_finite"
+    if not changed and _replace_all(stored, redo):
+        # The fault has come in two computations alike, but not in a third.
+        judged = check()
+        if not judged.exceeded or not bool(beyond(judged).exceeded):
+            return "corrected"
+    return "persistent"
 
 
 def _replace(stored: Tensor, flags: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
