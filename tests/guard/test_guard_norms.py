@@ -173,14 +173,14 @@ def test_an_input_that_changes_before_the_backward_pass_is_harmful(kind: str) ->
     assert watch.uncorrected
 
 
-def test_a_lasting_fault_is_persistent() -> None:
+def test_a_lasting_fault_is_left_to_another_attempt_at_the_step() -> None:
     module, checks, watch = build("layer")
     x, dy = data(torch.float32)
     watch.fault_hook = injected(
         "norm.output", lambda numbers: numbers[0, 3, 5].mul_(2.0), once=False
     )
     passes(checks, x, dy, module)
-    assert [each.outcome for each in watch.ledger.findings] == ["persistent"]
+    assert [each.outcome for each in watch.ledger.findings] == ["detected"]
 
 
 @pytest.mark.parametrize("site", ["norm.output", "norm.dx", "norm.dw"])

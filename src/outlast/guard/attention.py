@@ -34,6 +34,7 @@ import threading
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,10 @@ from outlast.guard.autograd_hooks import (
     corrected_output,
     floor_of,
     powers_squared,
+    repeated,
+    repeated_output,
     same_bits,
+    stored,
     summing,
     watched,
 )
@@ -64,6 +68,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from outlast.guard.autograd_hooks import Gradients
+    from outlast.guard.findings import Site
     from outlast.guard.threshold import Bound
     from outlast.guard.watch import Watch
 
@@ -72,6 +77,8 @@ _MARGIN = 4.0
 """Times what rounding P or dS adds by the data's second moments: rows are not independent."""
 _BIAS = 16.0
 """Squared error, in roundings, that all rows share: exp of vector units is off to one side."""
+_FUSED = "ScaledDotProductFlashAttentionForCpuBackward0"
+"""Node of the CPU's fused kernel."""
 _KEY_BLOCK = 512
 """Keys that the CPU's backward pass takes at a time."""
 
@@ -159,8 +166,7 @@ class AttentionChecks:
         return call.run(query, key, value, attn_mask)
 
     def _name(self) -> str:
-        stack: list[str] = getattr(_LOCAL, "stack", [])
-        return stack[-1] if stack else "attention"
+        return calling_attention("attention")
 
     def _enter(self, name: str, *_: object) -> None:
         if torch.compiler.is_compiling():
@@ -172,6 +178,12 @@ class AttentionChecks:
     def _leave(self, *_: object) -> None:
         if not torch.compiler.is_compiling() and getattr(_LOCAL, "stack", None):
             _LOCAL.stack.pop()
+
+
+def calling_attention(otherwise: str) -> str:
+    """Name of the attention module whose forward pass runs in this thread, or `otherwise`."""
+    stack: list[str] = getattr(_LOCAL, "stack", [])
+    return stack[-1] if stack else otherwise
 
 
 def _applies(given: tuple[Tensor, Tensor, Tensor], gqa: bool) -> bool:
@@ -240,11 +252,17 @@ class _Call:
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         inputs = (query, key, value, mask)
-        covering = {_VALUE: "attention.dv"}
-        if key.requires_grad:
-            covering |= dict.fromkeys((_QUERY, _KEY), "attention.dk")
+        # Of the inputs that identities see; all gradients are computed twice.
+        covering: dict[int, str] | None = None
+        if not self.watch.repeats_on(query.device):
+            covering = {_VALUE: "attention.dv"}
+            if key.requires_grad:
+                covering |= dict.fromkeys((_QUERY, _KEY), "attention.dk")
         o = watched(self.compute, inputs, inputs, self.backward, covering=covering)
         self.watch.touch("attention.output", self.name, o.data)
+        site = self.watch.ledger.site(self.name, "attention.forward")
+        if self.watch.repeats_on(o.device):
+            return self._run_again(site, o, inputs)
         if not self.dropout:
 
             def again() -> Tensor:
@@ -252,19 +270,50 @@ class _Call:
                     return self.touched("attention.output", self.compute(*inputs))
 
             check = partial(_judge_hull, value.detach(), mask is not None)
-            site = self.watch.ledger.site(self.name, "attention.forward")
             corrected_output(self.watch, site, o, again, check)
-        self.digest = self.watch.timed(hash64, [o]), o.data_ptr()
+        self.digest = self._hashed(o), o.data_ptr()
         return self.kept.keep(o)
 
-    def compare_output(self, o: Tensor) -> bool:
+    def _run_again(
+        self, site: Site, o: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    ) -> Tensor:
+        """Compute O a second time before it is used, and keep what the backward check needs."""
+        query, key, value, mask = inputs
+        fused = o.grad_fn is not None and o.grad_fn.name() == _FUSED and mask is None
+        fused = fused and query.dim() == key.dim() == 4 and query.shape[1] == key.shape[1]
+        sums: list[Tensor] = []
+
+        def again() -> Tensor:
+            if fused:
+                # The kernel itself also gives its log-sum-exp, which the backward one needs.
+                fresh, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    query, key, value, 0.0, self.options["is_causal"], scale=self.scale
+                )
+                sums[:] = [logsum]
+            else:
+                with self.same_dropout():
+                    fresh = self.compute(*inputs)
+            return self.touched("attention.output", fresh)
+
+        repeated_output(self.watch, site, o, again)
+        self.digest = self._hashed(o, query, key, value), o.data_ptr()
+        return self.kept.keep(o, *sums)
+
+    def _hashed(self, *tensors: Tensor) -> Tensor:
+        """Hash of O, and of Q, K and V as they were when it was made."""
+        ordered = [stored(tensor) for tensor in tensors]
+        return self.watch.timed(hash64, ordered)
+
+    def compare_output(self, o: Tensor, *inputs: Tensor) -> bool:
         """Return whether O is still as the forward pass handed it on; otherwise note a finding.
+
+        So are the inputs that were hashed with it.
 
         After activation checkpointing it is another computation's, with the same bits where kernels
         are deterministic.
         """
         assert self.digest is not None
-        (before, address), now = self.digest, hash64([o])
+        (before, address), now = self.digest, self._hashed(o, *inputs)
         site = self.watch.ledger.site(self.name, "attention.output")
         exactly = o.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         if not exactly and o.data_ptr() != address:
@@ -361,14 +410,18 @@ class _Call:
         return self.watch.touched(site, self.name, numbers)
 
     def backward(self, seen: Seen) -> Gradients:
-        o = self.kept.take()
+        kept = self.kept.take()
         dq, dk, dv, dmask = seen.gradients
-        if o is None:
+        if not kept:
             return seen.gradients
-        if not self.compare_output(o):
+        o, *sums = kept
+        query, key, value, mask = seen.kept
+        repeats = self.watch.repeats_on(o.device)
+        if not self.compare_output(o, *((query, key, value) if repeats else ())):
             # What followed has used another O, so that the step must be run again.
             return seen.gradients
-        query, key, value, mask = seen.kept
+        if repeats:
+            return self._backward_again(seen, o, sums)
         head = _Heads(self, (query, key, value), seen.dy, o)
         rows = _open_rows(mask, query, key)
 
@@ -424,6 +477,45 @@ class _Call:
             dk = both[0]
             dq = both[1] if dq is not None else None
         return dq, dk, dv, dmask
+
+    def _backward_again(self, seen: Seen, o: Tensor, sums: list[Tensor]) -> Gradients:
+        """Compute the gradients a second time, from the log-sum-exp of O's second computation."""
+        query, key, value, _ = seen.kept
+        sites = ("attention.dq", "attention.dk", "attention.dv", "attention.dmask")
+
+        def compute() -> Gradients:
+            if not sums:
+                return self.again(seen)[1]
+            made: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                seen.dy, query, key, value, o, sums[0], 0.0, self.options["is_causal"],
+                scale=self.scale,
+            )  # fmt: skip
+            return (*made, None)
+
+        def touched(gradients: Gradients, places: tuple[int, ...]) -> list[Tensor]:
+            own = [(sites[i], item) for i in places if (item := gradients[i]) is not None]
+            return [self.touched(*each) for each in own]
+
+        def changed() -> bool:
+            return not same_bits(self.again(seen)[0], o)
+
+        gradients, second = list(seen.gradients), compute()
+        for name, several in (("attention.dv", (_VALUE,)), ("attention.dk", (_KEY, _QUERY, 3))):
+            places = tuple(i for i in several if gradients[i] is not None)
+            if not places:
+                continue
+            # One second computation serves both comparisons.
+            computations = chain([second], iter(compute, None))
+            right = repeated(
+                self.watch,
+                self.watch.ledger.site(self.name, name),
+                touched(seen.gradients, places),
+                lambda: touched(next(computations), places),  # noqa: B023 - called at once
+                changed=changed,
+            )
+            for i, item in zip(places, right, strict=True):
+                gradients[i] = item
+        return tuple(gradients)
 
 
 def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> ResidualTest:

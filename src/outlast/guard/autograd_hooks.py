@@ -6,6 +6,10 @@ gradient of the output, which a hook of the output's own node notes. Neither cha
 order of additions, or how long autograd keeps a tensor: what a check needs is kept by
 `save_for_backward`, so activation checkpointing and offloading treat it as their own.
 
+Where a device's kernels give the same bits every time, an operation is checked by computing it a
+second time (`repeated`): that finds every transient fault and needs no threshold. It does not find
+the same wrong value twice. Identities, which do, stand elsewhere.
+
 An operation that uses its first input several times adds to that input's gradient several times,
 in between what others add. There the identity node would add first, with other bits; instead hooks
 of the nodes that use the input note the parts, and their sum is checked but cannot be replaced.
@@ -14,6 +18,7 @@ of the nodes that use the input note the parts, and their sum is checked but can
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from outlast.guard.residual import equal_bits
-from outlast.guard.threshold import DEVIATIONS
-from outlast.guard.watch import BELIEVED
+from outlast.guard.replica_hashes import hash64
+from outlast.guard.residual import equal_bits, equality_test
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +97,7 @@ class Seen:
         gradients: Of the inputs; None where there is none.
         again: Computes the output and `gradients` a second time, given the inputs.
         replaceable: Whether the first gradient can be corrected.
+        exact: Whether `again` gives the same bits: a sum of three parts has an order.
     """
 
     dy: Tensor
@@ -100,6 +105,7 @@ class Seen:
     gradients: Gradients
     again: Callable[[Sequence[Tensor | None]], tuple[Tensor, Gradients]]
     replaceable: bool = True
+    exact: bool = True
 
 
 class Record:
@@ -121,7 +127,7 @@ class Record:
         self.inputs = inputs
         self.covering = covering
         self.dy: Tensor | None = None
-        self.replaceable = True
+        self.replaceable = self.exact = True
         # Of the module or function that is checked.
         method = check.func if isinstance(check, functools.partial) else check
         owner = getattr(method, "__self__", None)
@@ -157,7 +163,7 @@ class Record:
             return self._differentiate(inputs, dy)
 
         with torch.no_grad():
-            seen = Seen(dy.detach(), kept, tuple(every), again, self.replaceable)
+            seen = Seen(dy.detach(), kept, tuple(every), again, self.replaceable, self.exact)
             watch = self.watch
             checked = self.check(seen) if watch is None else watch.timed(self.check, seen)
         return tuple(checked[index] for index in self.wanted)
@@ -240,6 +246,7 @@ class _PartsRecord(Record):
         if self._waiting == 0:
             parts, kept = self._parts, self._kept
             self._parts, self._kept = [], ()
+            self.exact = all(len(part) <= 2 for part in parts)
             with torch.no_grad():
                 totals = [torch.stack(part).sum(dim=0) if part else None for part in parts]
                 self.arrived(kept, tuple(totals))
@@ -283,23 +290,23 @@ class _InputHook(torch.autograd.Function):
 
 
 class _Kept(torch.autograd.Function):
-    """The output of an operation, unchanged and kept for its check."""
+    """The output of an operation, unchanged and kept for its check, and others with it."""
 
     @staticmethod
-    def forward(ctx: Any, record: _OutputRecord, y: Tensor) -> Tensor:
+    def forward(ctx: Any, record: _OutputRecord, y: Tensor, *others: Tensor) -> Tensor:
         ctx.record = record
-        ctx.save_for_backward(y)
+        ctx.save_for_backward(y, *others)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        (ctx.record.y,) = ctx.saved_tensors
-        return None, dy
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.record.kept = ctx.saved_tensors
+        return (None, dy, *(None,) * (len(ctx.record.kept) - 1))
 
 
 @dataclass
 class _OutputRecord:
-    y: Tensor | None = None
+    kept: tuple[Tensor, ...] = ()
 
 
 class KeptOutput:
@@ -308,15 +315,15 @@ class KeptOutput:
     def __init__(self) -> None:
         self._record = _OutputRecord()
 
-    def keep(self, y: Tensor) -> Tensor:
-        """`y`; call it on what `watched` returned."""
-        kept: Tensor = _Kept.apply(self._record, y)  # type: ignore[no-untyped-call]
+    def keep(self, y: Tensor, *others: Tensor) -> Tensor:
+        """`y`, and `others` kept with it; call it on what `watched` returned."""
+        kept: Tensor = _Kept.apply(self._record, y, *others)  # type: ignore[no-untyped-call]
         return kept
 
-    def take(self) -> Tensor | None:
-        """`y` in the backward pass, once."""
-        y, self._record.y = self._record.y, None
-        return y
+    def take(self) -> tuple[Tensor, ...]:
+        """`y` and `others` in the backward pass, once; afterwards nothing."""
+        kept, self._record.kept = self._record.kept, ()
+        return kept
 
 
 def watched(
@@ -457,12 +464,8 @@ def judge_only(
         fresh = _flat([tensor for tensor in again() if tensor is not None])
         same = same_bits(fresh, _flat(tensors)) and not changed()
         own = same and not bool(torch.isfinite(fresh).all())
-        believed = same and float(judged.worst) <= BELIEVED * DEVIATIONS
         rows, worst = int(judged.exceeded), float(judged.worst)
-        outcome: Outcome = "detected"
-        if own or believed:
-            outcome = "not_finite" if own else "rounding"
-        watch.find(site, fresh.device, rows, worst, outcome)
+        watch.find(site, fresh.device, rows, worst, "not_finite" if own else "detected")
     return list(tensors)
 
 
@@ -497,9 +500,91 @@ def corrected_output(
         memory.copy_(right)
 
 
+def repeated(
+    watch: Watch,
+    site: Site,
+    tensors: Sequence[Tensor],
+    again: Callable[[], Sequence[Tensor | None]],
+    *,
+    changed: Callable[[], bool] | None = None,
+    replaceable: bool = True,
+) -> list[Tensor]:
+    """Compute tensors a second time and compare all bits; where these differ, a third time decides.
+
+    The first two are ``corrected``, or it was the second one that was wrong (``check``). Where all
+    three differ, the same device has failed two replays of its own: ``persistent``.
+
+    Args:
+        watch: Of the guard.
+        site: The check.
+        tensors: As they were computed first.
+        again: Computes them again, with the same bits unless something was wrong.
+        changed: See `corrected`.
+        replaceable: Whether the tensors have not been used yet; else wrong ones are ``detected``.
+
+    Returns:
+        The tensors, or what was put in their place.
+    """
+
+    def computed() -> list[Tensor]:
+        return [tensor for tensor in again() if tensor is not None]
+
+    def agree(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[bool]:
+        # What was summed up from parts may have another sign of zero.
+        same = same_bits if replaceable else _same_values
+        return [same(*pair) for pair in zip(first, second, strict=True)]
+
+    second = computed()
+    equal = torch.tensor(agree(tensors, second))
+    judged = equality_test(equal, torch.ones_like(equal))
+    if not watch.wants(site, judged):
+        return list(tensors)
+    outcome: Outcome = "detected"
+    right = list(tensors)
+    if watch.policy.correct and not (changed is not None and changed()):
+        third = computed()
+        if all(agree(tensors, third)):
+            outcome = "check"
+        elif replaceable:
+            confirmed = all(agree(second, third))
+            outcome = "corrected" if confirmed else "persistent"
+            right = third if confirmed else right
+    watch.find(site, tensors[0].device, int(judged.exceeded), math.inf, outcome)
+    return right
+
+
+def repeated_output(watch: Watch, site: Site, y: Tensor, again: Callable[[], Tensor]) -> None:
+    """As `repeated` for an operation's output, in place, before anything has used it."""
+    memory = y.data
+
+    def outputs() -> list[Tensor]:
+        with torch.no_grad():
+            return [again()]
+
+    (right,) = watch.timed(repeated, watch, site, [memory], outputs)
+    if right is not memory:
+        memory.copy_(right)
+
+
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Return whether both hold the same numbers, bit for bit; NaN has any payload."""
-    return first.shape == second.shape and bool(equal_bits(first, second).all())
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.device.type == "cpu" and first.stride() == second.stride():
+        one, other = stored(first), stored(second)
+        if one.is_contiguous() and bool(hash64([one]) == hash64([other])):
+            return True
+    return bool(equal_bits(first, second).all())
+
+
+def _same_values(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first, second) or same_bits(first + 0.0, second + 0.0)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """`tensor` with its dimensions in the order of memory, so that reading it is fast."""
+    strides = tensor.stride()
+    return tensor.detach().permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -21,12 +21,14 @@ Outcome = Literal[
 
 corrected: a second computation gave other bits and passed; its numbers were put in place.
 check: the numbers were computed again to the same bits, and now pass: the check itself was wrong.
-rounding: the same bits again, and no further from an fp64 computation than rounding can ever be
-    (or, where there is none, within four times the threshold): a false alarm.
+rounding: the same bits again, and no further from an fp64 computation than rounding can ever be: a
+    false alarm.
 not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
 repeated: it could not be corrected by itself, but the step was run again and came out right.
-persistent: the same device gives numbers that do not pass, again and again.
-detected: wrong, and this check has nothing from which to compute them again.
+persistent: the same device has failed two exact replays of its own: its numbers are beyond any
+    rounding of an fp64 computation, or are others in every replay.
+detected: wrong, and nothing can be put right from here: it was used before, what it would be
+    computed from has changed, or only another attempt at the step tells it from rounding.
 """
 
 HARMFUL: frozenset[Outcome] = frozenset({"persistent", "detected"})

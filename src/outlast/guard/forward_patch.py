@@ -103,7 +103,7 @@ class FunctionPatch:
     none is left, in whatever order they leave.
     """
 
-    def __init__(self, owner: ModuleType, name: str) -> None:
+    def __init__(self, owner: ModuleType | type, name: str) -> None:
         self._owner = owner
         self._name = name
         # The garbage collector may run `_leave` in a thread that holds it: a guarded model is freed

@@ -15,7 +15,7 @@ from outlast.guard.attention import AttentionChecks
 from outlast.guard.forward_patch import trains
 from outlast.guard.layers import EmbeddingChecks, NormChecks, norm_kind, why_no_embedding
 from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
-from outlast.guard.loss import LossChecks
+from outlast.guard.loss import LossChecks, RepeatChecks
 from outlast.guard.operations import OperationChecks
 from outlast.guard.policy import Coverage
 
@@ -122,7 +122,7 @@ class Installed:
     watch: Watch
     coverage: list[Coverage] = field(default_factory=list)
     linear: dict[str, LinearChecks] = field(default_factory=dict)
-    functions: list[AttentionChecks | LossChecks] = field(default_factory=list)
+    functions: list[AttentionChecks | LossChecks | RepeatChecks] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __deepcopy__(self, memo: object) -> Installed:
@@ -141,6 +141,7 @@ def install(watch: Watch, model: nn.Module) -> Installed:
         watch.operations = OperationChecks(watch, model)
         watch.operations.install()
         installed.undo.callback(watch.operations.remove)
+    watch.repeats = True
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
@@ -152,8 +153,8 @@ def install(watch: Watch, model: nn.Module) -> Installed:
         operations, why_not = _install(installed, watch, name, module)
         installed.coverage.append(Coverage(name, type(module).__name__, operations, why_not))
     if watch.policy.reaches("full"):
-        attention, loss = AttentionChecks(watch), LossChecks(watch)
-        installed.functions = [attention, loss]
+        attention = AttentionChecks(watch)
+        installed.functions = [attention, LossChecks(watch), RepeatChecks(watch)]
         installed.undo.callback(attention.follow(model))
         for function in installed.functions:
             installed.undo.enter_context(function.replacing())

@@ -27,14 +27,22 @@ Without signs the second is the known ``sum dx = 0``, and weighted by x_hat it i
 wrong r for one. The gradients of gain and bias are summed a second time, feature by feature.
 
 Roundings, beside those of `threshold`: the statistics have a relative error common to a row, and
-where the mean is t standard deviations, every (x - mean) r is off by t roundings of its own.
+where the mean is t standard deviations, every (x - mean) r is off by t roundings of its own. Below
+the smallest normal number of the type that keeps the mean, roundings no longer shrink with it, so
+it counts as that large. Rows that are alike round alike, and their errors add up in dg. What
+autograd makes of an RMSNorm without a kernel of its own contains r^3, whose own rounding grows as
+it leaves the normal numbers, until nothing is left of it.
+
+On the CPU norms are computed twice instead, and compared bit for bit.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -48,6 +56,8 @@ from outlast.guard.autograd_hooks import (
     floor_of,
     judge_only,
     powers_squared,
+    repeated,
+    repeated_output,
     stagnation,
     summing,
     watched,
@@ -71,6 +81,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outlast.guard.autograd_hooks import Gradients
+    from outlast.guard.findings import Site
     from outlast.guard.watch import Watch
 
 Kind = Literal["layer", "rms", "rms_like"]
@@ -303,13 +314,17 @@ class NormChecks(ForwardPatch):
         y = watched(self._compute, inputs, inputs, partial(self._backward, used), separate=separate)
         self.watch.touch("norm.output", self.name, y.data)
         flat_x = _rows(x)
-        corrected_output(
-            self.watch,
-            self.forward_site,
-            y,
-            partial(self._again, x.detach()),
-            lambda given: self._judge_forward(flat_x, _rows(given)),
-        )
+        if self.watch.repeats_on(y.device):
+            again = partial(self._again, x.detach())
+            repeated_output(self.watch, self.forward_site, y, again)
+        else:
+            corrected_output(
+                self.watch,
+                self.forward_site,
+                y,
+                partial(self._again, x.detach()),
+                lambda given: self._judge_forward(flat_x, _rows(given)),
+            )
         if y.device.type == "cpu" and y.requires_grad:
             # Elsewhere nothing is computed again at once.
             used.append(self.watch.timed(hash64, [y]))
@@ -383,13 +398,15 @@ class NormChecks(ForwardPatch):
     def _statistics(self, x: Tensor, dtype: torch.dtype) -> _Row:
         wide = x.detach().to(dtype)
         eps = self._eps(x)
+        least = 0.0
         if self._kind == "layer":
             mean = wide.mean(dim=1)
             wide = wide - mean[:, None]
+            least = torch.finfo(self._kept_type(x)).smallest_normal
         else:
             mean = torch.zeros(len(x), dtype=dtype, device=x.device)
         r = (torch.linalg.vecdot(wide, wide) / x.shape[1] + eps).rsqrt()
-        return _Row(wide, r, mean.abs() * r)
+        return _Row(wide, r, (mean.abs() + least) * r)
 
     def _eps(self, x: Tensor) -> float:
         eps = getattr(self.module, "eps", None) if self._kind != "rms_like" else None
@@ -403,13 +420,16 @@ class NormChecks(ForwardPatch):
         rounds = is_half(x.dtype) and self._kind == "rms_like" and self._shift == 0.0
         return unit_roundoff(name_of(x.dtype)) if rounds else 0.0
 
-    def _kept_statistics(self, x: Tensor) -> float:
-        """Unit roundoff of mean and r as the backward pass reads them."""
+    def _kept_type(self, x: Tensor) -> torch.dtype:
+        """Type of mean and r as the backward pass reads them."""
         weight, _ = self._parameters()
         # The CPU keeps them in the type of the data, unless the weight has another.
         if self._halves_on_cpu(x) and (weight is None or weight.dtype == x.dtype):
-            return unit_roundoff(name_of(x.dtype))
-        return unit_roundoff(_accumulated(x))
+            return x.dtype
+        return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+    def _kept_statistics(self, x: Tensor) -> float:
+        return unit_roundoff(name_of(self._kept_type(x)))
 
     def _halves_on_cpu(self, x: Tensor) -> bool:
         return self._kind == "layer" and is_half(x.dtype) and x.device.type == "cpu"
@@ -450,6 +470,8 @@ class NormChecks(ForwardPatch):
             # From an X or a weight that is another now, nothing right can be computed again.
             return bool(used) and bool(hash64([seen.again((x, weight, bias))[0]]) != used[0])
 
+        if self.watch.repeats_on(seen.dy.device) and seen.exact:
+            return self._backward_again(used, seen)
         dx, dw, db = seen.gradients
         flat_x, flat_dy = _rows(x), _rows(seen.dy)
         dtype = summing(x, seen.dy, weight)
@@ -481,6 +503,34 @@ class NormChecks(ForwardPatch):
             dw = right[0] if dw is not None else None
             db = right[-1] if db is not None else None
         return dx, dw, db
+
+    def _backward_again(self, used: list[Tensor], seen: Seen) -> Gradients:
+        """Compute the gradients a second time, and Y with them: X may have changed since."""
+        y, second = seen.again(seen.kept)
+        if used and not bool(hash64([y]) == used[0]):
+            # What followed has used another Y, or X and the gain are others now.
+            self.watch.find(self.forward_site, y.device, 1, math.inf, "detected")
+            return seen.gradients
+        gradients = list(seen.gradients)
+        for site, several in ((self.dx_site, (0,)), (self.dw_site, (1, 2))):
+            places = [i for i in several if gradients[i] is not None]
+            if not places:
+                continue
+            computations = chain([second], iter(lambda: seen.again(seen.kept)[1], None))
+
+            def touched(made: Gradients, places: list[int] = places, site: Site = site) -> Any:
+                return self._touched(site.operation, [made[i] for i in places])
+
+            right = repeated(
+                self.watch,
+                site,
+                touched(seen.gradients),
+                lambda: touched(next(computations)),  # noqa: B023 - called at once
+                replaceable=seen.replaceable,
+            )
+            for i, item in zip(places, right, strict=True):
+                gradients[i] = item
+        return tuple(gradients)
 
     def _touched(self, site: str, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         touched = self.watch.touched
@@ -524,6 +574,8 @@ class NormChecks(ForwardPatch):
                 by_row = kept * common, kept * _COMMON * t
                 variance = variance + by_row[0] @ terms.square() + by_row[1] @ dy.square()
                 # Rows that are alike round alike.
+                shared = common.sqrt() @ terms, row.t @ dy
+                variance = variance + kept * (shared[0].square() + _COMMON * shared[1].square())
                 variance = variance + inner**2 / 3.0 * expected.square()
             differences.append(gradient.to(terms.dtype) - expected)
             variances.append(variance)
@@ -559,6 +611,15 @@ class _DxCheck:
         r = _COMMON + _TURNED / features * t
         # r enters the last term three times, so with nine times the variance.
         common = r * (direct.square() + m1.square() * total + 9.0 * m2.square() * along)
+        if layer._kind != "layer":
+            # The spacing of r^3 below the normal numbers, as a share of it; in roundings.
+            types = torch.float64 if x.dtype == torch.float64 else torch.float32
+            cubed = row.r**3
+            vanished = torch.finfo(types).smallest_normal / cubed.clamp(min=1e-300)
+            vanished = vanished.clamp(max=1.0 / unit_roundoff(name_of(types)))
+            common = common + torch.where(vanished > 0.5, vanished.square(), 0.0) * (
+                m2.square() * along
+            )
         common = common + drift * t * (m1.square() * along + m2.square() * total)
         single = squares + m2.square() * features * (1.0 + t) + m1.square() * features
         accumulated = unit_roundoff(_accumulated(x)) ** 2 / 3.0

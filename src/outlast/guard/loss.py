@@ -1,4 +1,8 @@
-"""Cross-entropy, checked by a second log-sum-exp and by the rows of its gradient.
+"""Cross-entropy, other losses and softmax.
+
+On the CPU all of them are computed twice, forward and backward, and compared bit for bit
+(`RepeatedCall`). Elsewhere cross-entropy with class indices as targets is checked by a second
+log-sum-exp and by the rows of its gradient.
 
 With class indices as targets, P = softmax(logits) and C classes, the loss of a row is
 ``lse - (1 - e) x_target - e mean(x)`` for label smoothing e, where lse is computed again. Every row
@@ -33,24 +37,31 @@ and are called rounding only within the worst case of all of these with a sum of
 from __future__ import annotations
 
 import math
+import threading
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
+from outlast.guard.attention import calling_attention
 from outlast.guard.autograd_hooks import (
     Seen,
     corrected,
     corrected_output,
     floor_of,
     powers_squared,
+    repeated,
+    repeated_output,
     same_bits,
     summing,
     watched,
 )
 from outlast.guard.forward_patch import FunctionPatch
+from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import is_half, name_of, residual_test
 from outlast.guard.threshold import DEVIATIONS, unit_roundoff
 from outlast.state.sharded import is_dtensor
@@ -66,6 +77,18 @@ if TYPE_CHECKING:
     from outlast.guard.watch import Watch
 
 _REPLACED = FunctionPatch(functional, "cross_entropy")
+_LOSSES = tuple(
+    FunctionPatch(functional, name)
+    for name in (
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "nll_loss", "kl_div"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    )
+)
+_SOFTMAX = tuple(
+    FunctionPatch(owner, name)
+    for owner in (functional, torch, torch.Tensor)
+    for name in ("softmax", "log_softmax")
+)
 _LANES = 8
 _BRANCHES = 16
 """Rows whose losses torch's nll_loss adds one after the other, on each level of a tree."""
@@ -104,15 +127,150 @@ class LossChecks:
             not torch.compiler.is_compiling()
             and torch.is_grad_enabled()
             and logits.requires_grad
+            and logits.numel() > 0
+            and not is_dtensor(logits)
+            and not is_dtensor(target)
+        )
+        if applies and self.watch.repeats_on(logits.device):
+            compute = partial(original, **options)
+            return RepeatedCall(self.watch, "loss", compute).run(logits, target)
+        applies = (
+            applies
             and logits.dim() == 2
             and target.dim() == 1
-            and logits.numel() > 0
             and set(options) <= {"ignore_index", "reduction", "label_smoothing"}
-            and not is_dtensor(logits)
         )
         if not applies:
             return original(logits, target, **options)
         return _Call(self.watch, original, options).run(logits, target)
+
+
+_CALLS = threading.local()
+
+
+class RepeatChecks:
+    """Checks softmax and losses other than cross-entropy by computing them twice, on the CPU.
+
+    Args:
+        watch: What all checks of the guard share.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def replacing(self) -> AbstractContextManager[object]:
+        """Put the check in place of the functions for all callers, until the context ends."""
+        undo = ExitStack()
+        for kind, stand_in in ((_LOSSES, self._loss), (_SOFTMAX, self._softmax)):
+            for function in kind:
+                undo.enter_context(function.by(stand_in))
+        return undo
+
+    def prefer(self) -> None:
+        """Of several that replace the functions, be the one that is called."""
+        for kind, stand_in in ((_LOSSES, self._loss), (_SOFTMAX, self._softmax)):
+            for function in kind:
+                function.prefer(stand_in)
+
+    def _loss(self, original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        return self._run("loss", "loss", original, args, options)
+
+    def _softmax(self, original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        within = calling_attention("")
+        name = f"{within}.softmax" if within else "softmax"
+        return self._run("softmax", name, original, args, options)
+
+    def _run(
+        self,
+        kind: str,
+        name: str,
+        original: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Tensor:
+        if "input" in options:
+            args = (options.pop("input"), *args)
+        first, *others = args
+        applies = (
+            not getattr(_CALLS, "inside", False)
+            and torch.is_grad_enabled()
+            and first.requires_grad
+            and first.numel() > 0
+            and self.watch.repeats_on(first.device)
+            and not is_dtensor(first)
+            and not torch._C._are_functorch_transforms_active()
+            # Those may be used several times; see `outlast.guard.autograd_hooks`.
+            and not any(
+                isinstance(each, torch.Tensor) and (each.requires_grad or is_dtensor(each))
+                for each in (*others, *options.values())
+            )
+            and (name == kind or self.watch.policy.reaches("full", name.removesuffix(".softmax")))
+        )
+        if not applies:
+            return original(*args, **options)
+
+        def compute(given: Tensor) -> Tensor:
+            _CALLS.inside = True
+            try:
+                return original(given, *others, **options)
+            finally:
+                _CALLS.inside = False
+
+        return RepeatedCall(self.watch, name, compute, kind).run(first)
+
+
+@dataclass(eq=False)
+class RepeatedCall:
+    """One call of a function that is computed twice.
+
+    Attributes:
+        name: Under which it counts.
+        compute: The function of the tensors that may need a gradient.
+        kind: First part of the names of its checks.
+        digest: Hash of the output as it was handed on.
+    """
+
+    watch: Watch
+    name: str
+    compute: Callable[..., Tensor]
+    kind: str = "loss"
+    digest: Tensor | None = None
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        """The function's value."""
+        y = watched(self.compute, inputs, inputs, self.backward)
+        self.watch.touch(f"{self.kind}.output", self.name, y.data)
+
+        def again() -> Tensor:
+            return self.watch.touched(f"{self.kind}.output", self.name, self.compute(*inputs))
+
+        site = self.watch.ledger.site(self.name, f"{self.kind}.forward")
+        repeated_output(self.watch, site, y, again)
+        self.digest = self.watch.timed(hash64, [y])
+        return y
+
+    def backward(self, seen: Seen) -> Gradients:
+        """Compute the gradients a second time, and the output: inputs may have changed since."""
+        assert self.digest is not None
+        y, second = seen.again(seen.kept)
+        if not bool(hash64([y]) == self.digest):
+            site = self.watch.ledger.site(self.name, f"{self.kind}.forward")
+            self.watch.find(site, y.device, 1, math.inf, "detected")
+            return seen.gradients
+        computations = chain([second], iter(lambda: seen.again(seen.kept)[1], None))
+        places = [i for i, item in enumerate(seen.gradients) if item is not None]
+
+        def touched(made: Gradients) -> list[Tensor]:
+            own = [item for i in places if (item := made[i]) is not None]
+            return [self.watch.touched(f"{self.kind}.dlogits", self.name, item) for item in own]
+
+        site = self.watch.ledger.site(self.name, f"{self.kind}.dlogits")
+        given = touched(seen.gradients)
+        right = repeated(self.watch, site, given, lambda: touched(next(computations)))
+        gradients = list(seen.gradients)
+        for i, item in zip(places, right, strict=True):
+            gradients[i] = item
+        return tuple(gradients)
 
 
 @dataclass(frozen=True)

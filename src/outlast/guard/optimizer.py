@@ -160,6 +160,16 @@ def adam_reach(decay: Decay, betas: tuple[float, float], eps: float, steps: Numb
     return ratio * max(1.0, vanished)
 
 
+@lru_cache(maxsize=64)
+def stored_eps(eps: float, dtype: torch.dtype) -> float:
+    """`eps` as it may be where v = 0: torch adds it in the moments' type, where it may vanish.
+
+    In fp16 Adam's default of 1e-8 does. The update is then m / 0 wherever g^2 has vanished as well,
+    which is the data's own.
+    """
+    return min(eps, float(torch.tensor(eps, dtype=torch.float64).to(dtype)))
+
+
 def update_slack(dtype: torch.dtype) -> float:
     """By what factor rounding in `dtype` may lengthen an update."""
     return (1.0 + unit_roundoff(name_of(dtype))) ** _UPDATE_ROUNDINGS

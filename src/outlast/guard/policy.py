@@ -197,23 +197,30 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "norm.forward": Operation(
         "full",
-        "Y v = r (X - mean) (v g) + b v for random signs v, mean and r found again, per row",
-        "any wrong value in Y above the detection point, a wrong mean or variance",
-        "errors of one row whose signed sum vanishes; an X that was wrong before",
+        "computed a second time with the same bits (CPU); elsewhere Y v = r (X - mean) (v g) + b v "
+        "for random signs v, mean and r found again, per row",
+        "any bit that a transient fault has changed (CPU); any wrong value in Y above the "
+        "detection point, a wrong mean or variance; an X that changed before the backward pass",
+        "the same wrong value twice (CPU); errors of one row whose signed sum vanishes; an X that "
+        "was wrong before",
         corrects=True,
     ),
     "norm.dx": Operation(
         "full",
+        "computed a second time with the same bits (CPU); elsewhere "
         "dX u = r (dY (g u) - m1 sum u - m2 x_hat u) for random signs u, per row",
-        "any wrong number in dX above the detection point, a wrong saved mean or r",
+        "any bit that a transient fault has changed (CPU); any wrong number in dX above the "
+        "detection point, a wrong saved mean or r",
         "as above; a dY that was wrong before; corrects no RMSNorm of fp32 data, since its parts "
         "of dX have continued already (detected)",
         corrects=True,
     ),
     "norm.dw": Operation(
         "full",
+        "computed a second time with the same bits (CPU); elsewhere "
         "dg = sum dY x_hat and db = sum dY, summed again, per feature",
-        "any wrong number in dg or db above the detection point",
+        "any bit that a transient fault has changed (CPU); any wrong number in dg or db above the "
+        "detection point",
         "as for norm.dx; what happens to dg and db after they were computed",
         corrects=True,
     ),
@@ -227,49 +234,74 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "attention.forward": Operation(
         "full",
-        "every O lies between the smallest and largest V of its channel",
-        "an O out of that range or not finite: high exponent bits",
-        "all errors within the range, and wrong scores: attention.dv sees those later; dropout",
+        "computed a second time with the same bits before it is used (CPU); elsewhere every O lies "
+        "between the smallest and largest V of its channel",
+        "any bit that a transient fault has changed (CPU); elsewhere an O out of that range or not "
+        "finite: high exponent bits",
+        "the same wrong value twice (CPU); elsewhere all errors within the range, and wrong "
+        "scores: attention.dv sees those later; dropout",
         corrects=True,
     ),
     "attention.output": Operation(
         "full",
-        "a 64-bit hash of O as it is handed on, and again going back",
-        "any bit of O that changed after it was handed on",
+        "a 64-bit hash of O as it is handed on, and again going back; of Q, K and V with it (CPU)",
+        "any bit of O (on the CPU, of Q, K and V) that changed after it was handed on",
         "an O that was wrong when it was handed on; without deterministic kernels, one that "
         "activation checkpointing has computed again",
         corrects=False,
     ),
     "attention.dv": Operation(
         "full",
-        "sum dV = sum dO (without dropout) and sum V dV = sum dO O, per channel of each head",
-        "above the detection point a wrong dV, a log-sum-exp that changed, and an O that was wrong "
-        "when it was used (detected)",
-        "scores that are wrong in both passes alike; errors whose sums vanish (there are no random "
-        "signs here); an O that was used and wrong by less",
+        "computed a second time with the same bits (CPU); elsewhere sum dV = sum dO (without "
+        "dropout) and sum V dV = sum dO O, per channel of each head",
+        "any bit that a transient fault has changed (CPU); above the detection point a wrong dV, a "
+        "log-sum-exp that changed, and an O that was wrong when it was used (detected)",
+        "the same wrong value twice (CPU); scores that are wrong in both passes alike; errors "
+        "whose sums vanish (there are no random signs here); an O that was used and wrong by less",
         corrects=True,
     ),
     "attention.dk": Operation(
         "full",
+        "dK, dQ and the mask's gradient computed a second time with the same bits (CPU); elsewhere "
         "sum dK = 0 and sum Q dQ = sum K dK, per channel of each head",
-        "a wrong dQ or dK, a wrong D = sum dO O, above the detection point",
-        "a dS that is wrong and still sums to zero; as above; a dQ where Q is near 0, or whose "
-        "keys are frozen; a gradient of the mask",
+        "any bit that a transient fault has changed (CPU); a wrong dQ or dK, a wrong D = sum dO O, "
+        "above the detection point",
+        "the same wrong value twice (CPU); a dS that is wrong and still sums to zero; as above; a "
+        "dQ where Q is near 0, or whose keys are frozen; a gradient of the mask",
         corrects=True,
     ),
     "loss.forward": Operation(
         "full",
-        "loss = log-sum-exp - logit of the target, found again, per row or summed up",
-        "a wrong loss above the detection point",
-        "class weights, probabilities as targets, logits of more than two dimensions",
+        "computed a second time with the same bits (CPU, with all options, and mse, l1, smooth l1, "
+        "huber, nll, kl_div and binary cross-entropy); elsewhere cross-entropy of two dimensions: "
+        "log-sum-exp - logit of the target, found again",
+        "any bit that a transient fault has changed (CPU); a wrong loss above the detection point",
+        "the same wrong value twice (CPU); elsewhere class weights, probabilities as targets, "
+        "logits of more than two dimensions, other losses; targets that need a gradient",
         corrects=True,
     ),
     "loss.dlogits": Operation(
         "full",
-        "each row of dlogits sums to zero",
-        "any wrong number in dlogits above the detection point",
-        "errors of one row whose sum vanishes; a row of the right shape with a wrong factor; "
-        "what loss.forward does not cover",
+        "computed a second time with the same bits (CPU); elsewhere each row sums to zero",
+        "any bit that a transient fault has changed (CPU), logits that changed before; any wrong "
+        "number in dlogits above the detection point",
+        "the same wrong value twice (CPU); errors of one row whose sum vanishes; a row of the "
+        "right shape with a wrong factor; what loss.forward does not cover",
+        corrects=True,
+    ),
+    "softmax.forward": Operation(
+        "full",
+        "softmax and log_softmax computed a second time have the same bits (on the CPU)",
+        "any bit that a transient fault has changed, before it is used",
+        "the same wrong value twice; an input that was wrong before; other devices; softmax inside "
+        "of torch's own C++ functions",
+        corrects=True,
+    ),
+    "softmax.dlogits": Operation(
+        "full",
+        "the gradient computed a second time has the same bits (on the CPU)",
+        "any bit that a transient fault has changed; an input or output that changed since",
+        "as above",
         corrects=True,
     ),
     "weight": Operation(

@@ -126,11 +126,12 @@ class OptimizerGroup:
         beta1, beta2 = (number(option) for option in options["betas"])
         if rate is None or weight_decay is None or beta1 is None or beta2 is None:
             return None
-        if options["eps"] == 0.0:
+        eps = bounds.stored_eps(options["eps"], dtype)
+        if eps == 0.0:
             return None
         decoupled = options.get("decoupled_weight_decay", False)
         keep = 1.0 - moved * (rate * weight_decay if decoupled else 0.0)
-        reach = bounds.adam_reach(decay, (beta1, beta2), options["eps"], steps)
+        reach = bounds.adam_reach(decay, (beta1, beta2), eps, steps)
         return keep, moved * rate * reach * bounds.update_slack(dtype)
 
     def muon_bound(self, parameter: Tensor, moved: float) -> tuple[float, float] | None:
@@ -174,7 +175,8 @@ class OptimizerGroup:
         for dtype in {parameter.dtype for parameter in options["params"]}:
             decay = self.decay(dtype)
             assert decay is not None
-            ever = bounds.adam_reach_ever(decay, (self._betas[0], self._betas[2]), options["eps"])
+            eps = bounds.stored_eps(options["eps"], dtype)
+            ever = bounds.adam_reach_ever(decay, (self._betas[0], self._betas[2]), eps)
             reach = max(reach, ever * bounds.update_slack(dtype))
         return reach
 

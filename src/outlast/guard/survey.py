@@ -56,7 +56,10 @@ _REPLACED = FunctionPatch(torch.autograd, "backward")
 _SURVEYS: weakref.WeakSet[Survey] = weakref.WeakSet()
 
 _OF_GRADIENTS = frozenset(
-    ("linear.dw", "embedding.dw", "norm.dw", "attention.dv", "attention.dk", "loss.dlogits")
+    (
+        *("linear.dw", "embedding.dw", "norm.dw", "attention.dv", "attention.dk"),
+        *("loss.dlogits", "softmax.dlogits"),
+    )
 )
 """Checks that watch the gradient of an operation's inputs."""
 _OF_OPERATIONS = {

@@ -81,9 +81,6 @@ class RandomSigns:
 _ALIGNMENT = 128
 """Tiles begin and end at multiples of this: many witnesses, and shapes that kernels like."""
 
-BELIEVED = 4.0
-"""Numbers that come out twice with the same bits are believed up to so many thresholds."""
-
 
 def correct(
     stored: Tensor,
@@ -101,10 +98,11 @@ def correct(
         check: Checks `stored` as it is now.
         beyond: Of the rows of a judgement, those that no rounding explains, as
             `outlast.guard.linear.beyond_rounding`; asked where computing again changes nothing.
-            Without it such numbers are believed up to `BELIEVED` thresholds.
+            Without it nothing tells them from rounding: they are ``detected``.
 
     Returns:
-        ``corrected``, ``check``, ``rounding``, ``not_finite`` or ``persistent``; see `Outcome`.
+        ``corrected``, ``check``, ``rounding``, ``not_finite``, ``detected`` or ``persistent``; see
+        `Outcome`.
     """
     changed = _replace(stored, flags, redo)
     judged = check()
@@ -116,13 +114,16 @@ def correct(
         return "corrected" if changed else "check"
     rows = judged.flags.to(stored.device).nonzero().flatten()
     finite = torch.isfinite(stored[rows]).all(dim=1)
-    if beyond is not None:
-        wrong = bool(beyond(judged).exceeded)
-    else:
-        wrong = bool(finite.any()) and not float(judged.worst) <= BELIEVED * DEVIATIONS
-    if wrong:
-        return "persistent"
-    return "rounding" if bool(finite.all()) else "not_finite"
+    if beyond is None:
+        return "detected" if bool(finite.any()) else "not_finite"
+    if not bool(beyond(judged).exceeded):
+        return "rounding" if bool(finite.all()) else "not_finite"
+    if not changed and _replace_all(stored, redo):
+        # The fault has come in two computations alike, but not in a third.
+        judged = check()
+        if not judged.exceeded or not bool(beyond(judged).exceeded):
+            return "corrected"
+    return "persistent"
 
 
 def _replace(stored: Tensor, flags: Tensor, redo: Callable[[int, int], Tensor]) -> bool:
@@ -214,6 +215,7 @@ class Watch:
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
         fault_hook: See `outlast.guard.findings`.
         operations: The checks at torch's dispatcher; None below level ``linear``.
+        repeats: Whether operations are checked by computing them twice; see `repeats_on`.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
@@ -231,6 +233,7 @@ class Watch:
         self.driven = False
         self.fault_hook: FaultHook | None = None
         self.operations: OperationChecks | None = None
+        self.repeats = False
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
@@ -273,6 +276,13 @@ class Watch:
         """Draw other signs; sums of weights with the old ones no longer serve."""
         self.generation += 1
         self.signs.renew()
+
+    def repeats_on(self, device: torch.device) -> bool:
+        """Whether operations on `device` are computed twice, where an identity would see less.
+
+        On the CPU, whose kernels give the same bits every time, and where nothing waits for it.
+        """
+        return self.repeats and device.type == "cpu"
 
     def timed(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """``check(*args, **options)``, its time counted in `seconds`."""
