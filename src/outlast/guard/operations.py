@@ -128,11 +128,8 @@ class OperationChecks:
 
     def remove(self) -> None:
         """Put torch's kernels back once no guard needs others."""
-        global _library  # noqa: PLW0603
-        _installed[:] = [item for item in _installed if item() not in {None, self}]
-        if not _installed and _library is not None:
-            _library._destroy()  # type: ignore[no-untyped-call]
-            _library = None
+        _installed[:] = [item for item in _installed if item() is not self]
+        release_kernels()
 
     def begin(self) -> None:
         """Begin to count anew with the next operation."""
@@ -463,6 +460,15 @@ class OperationChecks:
             if path := names.get(id(frame.f_locals.get("self"))):
                 return path
         return name
+
+
+def release_kernels() -> None:
+    """Put torch's kernels back if no guard is left, whose model may be gone without `remove`."""
+    global _library  # noqa: PLW0603
+    _installed[:] = [item for item in _installed if item() is not None]
+    if not _installed and _library is not None:
+        _library._destroy()  # type: ignore[no-untyped-call]
+        _library = None
 
 
 def _replace_kernels(library: Library, key: str) -> None:

@@ -16,6 +16,7 @@ the gradient without protection, and what the guard makes of it.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import warnings
@@ -33,6 +34,7 @@ from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard.handle import guard
 from outlast.guard.inject.campaign import Rate
 from outlast.guard.inject.fault import Pattern, relative_change, settled, strike
+from outlast.guard.operations import release_kernels
 from outlast.guard.residual import equal_bits
 
 if TYPE_CHECKING:
@@ -216,6 +218,9 @@ def faults_at(operations: Iterable[str] = PRODUCTS) -> Iterator[Kernels]:
     Raises:
         GuardError: For an unknown operation, or one that a guard has overridden already.
     """
+    # Guards whose model is gone, as a cycle, may still hold kernels.
+    gc.collect()
+    release_kernels()
     kernels = Kernels(operations)
     try:
         yield kernels
