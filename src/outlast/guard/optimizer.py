@@ -333,7 +333,7 @@ def check_range(
     stretched = math.exp(min(growth + 2.0 * steps * math.log1p(unit), 700.0))
     allowed = stretched * (before.double() + distance)
     # What is not finite is judged by other checks.
-    flags = ((largest > allowed) & torch.isfinite(before)).reshape(1)
+    flags = ((largest > allowed) & torch.isfinite(before) & torch.isfinite(largest)).reshape(1)
     return _judged(flags, (largest / allowed).nan_to_num(0.0, 0.0))
 
 
