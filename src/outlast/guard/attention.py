@@ -291,8 +291,9 @@ class _Call:
                 )
                 sums[:] = [logsum]
             else:
-                with self.same_dropout():
-                    fresh = self.compute(*inputs)
+                # torch chooses the kernel by what needs a gradient.
+                with self.same_dropout(), torch.enable_grad():
+                    fresh = self.compute(*inputs).detach()
             return self.touched("attention.output", fresh)
 
         repeated_output(self.watch, site, o, again)

@@ -178,7 +178,8 @@ class Record:
             for leaf in leaves:
                 leaf.requires_grad_()
             y = self.compute(*fresh)
-            gradients = torch.autograd.grad(y, leaves, dy.detach(), allow_unused=True)
+        # As in the pass that is checked, which may have left the region.
+        gradients = torch.autograd.grad(y, leaves, dy.detach(), allow_unused=True)
         every: list[Tensor | None] = [None] * self.inputs
         for index, gradient in zip(self.wanted, gradients, strict=True):
             every[index] = gradient

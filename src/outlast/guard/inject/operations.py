@@ -218,7 +218,8 @@ def faults_at(operations: Iterable[str] = PRODUCTS) -> Iterator[Kernels]:
     Raises:
         GuardError: For an unknown operation, or one that a guard has overridden already.
     """
-    # Guards whose model is gone, as a cycle, may still hold kernels.
+    # Guards whose model is gone, as a cycle with finalizers, may still hold kernels.
+    gc.collect()
     gc.collect()
     release_kernels()
     kernels = Kernels(operations)
