@@ -10,6 +10,7 @@ change too: the run continues with them from there, and records it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -428,6 +429,23 @@ class ParallelSection(ChangeableSection):
     """stages per process of the interleaved schedule"""
 
 
+_AUDIT_RIGHT = (
+    '"off", or the share of the time that audits may take, above 0 and at most 100, such as "0.5 %"'
+)
+
+
+def _audit(value: Any) -> str:
+    """A share of the time in per cent, as it is written, or ``off``."""
+    if value == "off":
+        return "off"
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        with contextlib.suppress(ValueError):
+            share = float(value.rstrip().removesuffix("%"))
+            if 0.0 < share <= 100.0:
+                return f"{share:.12g} %"
+    raise PydanticCustomError("audit", "{right}", {"right": _AUDIT_RIGHT})
+
+
 class GuardSection(ChangeableSection):
     """Checks of computations for silent data corruption."""
 
@@ -441,6 +459,14 @@ class GuardSection(ChangeableSection):
     """compute wrong values again and put the right ones in place"""
     persistent: Literal["raise", "drop"] = "raise"
     """when a process's numbers stay wrong: stop the run, or drop its gradient and continue"""
+    audit: Annotated[str, PlainValidator(_audit)] = "0.5 %"
+    """share of the time in which passes and updates are computed a second time and compared, on
+    another rank where there is one; "off": never"""
+
+    @property
+    def audit_share(self) -> float:
+        """Share of the time for audits; 0: none are made."""
+        return 0.0 if self.audit == "off" else float(self.audit.removesuffix("%")) / 100.0
 
 
 class CodingSection(ChangeableSection):

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,6 +59,7 @@ class RunGuard:
             correct=settings.correct,
             persistent=settings.persistent,
             seed=seed,
+            audit=settings.audit_share,
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -104,6 +105,18 @@ class RunGuard:
         self._passes, self._losses = [], []
         return loss
 
+    def audit(
+        self, reload: Callable[[Any], Any], passes: Callable[[Any], torch.Tensor], batch: Any
+    ) -> torch.Tensor:
+        """See `Guard.audit`; `reload` reads a batch again."""
+        return self.guard.audit(passes, batch, reload=lambda: reload(batch))
+
+    def refuse_audits(self, why: str) -> None:
+        """Audit no passes, since they cannot be repeated."""
+        if self.guard.replays is not None:
+            self.guard.replays.refuse(why)
+            self.warnings.append(f"guard.audit: passes are not audited: {why}")
+
     def restart(self, step: int) -> None:
         """Weights were loaded, or are first ones: `step` steps are done; see `Guard.restart`."""
         self._passes, self._losses = [], []
@@ -117,6 +130,8 @@ class RunGuard:
         before = self.guard
         before.remove()
         self.guard = guard(model, optimizers, before.policy)
+        if self.guard.replays is not None and before.replays is not None:
+            self.guard.replays.follow(before.replays)
         self.guard.watch.seconds = before.seconds or 0.0
         self.guard.ledger.findings += before.ledger.findings
         for (module, operation), site in before.ledger.sites.items():
@@ -189,6 +204,7 @@ class RunGuard:
         calls = {name: f"{count}x" for name, count in sorted(uncovered.operations.items())}
         gaps = [*collapsed(uncovered.parameters).items(), *collapsed(calls).items()]
         parameters, at_rest = self.guard.at_rest()
+        audits = self.guard.audits()
         return Guarded(
             step=step,
             policy=self.guard.policy.level,
@@ -203,4 +219,5 @@ class RunGuard:
             unwatched=uncovered.unwatched,
             flops=uncovered.flops,
             gaps=dict(gaps[:_MOST_GAPS]),
+            audits=None if audits is None else {**asdict(audits), "share": audits.share},
         )
