@@ -12,7 +12,8 @@ sums with random signs. The squared distance of two such sums has the squared di
 tensors as its mean (count sketch: Charikar, Chen and Farach-Colton 2002), and one wrong number
 stands in it unchanged. The tolerance is measured: at the first audit the passes are repeated
 `CLEAN_REPEATS` times, and what differs by more than `WIDER` times the largest of these (of half of
-the ranks), and by more than `WIDER` roundings of the tensor's type, is a finding.
+the ranks), and by more than `WIDER` roundings of the tensor's type, is in doubt. Noise grows where
+gradients become sums of what cancels, so a tensor in doubt is measured again, in that step.
 
 *Gradients* are read as autograd hands them to the parameters, before they are added to those of
 other micro-batches and before DDP sums them over ranks. A replay gets the batch as it arrived, the
@@ -41,6 +42,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -269,7 +271,7 @@ class Audit:
     @property
     def report(self) -> AuditReport:
         """The audits made so far."""
-        tolerance = 0.0 if self._tolerance is None else float(self._tolerance.max())
+        tolerance = 0.0 if self._tolerance is None else float(self._tolerance.median())
         return AuditReport(
             budget=self.watch.policy.audit if not self.watch.policy.audit_period else 0.0,
             period=self.schedule.period,
@@ -411,6 +413,8 @@ class Audit:
         began = self._clock()
         measures = not self._exact and self._tolerance is None
         wanted = 1 + (CLEAN_REPEATS if measures else 1)
+        # For a vote, one more computation; for the noise of here and now, several.
+        more = 1 if self._exact else CLEAN_REPEATS
         while len(found) < wanted:
             begin()
             moment.restore(self.device, self._buffers)
@@ -419,13 +423,16 @@ class Audit:
                 if measures:
                     self._set_tolerance(found[0], found[1:])
                     measures = False
-                if any(self._gathered(bool(self._compare(found[0], found[1])))):
-                    wanted = max(wanted, 3)
+                differs = bool(self._compare(found[0], found[1]))
+                if wanted < 2 + more and any(self._gathered(differs)):
+                    wanted = 2 + more
         self._judge_step(found)
         self.budget.spend(self._clock() - began)
 
     def _judge_step(self, found: list[_Fingerprints]) -> None:
         first, second, third = found[0], found[1], found[min(2, len(found) - 1)]
+        if not self._exact and len(found) == 2 + CLEAN_REPEATS:
+            self._widen(found[2:])
         difference = self._compare(first, second)
         vote = None
         if difference:
@@ -453,9 +460,14 @@ class Audit:
     ) -> None:
         """Compare, and let a third computation vote where that is needed; the group together."""
         difference = self._compare(original, again)
+        bad = any(self._gathered(bool(difference)))
+        if bad and not self._exact:
+            # Noise grows where gradients become sums of what cancels: here and now it may be more.
+            self._widen([play(0) for _ in range(CLEAN_REPEATS)])
+            difference = self._compare(original, again)
+            bad = any(self._gathered(bool(difference)))
         self._count_compared(difference)
-        bad = self._gathered(bool(difference))
-        if not any(bad):
+        if not bad:
             self._proven = True
             return
         size, me = self._size, self._place
@@ -691,8 +703,7 @@ class Audit:
         if self._exact is not None:
             return
         kinds = self._gathered((repeats_bits(self.device), device_kind(self.device)))
-        alike = self._unit == "step" or len({kind for _, kind in kinds}) == 1
-        self._exact = all(exact for exact, _ in kinds) and alike
+        self._exact = all(exact for exact, _ in kinds) and len({kind for _, kind in kinds}) == 1
 
     def _gathered(self, value: Any) -> list[Any]:
         """Values of all ranks that audit together: of the group, or where passes are, of all."""
@@ -722,11 +733,7 @@ class Audit:
         self._set_tolerance(original, [again, *map(play, shifts)])
 
     def _set_tolerance(self, original: _Fingerprints, repeats: list[_Fingerprints]) -> None:
-        apart = torch.stack([_distance(original.rows, item.rows) for item in repeats])
-        largest = torch.nan_to_num(apart, nan=0.0, posinf=0.0).amax(dim=0)
-        if self._unit == "micro-batch":
-            # One wrong rank does not widen it for all.
-            largest = torch.stack(self._gathered(largest)).median(dim=0).values
+        largest = self._noise([(original, item) for item in repeats])
         tensors = [None, *self._parameters, *self._buffers]
         floors = [
             torch.finfo(item.dtype).eps
@@ -736,6 +743,21 @@ class Audit:
         ]
         # 16-bit parameters get 16-bit gradients; autocast rounds on the way to wider ones.
         self._tolerance = WIDER * torch.maximum(largest, torch.tensor(floors, dtype=torch.float64))
+
+    def _widen(self, repeats: list[_Fingerprints]) -> None:
+        """Take in by how much computations of the same rank differ, in a step that is in doubt."""
+        assert self._tolerance is not None
+        noise = self._noise([*combinations(repeats, 2)])
+        self._tolerance = torch.maximum(self._tolerance, WIDER * noise)
+
+    def _noise(self, pairs: Sequence[tuple[_Fingerprints, _Fingerprints]]) -> Tensor:
+        """(tensors,) largest distance of these pairs, as half of the ranks find it at most."""
+        apart = torch.stack([_distance(one.rows, two.rows) for one, two in pairs])
+        largest = torch.nan_to_num(apart, nan=0.0, posinf=0.0).amax(dim=0)
+        if self._unit == "step":
+            return largest
+        # One wrong rank does not widen it for all.
+        return torch.stack(self._gathered(largest)).median(dim=0).values
 
     def _compare(self, one: _Fingerprints, two: _Fingerprints) -> _Difference:
         if self._exact:

@@ -30,7 +30,7 @@ class AuditReport:
         microbatches: Micro-batches per step, one of which is audited; 1 where it is the step.
         elsewhere: Whether the second computation is another rank's.
         exact: Whether bits are compared; None before the first audit.
-        tolerance: Else the largest tolerance of a tensor, as a share of its norm.
+        tolerance: Else the median of the tensors' tolerances, as shares of their norms.
         updates: Audits of optimizers' steps.
         update_share: Share of the optimizers' numbers that one of them goes through.
         compared: Tensors compared.

@@ -373,7 +373,7 @@ def _audits(reports: Sequence[dict[str, Any]]) -> str:
         where = "on another rank" if newest["elsewhere"] else "on the same device"
         how = "bit for bit"
         if newest["exact"] is False:
-            how = f"within {newest['tolerance']:.2g} of each tensor's norm"
+            how = f"within {newest['tolerance']:.2g} of a tensor's norm in the median"
         said += f", repeated {where} and compared {how} ({int(total('compared')):,} tensors)"
     if newest["why_not"]:
         said += f"; passes are not audited: {newest['why_not']}"
