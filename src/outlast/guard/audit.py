@@ -60,7 +60,7 @@ from outlast.guard.replica_hashes import CHAIN, hash64
 from outlast.guard.residual import ResidualTest, equal_bits
 from outlast.guard.threshold import DEVIATIONS
 from outlast.guard.update_audit import UpdateAudit
-from outlast.state.sharded import is_dtensor, is_fsdp_module
+from outlast.state.sharded import is_dtensor, is_fsdp1_module, is_fsdp_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +77,7 @@ CLEAN_REPEATS = 4
 WIDER = 4.0
 """The tolerance, in differences of clean computations, and at least in roundings of the type."""
 
+_REPEATED = "the batch, buffers and torch's, NumPy's and Python's generators"
 _SKETCH = 64
 _BLOCK = _SKETCH * 64
 
@@ -238,8 +239,13 @@ class Audit:
         self._buffers = [buffer for _, buffer in model.named_buffers() if not is_dtensor(buffer)]
         buffers = [name for name, buffer in model.named_buffers() if not is_dtensor(buffer)]
         self._names = ["the loss", *(name for name, _ in named), *buffers]
+        modules = list(model.modules())
         self._sharded = any(map(is_dtensor, self._parameters)) or any(
-            is_fsdp_module(module) for module in model.modules()
+            is_fsdp_module(module) or is_fsdp1_module(module) for module in modules
+        )
+        # Where passes need all ranks, one alone cannot repeat another's.
+        self._together = self._sharded or any(
+            isinstance(module, torch.nn.SyncBatchNorm) for module in modules
         )
         self._group = None if wrapper is None else wrapper.process_group
         self._place = 0 if self._group is None else dist.get_rank(self._group)
@@ -352,7 +358,7 @@ class Audit:
     ) -> Any:
         """``passes(batch)``, and its audit where it is due; see `Guard.audit`."""
         number, self._number = self._number, self._number + 1
-        if not self.due or self.why_not or self._sharded:
+        if not self.due or self.why_not or self._together:
             return passes(batch)
         # As many as in the step before; in a first one they are not known.
         if number != self.schedule.draw(2, self.watch.step) % max(self._count, 1):
@@ -391,7 +397,7 @@ class Audit:
                 self._before = _Moment.take(self.device, self._buffers)
             else:
                 self._before.restore_buffers(self._buffers)
-        if not self.due or self.why_not or (self._count and not self._sharded):
+        if not self.due or self.why_not or (self._count and not self._together):
             yield
             return
         self._unit = "step"
@@ -405,7 +411,7 @@ class Audit:
             found.append(self._taken(recorder, None, None))
 
         yield from passes()
-        if self._number and not self._sharded:
+        if self._number and not self._together:
             # `micro_batch` audits this loop, from the next audit on without this one.
             return
         self._audited = True
@@ -438,8 +444,8 @@ class Audit:
         if difference:
             alone, reproduced = self._alone(first, second, third)
             said = f"the passes of the step, computed again by the same ranks: {alone}"
-            if self._sharded and _world_size() > 1:
-                said += "; gradients were summed over ranks: whose part was wrong is not known"
+            if self._together and _world_size() > 1:
+                said += "; all ranks have a part in it: whose was wrong is not known"
             vote = _Vote(0, (0,), said, difference, reproduced)
         self._count_compared(difference)
         everyone = self._gathered(vote)
@@ -522,6 +528,8 @@ class Audit:
         if like_original and not self._compare(fourth, original) and not same:
             return (other,), f"{theirs} is wrong (its second computation agrees with {mine})", True
         said = f"{mine} or {theirs} is wrong, and two ranks cannot tell which"
+        if not self._proven:
+            said += f", or the passes use more than {_REPEATED}"
         return (me, other), said, like_original or same
 
     def _alone(
@@ -547,9 +555,8 @@ class Audit:
         if reproduced and not (again and self._alone_or_together):
             return False
         self._stop(
-            "they give other numbers each time, because they use more than the batch, buffers and "
-            "torch's, NumPy's and Python's generators, or because the device is wrong every time; "
-            f"{votes[0].said}"
+            f"they give other numbers each time: they use more than {_REPEATED}, or the device is "
+            f"wrong every time; {votes[0].said}"
         )
         return True
 
@@ -572,8 +579,9 @@ class Audit:
         if after not in (arrived, replayed):
             # Passes may write to their batch; then the replay has done the same.
             wrong = "it changed in memory after it had arrived"
-            stored, _ = self._unpacked(content)
-            _put_back(batch, stored)
+            if self.watch.policy.correct:
+                stored, _ = self._unpacked(content)
+                _put_back(batch, stored)
         elif reload is not None and data_hash(reload()) != arrived:
             wrong = "read again, it is another one"
         flags = torch.tensor([bool(wrong)])
