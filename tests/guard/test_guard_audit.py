@@ -478,6 +478,26 @@ def test_a_loop_whose_passes_nobody_can_repeat_is_told_so_once() -> None:
     assert (report.replays, report.updates) == (0, 4)
 
 
+def test_steps_are_repeated_only_where_that_is_allowed() -> None:
+    policy = audited(audit_steps=False)
+    training = Training(policy, unit="step")
+    given = Training(policy, unit="micro-batch")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            training.step()
+            given.step()
+    assert not [each for each in caught if "guard.audit" in str(each.message)]
+    assert training.guard is not None
+    assert given.guard is not None
+    report, other = training.guard.audits(), given.guard.audits()
+    assert report is not None
+    assert other is not None
+    assert (report.replays, report.updates) == (0, 4)
+    assert 'with guard.audit = "auto"' in report.why_not
+    assert (other.replays, other.why_not) == (4, "")
+
+
 def test_a_batch_that_cannot_be_copied_is_refused() -> None:
     training = Training(audited(), microbatches=1)
     assert training.guard is not None
@@ -702,10 +722,11 @@ def test_the_stated_audits_have_the_stated_confidence(
 # Settings and data.
 
 
-@pytest.mark.parametrize("text", ["off", "0.5 %", "2%", "100 %", "0.05 %"])
+@pytest.mark.parametrize("text", ["auto", "off", "0.5 %", "2%", "100 %", "0.05 %"])
 def test_the_setting_is_a_share_of_the_time(text: str) -> None:
     section = load_loop_job(None, [f"guard.audit={text}"]).guard
-    expected = 0.0 if text == "off" else float(text.strip(" %")) / 100
+    named = {"auto": 0.005, "off": 0.0}
+    expected = named[text] if text in named else float(text.strip(" %")) / 100
     assert math.isclose(section.audit_share, expected)
 
 

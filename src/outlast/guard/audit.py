@@ -219,6 +219,7 @@ class Audit:
         budget: What they take.
         updates: Those of the optimizers' steps.
         why_not: Why no passes are audited.
+        repeats_steps: Whether bodies of `Guard.attempts` are repeated.
     """
 
     def __init__(
@@ -233,6 +234,7 @@ class Audit:
         self.schedule = AuditSchedule(policy.seed, policy.audit_period)
         self.budget = AuditBudget(policy.audit)
         self.why_not = ""
+        self.repeats_steps = policy.audit_steps
         self._wrapper = wrapper
         named = list(model.named_parameters())
         self._parameters = [parameter for _, parameter in named]
@@ -319,10 +321,16 @@ class Audit:
         self.budget.step()
         if not self.schedule.due(self.watch.step):
             return
-        if not self._audited and not given:
+        if not self._audited and not given and self.repeats_steps:
             self._stop(
                 "the loop does not repeat its passes: put them into `for _ in guard.attempts():`, "
                 "or give them to guard.audit(passes, batch)"
+            )
+        elif not self._audited and not given:
+            # Not asked for, so nothing to warn of.
+            self.why_not = self.why_not or (
+                'with guard.audit = "auto" only those of `outlast train` are, and those that are '
+                "given to guard.audit(); a share repeats steps in guard.attempts(), too"
             )
         self._audited = False
         self._before = None
@@ -336,6 +344,7 @@ class Audit:
     def follow(self, before: Audit) -> None:
         """Take the place of another's, whose counts continue."""
         self.budget, self._replays = before.budget, before._replays
+        self.repeats_steps = before.repeats_steps
         self._compared, self.why_not = before._compared, before.why_not
         self.updates.made, self.updates.compared = before.updates.made, before.updates.compared
 
@@ -397,7 +406,8 @@ class Audit:
                 self._before = _Moment.take(self.device, self._buffers)
             else:
                 self._before.restore_buffers(self._buffers)
-        if not self.due or self.why_not or (self._count and not self._together):
+        given = self._count and not self._together
+        if not self.due or self.why_not or given or not self.repeats_steps:
             yield
             return
         self._unit = "step"

@@ -37,6 +37,8 @@ class Policy:
         light_budget: Share of a step's time that level ``light`` may take.
         audit: Share of a step's time that audits may take, at every level that checks; 0: none are
             made. See `outlast.guard.audit`.
+        audit_steps: Repeat a whole step's passes in `Guard.attempts`, where micro-batches are not
+            given to `Guard.audit`; what else the loop's body does is then done twice, too.
         audit_period: Steps per audit, whatever it costs; 0: as many as `audit` asks for.
     """
 
@@ -47,6 +49,7 @@ class Policy:
     seed: int = 0
     light_budget: float = 0.0005
     audit: float = 0.0
+    audit_steps: bool = True
     audit_period: int = 0
 
     def __post_init__(self) -> None:

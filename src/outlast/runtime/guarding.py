@@ -60,6 +60,7 @@ class RunGuard:
             persistent=settings.persistent,
             seed=seed,
             audit=settings.audit_share,
+            audit_steps=settings.audit != "auto",
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -112,6 +113,11 @@ class RunGuard:
     ) -> torch.Tensor:
         """See `Guard.audit`; `reload` reads a batch again."""
         return self.guard.audit(passes, batch, reload=lambda: reload(batch))
+
+    def repeat_steps(self) -> None:
+        """Let audits repeat a step's passes; the loop does nothing else in its attempts."""
+        if self.guard.replays is not None:
+            self.guard.replays.repeats_steps = True
 
     def refuse_audits(self, why: str) -> None:
         """Audit no passes, since they cannot be repeated."""

@@ -261,6 +261,7 @@ def _guard(
 ) -> RunGuard:
     """The guard, which audits micro-batches where the engine does one at a time."""
     guard = RunGuard(job.guard, job.run.seed, called, optimizers)
+    guard.repeat_steps()
     if isinstance(engine, ReplicaEngine):
         engine.audit = partial(guard.audit, loader.reload)
     elif isinstance(engine, (CodedEngine, CoverageEngine)):
