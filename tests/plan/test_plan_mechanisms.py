@@ -111,6 +111,15 @@ def test_checking_everything_costs_more_than_checking_linear_layers():
     assert seconds == sorted(set(seconds))
 
 
+def test_audits_take_their_share_of_the_step():
+    def seconds(**settings):
+        return estimated(Settings(**settings)).step_seconds.figure.middle
+
+    off, plain = seconds(guard="off"), seconds(guard="light")
+    assert seconds(guard="light", audit=0.005) - plain == pytest.approx(0.005 * off)
+    assert seconds(guard="off", audit=0.005) == off
+
+
 def test_what_a_code_costs_does_not_depend_on_its_neighbours():
     runs = [replace(RUN, micro_batch=size) for size in (1, 2, 4, 8)]
     chosen = (Settings(coding_copies=2),)

@@ -97,6 +97,7 @@ class Planned:
             checkpoint_seconds=tuple(asked.checkpoint_seconds or (own.checkpoint_seconds,)),
             tiers=tuple(tuple(name.split("+")) for name in asked.tier or ()) or (own.tiers,),
             guard=tuple(asked.guard or (own.guard,)),
+            audit=(own.audit,),
             coding_copies=tuple(asked.copies or (own.coding_copies,)),
             tensorize=tuple(_form(name) for name in asked.tensorize or ())
             or ((own.tensorize_form, own.tensorize_rank),),

@@ -321,6 +321,8 @@ def _rows(job: Job, run: Run) -> Iterator[tuple[str, str]]:
     seconds = run.seconds()
     if (guarded := _guarded(run, seconds.get("compute", 0.0))) is not None:
         yield "guard", guarded
+    if audits := _audits(run):
+        yield "audits", audits
     if (coded := _coded(run)) is not None:
         yield "gradient coding", coded
     if (recovered := recovery_totals(run)) is not None:
@@ -375,6 +377,14 @@ def _guarded(run: Run, compute_seconds: float) -> str | None:
         f"{totals.policy}: {totals.checks:,} checks of {covered} of {totals.modules} modules, "
         f"{found}{_unwatched(totals)}; {cost}"
     )
+
+
+def _audits(run: Run) -> str:
+    """How many audits the guard has made, of what, and what they took."""
+    from outlast.records import guard_totals
+
+    totals = guard_totals(run)
+    return "" if totals is None else totals.audits
 
 
 def _unwatched(totals: GuardTotals) -> str:

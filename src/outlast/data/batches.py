@@ -228,6 +228,14 @@ class BatchLoader:
         inputs, targets = self.windows.gather(self.order.consecutive(low, high))
         return MicroBatch(sample_ids, inputs, targets)
 
+    def reload(self, batch: MicroBatch) -> MicroBatch:
+        """Gather the samples of a micro-batch a second time; their ids must be consecutive."""
+        if not len(batch.sample_ids):
+            return batch
+        low, high = int(batch.sample_ids[0]), int(batch.sample_ids[-1]) + 1
+        inputs, targets = self.windows.gather(self.order.consecutive(low, high))
+        return MicroBatch(np.arange(low, high, dtype=np.int64), inputs, targets)
+
     def prefetching(
         self, first_step: int, last_step: int
     ) -> Generator[tuple[int, list[MicroBatch]], None, None]:

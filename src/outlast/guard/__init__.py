@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outlast.guard.audit_schedule import AuditReport
     from outlast.guard.findings import Finding, Ledger, Site
     from outlast.guard.handle import Guard, Verdict, guard
     from outlast.guard.policy import LEVELS, OPERATIONS, Coverage, Policy, Uncovered
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LEVELS": "policy",
     "OPERATIONS": "policy",
+    "AuditReport": "audit_schedule",
     "Coverage": "policy",
     "Finding": "findings",
     "Guard": "handle",
@@ -35,6 +37,7 @@ _HOMES = {
 __all__ = [
     "LEVELS",
     "OPERATIONS",
+    "AuditReport",
     "Coverage",
     "Finding",
     "Guard",

@@ -6,6 +6,7 @@ product once (`outlast.guard.product`), beside a product whose time is arithmeti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,3 +107,73 @@ def detection_point(stored: str, terms: int, outputs: int, *, read: str = "") ->
     """
     bound = product_bound(Rounding(stored, read=read, summed="float32"), terms, outputs)
     return bound.detection_point(square_share=1.0)
+
+
+def audit_period(audit_seconds: float, step_seconds: float, budget: float) -> int:
+    """Steps per audit, so that audits take the share `budget` of the time of steps.
+
+    Args:
+        audit_seconds: Of one audit: of a micro-batch's passes done again, and its comparison.
+        step_seconds: Of one step without an audit.
+        budget: Share of the time, above 0.
+
+    Raises:
+        GuardError: For a budget or a time that is not positive.
+    """
+    if not budget > 0.0:
+        raise GuardError(f"budget = {budget} is not above 0")
+    if not step_seconds > 0.0:
+        raise GuardError(f"step_seconds = {step_seconds} is not above 0")
+    return max(math.ceil(audit_seconds / (budget * step_seconds)), 1)
+
+
+def detection_probability(share: float, faults: int = 1) -> float:
+    """Probability that audits find at least one of some faults: ``1 - (1 - share)^faults``.
+
+    For faults that change a bit of what is compared (or more than the tolerance), in computations
+    that are independent of one another and of the draw of those that are audited.
+
+    Args:
+        share: Of the computations that are audited: one micro-batch of each period's.
+        faults: Number of computations that are wrong.
+
+    Raises:
+        GuardError: For a share outside of 0 to 1, or a number below 0.
+    """
+    if not 0.0 <= share <= 1.0 or faults < 0:
+        raise GuardError(
+            f"share = {share} and faults = {faults} are no share from 0 to 1 and no number of 0 "
+            "or more"
+        )
+    if share == 1.0:
+        return float(faults > 0)
+    return -math.expm1(faults * math.log1p(-share))
+
+
+def steps_until_detected(period: int, *, every: float = 1.0, confidence: float = 0.95) -> int:
+    """Steps within which a fault that stays is found, with probability `confidence`.
+
+    Each period has one audit, at a step that is drawn. The fault may begin right after the audit of
+    its period, so that n audits need n + 1 periods. An audit shows it with probability `every`, and
+    n audits with ``1 - (1 - every)^n``.
+
+    Args:
+        period: Steps per audit.
+        every: Share of the micro-batches that the fault hits; 1: all of them.
+        confidence: Above 0, and below 1 unless `every` is 1.
+
+    Raises:
+        GuardError: For values outside of these limits.
+    """
+    if period < 1 or not 0.0 < every <= 1.0 or not 0.0 < confidence <= 1.0:
+        raise GuardError(
+            f"period = {period}, every = {every} and confidence = {confidence} must be 1 or more, "
+            "and shares above 0 and at most 1"
+        )
+    if every == 1.0:
+        audits = 1
+    elif confidence == 1.0:
+        raise GuardError("confidence = 1 needs every = 1: draws leave a chance to miss; give 0.95")
+    else:
+        audits = math.ceil(math.log1p(-confidence) / math.log1p(-every) - 1e-9)
+    return (audits + 1) * period

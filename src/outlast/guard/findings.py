@@ -37,7 +37,7 @@ HARMFUL: frozenset[Outcome] = frozenset({"persistent", "detected"})
 LASTING = frozenset(
     {
         *("weight", "weight.range", "rest", "replicas"),
-        *("optimizer.moments", "optimizer.update", "optimizer.finite"),
+        *("optimizer.moments", "optimizer.update", "optimizer.finite", "audit.update"),
     }
 )
 """Checks of what outlives a step's passes, and so is not cured by running them again."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import DataCorruptionError, GuardError
+from outlast.guard.audit import Audit
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.policy import Level, Policy, policy_of
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.optim import Optimizer
 
+    from outlast.guard.audit_schedule import AuditReport
     from outlast.guard.collectives import ReplicatedReduction, ShardedReduction
     from outlast.guard.findings import Finding, Ledger
     from outlast.guard.policy import Coverage, Uncovered
 
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often a step's passes are run at most."""
@@ -290,6 +294,7 @@ class Guard:
     Attributes:
         watch: What its checks share.
         scrubber: The checks of optimizer state and parameters at rest; None without an optimizer.
+        replays: The audits; None where the policy asks for none, or without an optimizer.
     """
 
     def __init__(
@@ -310,6 +315,7 @@ class Guard:
         # Whether the last verdict was clean; equal on all ranks.
         self._approved = False
         self.scrubber: Scrubber | None = None
+        self.replays: Audit | None = None
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
         self._stepped: set[int] = set()
@@ -338,7 +344,8 @@ class Guard:
         """Time that the checks took so far; None where the device runs behind the host."""
         if any(parameter.device.type != "cpu" for parameter in self._model.parameters()):
             return None
-        return self.watch.seconds + (0.0 if self.scrubber is None else self.scrubber.seconds)
+        seconds = self.watch.seconds + (0.0 if self.scrubber is None else self.scrubber.seconds)
+        return seconds + (0.0 if self.replays is None else self.replays.budget.seconds)
 
     @property
     def device(self) -> torch.device:
@@ -365,6 +372,52 @@ class Guard:
     def uncovered(self) -> Uncovered:
         """List the modules, parameters and operations that no check watched in the last step."""
         return self._survey.uncovered()
+
+    def audit(
+        self,
+        passes: Callable[[Any], T],
+        batch: Any,
+        *,
+        reload: Callable[[], Any] | None = None,
+    ) -> T:
+        """Do the passes of a micro-batch, and where its turn has come, audit them.
+
+        ::
+
+            def passes(batch):
+                loss = loss_of(model(batch)) / microbatches
+                loss.backward()
+                return loss.detach()
+
+            for _ in guard.attempts():
+                optimizer.zero_grad()
+                for batch in microbatches_of_the_step:
+                    guard.audit(passes, batch)
+            optimizer.step()
+
+        All ranks of the data-parallel group call it together, as often per step.
+
+        Args:
+            passes: Does the forward and backward passes of one micro-batch, and returns its loss. A
+                function of the batch, the model's parameters and buffers, and the generators of
+                torch, NumPy and Python alone, also on another rank.
+            batch: Tensors, arrays and plain values, in dictionaries, lists, tuples and dataclasses.
+            reload: Reads the same batch again.
+
+        Returns:
+            What `passes` returns.
+
+        Raises:
+            GuardError: When the batch cannot be copied.
+        """
+        if self.replays is None:
+            return passes(batch)
+        found: T = self.replays.micro_batch(passes, batch, reload)
+        return found
+
+    def audits(self) -> AuditReport | None:
+        """Report the audits made so far; None where the policy asks for none."""
+        return None if self.replays is None else self.replays.report
 
     def at_rest(self) -> tuple[int, int]:
         """Elements of all parameters, and of those that are checked at rest and in their update.
@@ -423,6 +476,8 @@ class Guard:
         """
         self.watch.restart(step)
         self._stepped.clear()
+        if self.replays is not None:
+            self.replays.restart(step)
         self._begin()
         if self.scrubber is not None:
             # It remembers numbers that are no longer there.
@@ -466,8 +521,10 @@ class Guard:
         Attempts begin with the same state of torch's random generators. Buffers that the passes
         change, such as batch normalisation's averages, are changed by every attempt.
 
+        A step whose turn for an audit has come repeats its passes, too; see `outlast.guard.audit`.
+
         Yields:
-            The number of attempts before.
+            How often the passes have been run before.
 
         Raises:
             DataCorruptionError: On all ranks, when some rank's numbers stay wrong.
@@ -476,9 +533,12 @@ class Guard:
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
         size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        made = 0
         while True:
             self._begin()
-            yield len(verdicts)
+            for _ in (None,) if self.replays is None else self.replays.step_passes(self._begin):
+                yield made
+                made += 1
             verdict = self.verdict()
             if verdict.clean:
                 if verdicts and not verdict.dropped:
@@ -503,6 +563,8 @@ class Guard:
         self.watch.begin()
         if self._reduction is not None:
             self._reduction.begin()
+        if self.replays is not None:
+            self.replays.begin()
 
     def _wrong(self, verdict: Verdict) -> DataCorruptionError:
         ranks = ", ".join(map(str, verdict.bad_ranks))
@@ -532,11 +594,19 @@ class Guard:
             self._undo.callback(lambda: setattr(self.watch, "driven", False))
             if self.policy.reaches("light"):
                 self.scrubber = self._new_scrubber()
+            if self.policy.audits:
+                wrapper = model if isinstance(model, DistributedDataParallel) else None
+                self.replays = Audit(self.watch, self._model, wrapper, self._optimizers)
         for optimizer in self._optimizers:
             for hook in (
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
             ):
+                self._undo.callback(hook.remove)
+            if self.replays is not None:
+                # Before all others: what they do to parameters is no part of the step.
+                hook = optimizer.register_step_post_hook(self._after_update)
+                optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
                 self._undo.callback(hook.remove)
         self._model._outlast_watch = self.watch
         self._undo.callback(lambda: delattr(self._model, "_outlast_watch"))
@@ -563,6 +633,12 @@ class Guard:
             if not verdict.clean:
                 raise self._wrong(verdict)
         self.watch.timed(self._survey.judge, optimizer)
+        if self.replays is not None and self.replays.due:
+            self.replays.budget.spend(self.replays.updates.before(optimizer))
+
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        if self.replays is not None and self.replays.due:
+            self.replays.budget.spend(self.replays.updates.after(optimizer))
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         self._stepped.add(id(optimizer))
@@ -576,6 +652,8 @@ class Guard:
         self.watch.timed(self._survey.advance)
         if self.scrubber is not None:
             self.scrubber.after_step()
+        if self.replays is not None:
+            self.replays.advance()
         self.watch.advance()
         if self._reduction is not None:
             self._reduction.restore()

@@ -35,6 +35,11 @@ class Policy:
             or ``drop`` the gradient of the ranks concerned and rescale the others'.
         seed: Of the check vectors.
         light_budget: Share of a step's time that level ``light`` may take.
+        audit: Share of a step's time that audits may take, at every level that checks; 0: none are
+            made. See `outlast.guard.audit`.
+        audit_steps: Repeat a whole step's passes in `Guard.attempts`, where micro-batches are not
+            given to `Guard.audit`; what else the loop's body does is then done twice, too.
+        audit_period: Steps per audit, whatever it costs; 0: as many as `audit` asks for.
     """
 
     level: Level = "linear"
@@ -43,6 +48,9 @@ class Policy:
     persistent: Literal["raise", "drop"] = "raise"
     seed: int = 0
     light_budget: float = 0.0005
+    audit: float = 0.0
+    audit_steps: bool = True
+    audit_period: int = 0
 
     def __post_init__(self) -> None:
         for name, level in (("policy", self.level), *self.modules.items()):
@@ -54,6 +62,17 @@ class Policy:
             raise GuardError(f"persistent = {self.persistent!r} is not raise or drop")
         if not 0.0 < self.light_budget <= 1.0:
             raise GuardError(f"light_budget = {self.light_budget} is not above 0 and at most 1")
+        if not 0.0 <= self.audit <= 1.0:
+            raise GuardError(
+                f"audit = {self.audit} is no share of the time from 0 to 1; give 0.005 for 0.5 %"
+            )
+        if self.audit_period < 0:
+            raise GuardError(f"audit_period = {self.audit_period} is not 0 or more steps")
+
+    @property
+    def audits(self) -> bool:
+        """Return whether audits are made."""
+        return self.level != "off" and (self.audit > 0.0 or self.audit_period > 0)
 
     def level_of(self, module: str) -> Level:
         """The level of the module of this name."""
@@ -377,6 +396,41 @@ OPERATIONS: dict[str, Operation] = {
         "any bit that changed on its way, on any rank",
         "a shard that was wrong before it was sent; what happens as it is copied to the parameters",
         corrects=False,
+    ),
+    "audit.gradient": Operation(
+        "light",
+        "gradients and buffers of a micro-batch that was drawn equal those of its second "
+        "computation, on another rank where there is one; bit for bit with deterministic "
+        "algorithms and on a CPU with one thread, else within a measured tolerance",
+        "whatever was wrong in either computation, also in element-wise and custom operations",
+        "what happens between two audits; a fault that repeats itself on the same device where "
+        "there is no other rank; what happens to gradients after the passes (sums, clipping)",
+        corrects=False,
+    ),
+    "audit.loss": Operation(
+        "light",
+        "the loss of that micro-batch equals that of its second computation",
+        "as above",
+        "as above; loops whose passes are repeated by attempts(), which does not know the loss",
+        corrects=False,
+    ),
+    "audit.data": Operation(
+        "light",
+        "a 64-bit hash of that micro-batch as it arrived, after its passes and, in `outlast "
+        "train`, as it is read again",
+        "a batch that changed in memory after it had arrived, or was read wrongly",
+        "data that are wrong where they are stored; without a second reading, what was wrong when "
+        "it arrived",
+        corrects=False,
+    ),
+    "audit.update": Operation(
+        "light",
+        "parameters and state of a slice after an optimizer's step equal, bit for bit, those of a "
+        "second step of copies of what was there before",
+        "any wrong bit of the update, of any optimizer that updates parameters one by one",
+        "what happens between two audits, and outside of the slice; a fault that repeats itself; "
+        "hooks of the optimizer",
+        corrects=True,
     ),
 }
 """All checks, by the name of what they check; printed as the table of the documentation."""

@@ -10,6 +10,7 @@ change too: the run continues with them from there, and records it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -428,6 +429,24 @@ class ParallelSection(ChangeableSection):
     """stages per process of the interleaved schedule"""
 
 
+_AUDIT_RIGHT = (
+    '"auto", "off", or the share of the time that audits may take, above 0 and at most 100, such '
+    'as "0.5 %"'
+)
+
+
+def _audit(value: Any) -> str:
+    """A share of the time in per cent, as it is written, or ``auto`` or ``off``."""
+    if value in ("auto", "off"):
+        return str(value)
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        with contextlib.suppress(ValueError):
+            share = float(value.rstrip().removesuffix("%"))
+            if 0.0 < share <= 100.0:
+                return f"{share:.12g} %"
+    raise PydanticCustomError("audit", "{right}", {"right": _AUDIT_RIGHT})
+
+
 class GuardSection(ChangeableSection):
     """Checks of computations for silent data corruption."""
 
@@ -441,6 +460,16 @@ class GuardSection(ChangeableSection):
     """compute wrong values again and put the right ones in place"""
     persistent: Literal["raise", "drop"] = "raise"
     """when a process's numbers stay wrong: stop the run, or drop its gradient and continue"""
+    audit: Annotated[str, PlainValidator(_audit)] = "auto"
+    """share of the time in which passes and updates are computed a second time and compared, on
+    another rank where there is one, e.g. "0.5 %"; "auto": 0.5 %, and in a loop that is not the
+    trainer's only updates and what is given to guard.audit(); "off": never"""
+
+    @property
+    def audit_share(self) -> float:
+        """Share of the time for audits; 0: none are made."""
+        known = {"off": 0.0, "auto": 0.005}.get(self.audit)
+        return float(self.audit.removesuffix("%")) / 100.0 if known is None else known
 
 
 class CodingSection(ChangeableSection):

@@ -120,6 +120,7 @@ def training_of(
     settings = Settings(
         tiers=_tiers(job, cluster),
         guard=job.guard.policy,
+        audit=job.guard.audit_share,
         coding_copies=min(job.coding.copies, run.data) if coded else 1,
         tensorize_form=form,
         tensorize_rank=rank,

@@ -209,6 +209,7 @@ class Settings:
             with the least waste.
         tiers: Some of `TIERS`, from the fastest to the safest.
         guard: A level of `outlast.guard`: off, light, linear or full.
+        audit: Share of the time for its audits, at every level but off.
         coding_copies: Holders of each gradient chunk; 1 without coding.
         tensorize_form: A form of `outlast.tensorize`; dense where layers stay as they are.
         tensorize_rank: Rank as a share of the full one; 0 for a dense form.
@@ -219,6 +220,7 @@ class Settings:
     checkpoint_seconds: float = 0.0
     tiers: tuple[str, ...] = ("shared",)
     guard: str = "off"
+    audit: float = 0.0
     coding_copies: int = 1
     tensorize_form: str = "dense"
     tensorize_rank: float = 0.0
@@ -226,7 +228,7 @@ class Settings:
     recovery: Recovery = NO_RECOVERY
 
     def __post_init__(self) -> None:
-        for field in ("checkpoint_seconds", "tensorize_rank", "clock_mhz"):
+        for field in ("checkpoint_seconds", "audit", "tensorize_rank", "clock_mhz"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0.0):
                 raise PlanError(f"{field} = {value}: give a number of at least 0")
@@ -253,6 +255,7 @@ class Mechanisms:
         checkpoint_seconds: As in `Settings`, as the next ones.
         tiers: Each choice is some of `TIERS`.
         guard: Levels.
+        audit: Shares of the time.
         coding_copies: Holders of each chunk.
         tensorize: Form and rank.
         clock_mhz: Clocks.
@@ -262,6 +265,7 @@ class Mechanisms:
     checkpoint_seconds: tuple[float, ...] = (0.0,)
     tiers: tuple[tuple[str, ...], ...] = (("shared",),)
     guard: tuple[str, ...] = ("off",)
+    audit: tuple[float, ...] = (0.0,)
     coding_copies: tuple[int, ...] = (1,)
     tensorize: tuple[tuple[str, float], ...] = (("dense", 0.0),)
     clock_mhz: tuple[float, ...] = (0.0,)

@@ -295,7 +295,11 @@ def with_mechanisms(
 
     checks, coverage = _guard(layouts, settings)
     checks, coverage = checks[block.layout, setting], coverage[block.layout, setting]
-    light = block.by_setting(lambda setting: LIGHT_SHARE * (setting.guard == "light"))
+    light = block.by_setting(
+        lambda setting: (
+            LIGHT_SHARE * (setting.guard == "light") + setting.audit * (setting.guard != "off")
+        )
+    )
     guarded = checks + light * (base + structured)
 
     computed = base + structured + guarded

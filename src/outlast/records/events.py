@@ -333,6 +333,8 @@ class Guarded(Event):
         flops: Share of the matrix products' FLOPs without a check; None where it is not known.
         gaps: What has no check: names of parameters and operations, and what is said of them. Names
             that differ in numbers alone are one, and only the first are given.
+        audits: As `outlast.guard.AuditReport`, and ``share`` of the micro-batches that are audited;
+            None where none are made.
     """
 
     kind: ClassVar[str] = "guarded"
@@ -349,6 +351,7 @@ class Guarded(Event):
     unwatched: int = 0
     flops: float | None = None
     gaps: dict[str, str] = field(default_factory=dict)
+    audits: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outlast.records.events import (
     CorruptionDetected,
@@ -19,6 +19,8 @@ from outlast.records.events import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from outlast.records.log import Record, Run
 
 
@@ -290,6 +292,7 @@ class GuardTotals:
         uncovered: Those in which no check was made in the last step, by class.
         last: The last record, for what else it says of coverage; see `Guarded`.
         findings: Everything that was found, oldest first.
+        audits: Audits of all attempts in one sentence; empty where none are made.
     """
 
     policy: str
@@ -299,6 +302,7 @@ class GuardTotals:
     uncovered: dict[str, int]
     last: Guarded
     findings: list[CorruptionDetected]
+    audits: str = ""
 
     @property
     def checks(self) -> int:
@@ -348,7 +352,38 @@ def guard_totals(run: Run) -> GuardTotals | None:
         uncovered=newest.uncovered,
         last=newest,
         findings=findings,
+        audits=_audits([event.audits for event in last.values() if event.audits]),
     )
+
+
+def _audits(reports: Sequence[dict[str, Any]]) -> str:
+    """How many audits were made, what they have compared, and what they took."""
+    if not reports:
+        return ""
+
+    def total(name: str) -> float:
+        return math.fsum(report[name] for report in reports)
+
+    newest = reports[-1]
+    replays, steps = int(total("replays")), int(total("steps"))
+    said = (
+        f"{replays:,} audits of passes and {int(total('updates')):,} of updates in {steps:,} steps"
+    )
+    if replays:
+        where = "on another rank" if newest["elsewhere"] else "on the same device"
+        how = "bit for bit"
+        if newest["exact"] is False:
+            how = f"within {newest['tolerance']:.2g} of a tensor's norm in the median"
+        said += f", repeated {where} and compared {how} ({int(total('compared')):,} tensors)"
+    if newest["why_not"]:
+        said += f"; passes are not audited: {newest['why_not']}"
+    elif newest["share"]:
+        said += f"; one {newest['unit'] or 'micro-batch'} of {round(1 / newest['share']):,} now"
+    if newest["updates_why_not"]:
+        said += f"; updates are not audited: {newest['updates_why_not']}"
+    seconds, of = total("seconds"), total("steps_seconds")
+    cost = f"{seconds:.2f} s ({seconds / of:.2%} of the steps' time)" if of else f"{seconds:.2f} s"
+    return f"{said}; {cost}"
 
 
 Recovery = StateRecovered | MemberLost | MembershipChanged

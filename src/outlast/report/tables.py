@@ -456,7 +456,8 @@ def guard_part(overview: Overview) -> str:
     elif not totals.last.gaps:
         uncovered = '<p class="about">Every module with parameters has a check.</p>'
     checks = table(heads, rows, "Checks and the largest error that could have passed them")
-    return checks + uncovered + _gaps(totals) + _findings(overview)
+    audits = f'<p class="about">{text.escape(totals.audits)}.</p>' if totals.audits else ""
+    return checks + uncovered + _gaps(totals) + audits + _findings(overview)
 
 
 def _gaps(totals: GuardTotals) -> str:

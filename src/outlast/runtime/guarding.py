@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,6 +59,8 @@ class RunGuard:
             correct=settings.correct,
             persistent=settings.persistent,
             seed=seed,
+            audit=settings.audit_share,
+            audit_steps=settings.audit != "auto",
         )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -100,9 +102,28 @@ class RunGuard:
             begin_again()
             *others, final = self._passes
             losses = [*(repeat(True) for repeat in others), final(False)]
-            loss = torch.stack(losses).sum() - sum(self._losses[:-1])
+            # Repeated without a fault, those before have not changed: the loss keeps its bits.
+            pairs = zip(losses[:-1], self._losses[:-1], strict=True)
+            loss = losses[-1] + sum(now - before for now, before in pairs)
         self._passes, self._losses = [], []
         return loss
+
+    def audit(
+        self, reload: Callable[[Any], Any], passes: Callable[[Any], torch.Tensor], batch: Any
+    ) -> torch.Tensor:
+        """See `Guard.audit`; `reload` reads a batch again."""
+        return self.guard.audit(passes, batch, reload=lambda: reload(batch))
+
+    def repeat_steps(self) -> None:
+        """Let audits repeat a step's passes; the loop does nothing else in its attempts."""
+        if self.guard.replays is not None:
+            self.guard.replays.repeats_steps = True
+
+    def refuse_audits(self, why: str) -> None:
+        """Audit no passes, since they cannot be repeated."""
+        if self.guard.replays is not None:
+            self.guard.replays.refuse(why)
+            self.warnings.append(f"guard.audit: passes are not audited: {why}")
 
     def restart(self, step: int) -> None:
         """Weights were loaded, or are first ones: `step` steps are done; see `Guard.restart`."""
@@ -117,6 +138,8 @@ class RunGuard:
         before = self.guard
         before.remove()
         self.guard = guard(model, optimizers, before.policy)
+        if self.guard.replays is not None and before.replays is not None:
+            self.guard.replays.follow(before.replays)
         self.guard.watch.seconds = before.seconds or 0.0
         self.guard.ledger.findings += before.ledger.findings
         for (module, operation), site in before.ledger.sites.items():
@@ -189,6 +212,7 @@ class RunGuard:
         calls = {name: f"{count}x" for name, count in sorted(uncovered.operations.items())}
         gaps = [*collapsed(uncovered.parameters).items(), *collapsed(calls).items()]
         parameters, at_rest = self.guard.at_rest()
+        audits = self.guard.audits()
         return Guarded(
             step=step,
             policy=self.guard.policy.level,
@@ -203,4 +227,5 @@ class RunGuard:
             unwatched=uncovered.unwatched,
             flops=uncovered.flops,
             gaps=dict(gaps[:_MOST_GAPS]),
+            audits=None if audits is None else {**asdict(audits), "share": audits.share},
         )

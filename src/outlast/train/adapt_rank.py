@@ -30,6 +30,7 @@ from outlast.tensorize.ranks import (
     match_ranks,
 )
 from outlast.tensorize.shapes import FORMS, MULTIPLE_OF_PRECISION
+from outlast.train.engine import ReplicaEngine
 from outlast.train.model import size_of
 from outlast.train.optimizer import build_optimizers
 from outlast.train.parallelize import replica_engine
@@ -198,6 +199,8 @@ class RankAdaptation:
         """Put another model in the place of the one that was trained so far."""
         job, trainer = self._setup.job, self.trainer
         add_update_rules(model, optimizers, job.tensorize, job.optimizer)
+        if isinstance(trainer.engine, ReplicaEngine):
+            self._engine.audit = trainer.engine.audit
         trainer.model, trainer.optimizers, trainer.engine = model, optimizers, self._engine
         saves: Any = trainer.runtime.saves
         saves.state.update(model=model, optimizer=optimizers)

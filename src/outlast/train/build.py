@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +37,13 @@ from outlast.runtime.recording import MemoryWatch, StepRecords
 from outlast.runtime.saves import Transfers, open_store
 from outlast.runtime.watching import CommunicationWait, SlownessWatch
 from outlast.train.adapt_rank import RankAdaptation, run_state
-from outlast.train.engine import Engine, Evaluation, ReplicaEngine
+from outlast.train.engine import (
+    CodedEngine,
+    CoverageEngine,
+    Engine,
+    Evaluation,
+    ReplicaEngine,
+)
 from outlast.train.layout import Layout, make_mesh
 from outlast.train.loop import Trainer
 from outlast.train.model import ModelSize, size_of
@@ -211,7 +217,7 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         replay = ReplayLog(store, state, gradient=job.checkpoint.replay)
     guard = None
     if job.guard.policy != "off":
-        guard = RunGuard(job.guard, job.run.seed, called, optimizers)
+        guard = _guard(job, called, optimizers, engine, loader)
     step_records = StepRecords(
         records,
         setup.ranks,
@@ -244,6 +250,23 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
         earlier=_earlier_batches(setup) if setup.restores else (),
     )
     return trainer, size
+
+
+def _guard(
+    job: Job,
+    called: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    engine: Engine,
+    loader: BatchLoader,
+) -> RunGuard:
+    """The guard, which audits micro-batches where the engine does one at a time."""
+    guard = RunGuard(job.guard, job.run.seed, called, optimizers)
+    guard.repeat_steps()
+    if isinstance(engine, ReplicaEngine):
+        engine.audit = partial(guard.audit, loader.reload)
+    elif isinstance(engine, (CodedEngine, CoverageEngine)):
+        guard.refuse_audits("[coding] sums up whatever replicas have computed in time")
+    return guard
 
 
 def _earlier_batches(setup: SetUp) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ from outlast.train.dropout import DropoutStream
 from outlast.train.model import logits_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from outlast.coding.protocol import CodedReduce, Coverage, CoverageOutcome, ReduceOutcome
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from outlast.runtime.agreement import StepAgreement
     from outlast.runtime.watching import CommunicationWait
     from outlast.train.layout import Layout
+
+    Passes = Callable[[MicroBatch], torch.Tensor]
+    Audited = Callable[[Passes, MicroBatch], torch.Tensor]
 
 IGNORED_TARGET = -100
 """Target of positions that do not count, as in torch's cross_entropy."""
@@ -76,6 +80,11 @@ def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     )
 
 
+def unaudited(passes: Passes, batch: MicroBatch) -> torch.Tensor:
+    """Do the passes of a micro-batch, which give the sum of its tokens' losses."""
+    return passes(batch)
+
+
 @dataclass
 class ReplicaEngine:
     """Every data rank runs the whole model (plain, DDP, FSDP2 or tensor-parallel).
@@ -85,6 +94,8 @@ class ReplicaEngine:
         inner: What is called in evaluation: the model without DDP.
         data_ranks: Number of ranks over which DDP or FSDP2 averages gradients.
         mark: Told of each forward and backward pass.
+        audit: Does the passes of a micro-batch, and audits them where that is due; see
+            `outlast.guard.Guard.audit`.
     """
 
     model: nn.Module
@@ -95,6 +106,7 @@ class ReplicaEngine:
     data_ranks: int
     bf16_autocast: bool
     mark: EnterPhase = ignore_phase
+    audit: Audited = unaudited
 
     def forward_backward(
         self, batches: Sequence[MicroBatch], step: int, global_tokens: int
@@ -106,12 +118,15 @@ class ReplicaEngine:
         for batch in batches:
             last = batch is batches[-1]
             with self._synchronise_gradients(last):
-                loss = self.loss(batch, step)
-                self.mark("backward")
-                with self.waits.backward() if last else contextlib.nullcontext():
-                    (loss * scale).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+                total += self.audit(partial(self._passes, step, scale, last), batch)
         return total / global_tokens
+
+    def _passes(self, step: int, scale: float, last: bool, batch: MicroBatch) -> torch.Tensor:
+        loss = self.loss(batch, step)
+        self.mark("backward")
+        with self.waits.backward() if last else contextlib.nullcontext():
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def loss(self, batch: MicroBatch, step: int) -> torch.Tensor:
         """Sum of the tokens' losses (nats) of one micro-batch in training, with its graph."""
