@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 Outcome = Literal[
-    "corrected", "check", "rounding", "not_finite", "repeated", "persistent", "detected"
+    "corrected", "check", "rounding", "not_finite", "repeated", "restored", "persistent", "detected"
 ]
 """How a finding ended.
 
@@ -25,6 +25,7 @@ rounding: the same bits again, and no further from an fp64 computation than roun
     (or, where there is none, within four times the threshold): a false alarm.
 not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
 repeated: it could not be corrected by itself, but the step was run again and came out right.
+restored: the run went back to a state from before it, and did the steps since again.
 persistent: the same device gives numbers that do not pass, again and again.
 detected: wrong, and this check has nothing from which to compute them again.
 """

@@ -429,6 +429,31 @@ class Guard:
             self.watch.seconds += self.scrubber.seconds
             self.scrubber = self._new_scrubber()
 
+    @property
+    def intact_step(self) -> int | None:
+        """Steps of the newest state from before what was found wrong in memory, on this rank.
+
+        None where nothing was, since the last `restart`. Weights and optimizer state of that step,
+        as kept elsewhere, may hold the fault still if it came before they were copied: see
+        `has_left`. At level light a fault counts as having come after its slice was last checked.
+        """
+        return self.watch.intact
+
+    def has_left(self, step: int) -> bool | None:
+        """Return whether weights and optimizer state are now as the step to `step` has left them.
+
+        At level full all of them are compared, at others the slice that was watched then. None
+        where nothing is known of that step.
+        """
+        return None if self.scrubber is None else self.scrubber.has_left(step)
+
+    def go_back(self, step: int) -> None:
+        """Continue at an earlier `step` with its state; as `restart`, with what is known of it."""
+        earlier = self.scrubber
+        self.restart(step)
+        if earlier is not None and self.scrubber is not None:
+            self.scrubber.go_back(earlier)
+
     def again(self) -> None:
         """The step's numbers are not used: its passes begin anew, with other signs."""
         self.watch.redraw()

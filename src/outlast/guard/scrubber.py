@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outlast.guard import optimizer as bounds
+from outlast.guard.findings import LASTING
 from outlast.guard.replica_hashes import Replica, Replicas, compare, hash64
 from outlast.guard.residual import ResidualTest, equality_test
 from outlast.guard.watch import Watch
@@ -321,6 +322,7 @@ class Round:
 
     pieces: list[BlockPiece]
     seconds: float = 0.0
+    step: int = 0
     hashes: tuple[Tensor, Tensor] | None = None
     writes: list[tuple[int, int]] = field(default_factory=list)
     judged: list[tuple[Site, ResidualTest]] = field(default_factory=list)
@@ -334,6 +336,21 @@ class Round:
     def views(self) -> list[Views]:
         """All that is there now."""
         return [piece.block.views() for piece in self.pieces]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Hashes of some blocks as a step has left them.
+
+    Attributes:
+        step: Optimizer steps done with it.
+        blocks: In order.
+        hashes: As of `hashes_of`.
+    """
+
+    step: int
+    blocks: list[Block]
+    hashes: tuple[Tensor, Tensor]
 
 
 def state_of(views: list[Views]) -> list[Tensor]:
@@ -567,6 +584,9 @@ class Scrubber:
         readers = [group.reader() for group in self._groups if self._blocks]
         self._readers = [reader for reader in readers if reader is not None]
         self._reported: set[str] = set()
+        # Of each block the steps of the newest state in which it was found right.
+        self._verified = [watch.step] * len(self._blocks)
+        self._left: StepResult | None = None
         self._cursor = 0
         # The step in which there is something to do, and the block that a round ends before.
         self._due, self._until = (0, len(self._blocks)) if whole else (_FIRST_ROUND, 1)
@@ -654,6 +674,13 @@ class Scrubber:
         for piece, view in zip(current.pieces, views, strict=True):
             self._examine(piece, view, current)
         current.hashes, current.writes = hashes_of(views), writes_of(views)
+        # The step is counted when all of its checks are made.
+        current.step = self.watch.step + 1
+        blocks = [piece.block for piece in current.pieces]
+        self._left = StepResult(current.step, blocks, current.hashes)
+        if self._whole:
+            # A weight that the passes find changed was right then, which `has_left` can tell.
+            self.watch.intact_steps["weight"] = current.step
         self._charge(started, current)
 
     def finish(self, *, used: bool = False) -> None:
@@ -670,15 +697,35 @@ class Scrubber:
             self._end(current, current.hashes, used)
 
     @torch.no_grad()
+    def has_left(self, step: int) -> bool | None:
+        """Return whether the watched slice is as the step that led to `step` has left it.
+
+        None where it is not known: another step was watched last, or a program has written.
+        """
+        left = self._left
+        if left is None or left.step != step:
+            return None
+        now = hashes_of([block.views() for block in left.blocks])
+        return bool(torch.equal(torch.stack(now), torch.stack(left.hashes)))
+
+    def go_back(self, earlier: Scrubber) -> None:
+        """Know no more of the state, which is an earlier one, than `earlier` knew of it."""
+        if len(earlier._verified) == len(self._verified):
+            self._verified = [
+                min(pair) for pair in zip(earlier._verified, self._verified, strict=True)
+            ]
+
+    @torch.no_grad()
     def has_moved(self) -> bool:
-        """Return whether the watched slice differs from the last step's result on this rank."""
+        """Return whether the watched slice is wrong on this rank, or not what the step has left."""
         current = self._round
         if current is None or current.hashes is None:
             return False
         started = self._clock()
         views = current.views()
-        moved = current.writes == writes_of(views) and bool(
-            torch.any(torch.stack(hashes_of(views)) != torch.stack(current.hashes))
+        moved = any(int(item.exceeded) for _, item in current.judged) or (
+            current.writes == writes_of(views)
+            and bool(torch.any(torch.stack(hashes_of(views)) != torch.stack(current.hashes)))
         )
         self._charge(started, current)
         return moved
@@ -690,7 +737,13 @@ class Scrubber:
         now = hashes_of(views)
         if current.writes != writes_of(views):
             # The program has written to the tensors, which is no fault.
-            after = now
+            after, self._left = now, None
+        checked = range(self._cursor, self._cursor + len(current.pieces))
+        before = min(self._verified[number] for number in checked)
+        # An update that was wrong, or a slice of which nobody knows since when it has been wrong.
+        older = dict.fromkeys(LASTING - {"weight"}, min(before, current.step - 1))
+        self.watch.intact_steps |= {**older, "rest": current.step}
+        found = self.watch.intact
         site = self.watch.ledger.site("optimizer", "rest")
         current.judged.append((site, equality_test(torch.stack(now), torch.stack(after))))
         self._cursor = (self._cursor + len(current.pieces)) % len(self._blocks)
@@ -704,6 +757,8 @@ class Scrubber:
         else:
             waited = self._compare(self._replicas, current, views, (*after, *now), used)
         self._report_not_finite(current)
+        if self.watch.intact == found:
+            self._verified[checked.start : checked.stop] = [current.step] * len(checked)
         self._charge(started + waited, current)
         if self._learning:
             numbers = sum(piece.block.end - piece.block.start for piece in current.pieces)

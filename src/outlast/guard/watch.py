@@ -179,6 +179,9 @@ class Watch:
         period: Counts the steps of all optimizers, also of those that step apart.
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
         fault_hook: See `outlast.guard.findings`.
+        intact_steps: Of LASTING checks, the steps of the newest state that comes from before what
+            they would find now; of those that are not named, one step less than are done.
+        intact: The same for all that they have found since the last restart; None: nothing.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
@@ -195,6 +198,8 @@ class Watch:
         self.period = 0
         self.driven = False
         self.fault_hook: FaultHook | None = None
+        self.intact_steps: dict[str, int] = {}
+        self.intact: int | None = None
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
@@ -230,6 +235,7 @@ class Watch:
         """Weights and optimizer state are others now; `step` steps are done."""
         self.step = step
         self._lasting = 0
+        self.intact, self.intact_steps = None, {}
         self.begin()
         self.redraw()
 
@@ -336,7 +342,10 @@ class Watch:
         self.ledger.findings.append(finding)
         if outcome in HARMFUL and self.policy.correct:
             self.uncorrected += 1
-            self._lasting += site.operation in LASTING
+            if site.operation in LASTING:
+                self._lasting += 1
+                intact = self.intact_steps.get(site.operation, self.step - 1)
+                self.intact = intact if self.intact is None else min(self.intact, intact)
         if self._on_finding is not None:
             self._on_finding(finding)
 

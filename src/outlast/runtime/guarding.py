@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from outlast.distributed.group import gather_on_first
 from outlast.errors import DataCorruptionError
 from outlast.guard import Guard, Policy, guard
-from outlast.guard.findings import HARMFUL
+from outlast.guard.findings import HARMFUL, LASTING
 from outlast.guard.policy import collapsed
 from outlast.records import CorruptionDetected, Guarded, MemberLost
 
@@ -42,6 +42,7 @@ class RunGuard:
         warnings: What the guard had to say when it was installed.
         told: Findings of all ranks that `news` has given; on rank 0.
         inside: Whether the engine makes the attempts itself, before it sums over other processes.
+        may_go_back: Whether the loop goes back where memory was wrong; see `Runtime.go_back`.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RunGuard:
         self._passes: list[Callable[[bool], torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
         self._attempts: Iterator[int] = iter(())
-        self.inside = False
+        self.inside = self.may_go_back = False
         policy = Policy(
             level=settings.policy,
             modules=settings.modules,
@@ -109,6 +110,25 @@ class RunGuard:
         self._passes, self._losses = [], []
         self.guard.restart(step)
 
+    def go_back(self, step: int) -> None:
+        """The state is that of an earlier step, from before what was found; see `Guard.go_back`."""
+        findings = self.guard.ledger.findings
+        for number in range(self._reported, len(findings)):
+            if findings[number].outcome in HARMFUL:
+                findings[number] = replace(findings[number], outcome="restored")
+        self._passes, self._losses = [], []
+        self.guard.go_back(step)
+
+    def give_up(self) -> None:
+        """What is wrong stays so: its ranks count as lost."""
+        self._gave_up = True
+
+    def memory_faults(self) -> tuple[int | None, str]:
+        """See `Guard.intact_step`, and what was found on this rank."""
+        found = [item for item in self.guard.ledger.findings if item.operation in LASTING]
+        what = f"{found[-1].operation} of {found[-1].module}" if found else ""
+        return self.guard.intact_step, what
+
     def follow(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Guard another model from now on, in the place of this one; the counts continue.
 
@@ -133,7 +153,7 @@ class RunGuard:
         try:
             yield
         except DataCorruptionError:
-            self._gave_up = True
+            self._gave_up = not self.may_go_back
             raise
 
     @property
