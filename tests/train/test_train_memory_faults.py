@@ -180,3 +180,34 @@ def test_a_run_goes_back_to_what_memory_held_before_the_fault(
     assert {(each.operation, each.outcome) for each in found(job)} >= {("rest", "restored")}
     assert losses(job) == losses(clean(1, *SHORT))
     assert_equal_bits(weights(job), weights(clean(1, *SHORT)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "size"), [("replicate", 1), ("replicate", 2), ("shard", 2)])
+def test_random_faults_end_in_the_clean_bits(
+    layout: str, size: int, clean: Any, tmp_path: Path
+) -> None:
+    settings = (*SHORT, f"parallel.{layout}={size}")
+    draw = random.Random(f"{layout} {size}")
+    kinds = ("weight", "weight", "exp_avg", "exp_avg_sq", "step")
+    for number in range(4 if size == 1 else 2):
+        flips = [
+            Flip(
+                draw.randrange(1, 9 if moment != "passed" else 8),
+                moment,
+                draw.choice(kinds),
+                rank=draw.randrange(size),
+                seed=draw.randrange(2**30),
+            )
+            for moment in draw.choices(MOMENTS, k=5)
+        ]
+        job = tiny_job(tmp_path, f"struck{number}", *settings, "guard.policy=full")
+        code, error = run_with(job, tmp_path, flips, size)
+        assert code == EXIT_DONE, (flips, error)
+        assert {each.operation for each in found(job)} >= {"rest"}
+        # Before anything is in memory the run starts again.
+        early = any((flip.step, flip.moment) == (1, "stepped") for flip in flips)
+        outcomes = {each.outcome for each in found(job)}
+        assert outcomes <= {"restored", "corrected", "repeated", *(("detected",) if early else ())}
+        assert_equal_bits(weights(job), weights(clean(size, *settings)))
+        assert losses(job) == losses(clean(size, *settings))
