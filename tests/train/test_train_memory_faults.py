@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import random
@@ -18,10 +17,9 @@ from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
 from outlast.cli.main import main
 from outlast.errors import EXIT_DATA_CORRUPTION, EXIT_DONE
-from outlast.guard import Policy
+from outlast.guard.scrubber import CheckBudget
 from outlast.job import to_toml
-from outlast.records import CorruptionDetected, StateRecovered, Warned, read_run
-from outlast.runtime import guarding
+from outlast.records import CorruptionDetected, StateRecovered, read_run
 from outlast.train.engine import ReplicaEngine
 from outlast.train.loop import Trainer
 from outlast.train.run import run_directory
@@ -47,7 +45,8 @@ class Flip:
             ``kept``: after that; ``passed``: after the passes of the next step.
         what: ``weight``, or a key of the optimizer's state.
         rank: Of the process.
-        bits: One of these is drawn.
+        bits: One of these is drawn; none: the largest number of a matrix becomes larger still, by
+            the highest bit of its exponent that is 0, but for the sign of the exponent.
         seed: Of the tensor, the number and the bit.
     """
 
@@ -60,24 +59,27 @@ class Flip:
 
     def strike(self, trainer: Trainer) -> None:
         """Flip it in the trainer's memory, without any trace in torch's counters."""
-        draw = random.Random(self.seed)
-        parameters = [
-            each for group in trainer.optimizers[0].param_groups for each in group["params"]
-        ]
-        parameter = draw.choice(parameters)
-        held = (
-            parameter
-            if self.what == "weight"
-            else trainer.optimizers[0].state[parameter][self.what]
-        )
+        draw, optimizer = random.Random(self.seed), trainer.optimizers[0]
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        matrices = [each for each in parameters if each.dim() > 1]
+        parameter = draw.choice(parameters if self.bits else matrices)
+        held = parameter if self.what == "weight" else optimizer.state[parameter][self.what]
         local = held.to_local() if hasattr(held, "to_local") else held
-        numbers = local.detach().data.view(-1).view(torch.int32)
-        bit = draw.choice(self.bits)
-        numbers[draw.randrange(len(numbers))].bitwise_xor_((1 << bit) if bit < 31 else -(1 << 31))
+        numbers = local.detach().data.view(-1)
+        words = numbers.view(torch.int32)
+        if self.bits:
+            place, bit = draw.randrange(len(words)), draw.choice(self.bits)
+        else:
+            place = int(numbers.abs().argmax())
+            bit = next(bit for bit in range(29, 22, -1) if not int(words[place]) >> bit & 1)
+        words[place : place + 1].bitwise_xor_((1 << bit) if bit < 31 else -(1 << 31))
 
 
-def _outlast(arguments: list[str], flips: list[Flip], budget: float = 0.0) -> tuple[int, str]:
-    """`outlast` with these flips, each once, in all processes that it forks; code and stderr."""
+def _outlast(arguments: list[str], flips: list[Flip], blocks: int = 0) -> tuple[int, str]:
+    """`outlast` with these flips, each once, in all processes that it forks; code and stderr.
+
+    With `blocks`, level light checks so many blocks of parameters per step.
+    """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     folder = os.environ["STRUCK"]
@@ -112,8 +114,9 @@ def _outlast(arguments: list[str], flips: list[Flip], budget: float = 0.0) -> tu
 
     Trainer.step, Trainer.train_from = stepped, trained  # type: ignore[method-assign]
     ReplicaEngine.forward_backward = passed  # type: ignore[method-assign]
-    if budget:
-        guarding.Policy = functools.partial(Policy, light_budget=budget)  # type: ignore[misc, assignment]
+    if blocks:
+        # Every step, and as fast as any machine.
+        CheckBudget.plan = lambda self, sizes, first: (0, min(first + blocks, len(sizes)))  # type: ignore[method-assign]
     sys.argv = ["outlast", *arguments]
     code, error = 0, io.StringIO()
     with contextlib.redirect_stderr(error):
@@ -125,7 +128,7 @@ def _outlast(arguments: list[str], flips: list[Flip], budget: float = 0.0) -> tu
 
 
 def run_with(
-    job: Job, folder: Path, flips: list[Flip], size: int = 1, budget: float = 0.0
+    job: Job, folder: Path, flips: list[Flip], size: int = 1, blocks: int = 0
 ) -> tuple[int, str]:
     """Train the job by `outlast train` on `size` processes; exit code and standard error."""
     file = folder / f"{job.run.name}.toml"
@@ -134,7 +137,7 @@ def run_with(
     struck.mkdir()
     os.environ["STRUCK"] = str(struck)
     arguments = ["train", str(file), *([f"--nproc={size}"] if size > 1 else [])]
-    [(code, error)] = run_ranks(1, _outlast, arguments, flips, budget)
+    [(code, error)] = run_ranks(1, _outlast, arguments, flips, blocks)
     assert len(list(struck.iterdir())) == len(flips), "a flip did not take place"
     return code, error
 
@@ -211,3 +214,61 @@ def test_random_faults_end_in_the_clean_bits(
         assert outcomes <= {"restored", "corrected", "repeated", *(("detected",) if early else ())}
         assert_equal_bits(weights(job), weights(clean(size, *settings)))
         assert losses(job) == losses(clean(size, *settings))
+
+
+LIGHT = ("train.steps=60", "checkpoint.every_steps=3", "checkpoint.keep=40", "guard.policy=light")
+LIGHT = (*LIGHT, "data.validation_fraction=0.0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["weight", "exp_avg"])
+def test_light_goes_back_to_a_checkpoint_from_before_its_slice_was_right(
+    what: str, clean: Any, tmp_path: Path
+) -> None:
+    for seed in range(2):
+        job = tiny_job(tmp_path, f"light{seed}", *LIGHT)
+        flip = Flip(26, "stepped", what, bits=(), seed=seed)
+        code, error = run_with(job, tmp_path, [flip], blocks=8)
+        assert code == EXIT_DONE, error
+        [event] = returns(job)
+        assert event.source == "shared"
+        assert event.step <= 26
+        assert_equal_bits(weights(job), weights(clean(1, *LIGHT)))
+        assert losses(job) == losses(clean(1, *LIGHT))
+
+
+@pytest.mark.slow
+def test_replicas_tell_light_of_any_bit(clean: Any, tmp_path: Path) -> None:
+    for seed in range(3):
+        job = tiny_job(tmp_path, f"light{seed}", *LIGHT)
+        flip = Flip(26, "stepped", "weight", rank=1, seed=seed)
+        code, error = run_with(job, tmp_path, [flip], 2, blocks=8)
+        assert code == EXIT_DONE, error
+        [event] = returns(job)
+        assert event.step <= 26
+        assert {each.operation for each in found(job)} & {"replicas", "rest"}
+        assert_equal_bits(weights(job), weights(clean(2, *LIGHT)))
+
+
+@pytest.mark.slow
+def test_without_an_earlier_checkpoint_the_run_begins_again(clean: Any, tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "begins", *LIGHT, "checkpoint.every_steps=50")
+    code, error = run_with(job, tmp_path, [Flip(26, "stepped", "weight", bits=())], blocks=8)
+    assert code == EXIT_DONE, error
+    assert "starting again from it (1 of 3)" in error
+    assert returns(job) == []
+    assert_equal_bits(weights(job), weights(clean(1, *LIGHT)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_stops_where_all_checkpoints_may_hold_the_fault(size: int, tmp_path: Path) -> None:
+    settings = ("checkpoint.every_steps=1", "checkpoint.keep=1", "recover.mode=off")
+    job = tiny_job(tmp_path, "stops", *LIGHT, *settings)
+    flip = Flip(26, "stepped", "weight", rank=size - 1, bits=(), seed=3)
+    code, error = run_with(job, tmp_path, [flip], size, blocks=8)
+    assert code == EXIT_DATA_CORRUPTION, error
+    assert "all checkpoints, the newest of step " in error
+    assert "start anew with --fresh" in error
+    assert "starting again" not in error
+    assert "Traceback" not in error

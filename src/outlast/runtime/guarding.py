@@ -125,8 +125,9 @@ class RunGuard:
 
     def memory_faults(self) -> tuple[int | None, str]:
         """See `Guard.intact_step`, and what was found on this rank."""
-        found = [item for item in self.guard.ledger.findings if item.operation in LASTING]
-        what = f"{found[-1].operation} of {found[-1].module}" if found else ""
+        news = self.guard.ledger.findings[self._reported :]
+        found = next((item for item in news if item.operation in LASTING), None)
+        what = f"{found.operation} of {found.module}" if found is not None else ""
         return self.guard.intact_step, what
 
     def follow(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
