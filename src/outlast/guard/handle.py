@@ -433,9 +433,9 @@ class Guard:
     def intact_step(self) -> int | None:
         """Steps of the newest state from before what was found wrong in memory, on this rank.
 
-        None where nothing was, since the last `restart`. Weights and optimizer state of that step,
-        as kept elsewhere, may hold the fault still if it came before they were copied: see
-        `has_left`. At level light a fault counts as having come after its slice was last checked.
+        None where nothing was, since the last clean verdict. What was copied elsewhere of that step
+        may hold the fault still, if it came before: see `has_left`. At level light a fault counts
+        as having come after its slice was last checked.
         """
         return self.watch.intact
 

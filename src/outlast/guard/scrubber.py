@@ -906,7 +906,8 @@ class Scrubber:
                 elif fixed and wrong:
                     repaired = True
                     # With wrong parameters, this step's passes are wrong, too.
-                    self.watch.uncorrected += part == 0 and used
+                    if part == 0 and used:
+                        self.watch.spoil(current.step)
             site = self.watch.ledger.site("optimizer", "replicas")
             worst = math.inf if wrong else 0.0
             if self.watch.wants(

@@ -181,7 +181,8 @@ class Watch:
         fault_hook: See `outlast.guard.findings`.
         intact_steps: Of LASTING checks, the steps of the newest state that comes from before what
             they would find now; of those that are not named, one step less than are done.
-        intact: The same for all that they have found since the last restart; None: nothing.
+        intact: The same for all that they have found since the last clean verdict or restart; None:
+            nothing.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
@@ -220,7 +221,7 @@ class Watch:
     def approve(self) -> None:
         """A verdict was clean: what follows it is for another one."""
         self.uncorrected = self._lasting = 0
-        self.unjudged = False
+        self.unjudged, self.intact = False, None
 
     def advance(self) -> None:
         """A step is done: the next one draws other signs.
@@ -344,10 +345,17 @@ class Watch:
             self.uncorrected += 1
             if site.operation in LASTING:
                 self._lasting += 1
-                intact = self.intact_steps.get(site.operation, self.step - 1)
-                self.intact = intact if self.intact is None else min(self.intact, intact)
+                self._note_intact(self.intact_steps.get(site.operation, self.step - 1))
         if self._on_finding is not None:
             self._on_finding(finding)
+
+    def spoil(self, step: int) -> None:
+        """The passes have used what was wrong in memory and is right again, as after `step`."""
+        self.uncorrected += 1
+        self._note_intact(step)
+
+    def _note_intact(self, step: int) -> None:
+        self.intact = step if self.intact is None else min(self.intact, step)
 
     def judge(self, site: Site, judged: ResidualTest) -> None:
         """Count a check of numbers that cannot be computed again here; a failure is `detected`."""

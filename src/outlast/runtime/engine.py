@@ -340,6 +340,7 @@ class Runtime:
         left: Whether the program has left its loop before the last step.
         resizing: The run stops to continue with a different number of processes.
         returns: How often `go_back` may come to the same step.
+        is_right: Whether what memory and checkpoints hold is right, though an error ends the run.
     """
 
     ranks: Ranks
@@ -360,6 +361,7 @@ class Runtime:
     left: bool = False
     resizing: bool = False
     returns: int = 0
+    is_right: bool = False
     _returned: tuple[int, int] = field(default=(-1, 0), init=False)
     _told_step: int = field(default=0, init=False)
     _told_seconds: float = field(default=0.0, init=False)
@@ -512,9 +514,7 @@ class Runtime:
         try:
             self.before_update()
             cause = f"a memory fault ({what}, rank {rank})"
-            event = memory.go_back(
-                min(intact), lambda step: guard.guard.has_left(step) is not False, cause
-            )
+            event = memory.go_back(min(intact), guard.has_left, cause)
         except (CheckpointError, RecoverError) as problem:
             raise self._given_up(error, problem) from error
         if event is None:
@@ -635,6 +635,8 @@ class Runtime:
             # Nothing can be saved here.
             self.clock.step()
             return Decision()
+        if self.guard is not None:
+            self.guard.stepped(result.step)
         decision = self.consensus.decide(self, result)
         if decision.findings:
             self.gather_findings()
@@ -941,7 +943,7 @@ class Runtime:
                     self.tell_findings()
                 if self.memory is not None:
                     # A restart must not continue from what may be wrong.
-                    self.memory.close(forget=wrong)
+                    self.memory.close(forget=wrong and not self.is_right)
                 if self.saves is not None:
                     try:
                         self.saves.close(failed=failed and not exits)

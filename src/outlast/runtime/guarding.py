@@ -53,6 +53,8 @@ class RunGuard:
         self._passes: list[Callable[[bool], torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
         self._attempts: Iterator[int] = iter(())
+        # Steps of the loop and of the optimizer, where from then on both go up together.
+        self._counts: list[tuple[int, int]] = [(0, 0)]
         self.inside = self.may_go_back = False
         policy = Policy(
             level=settings.policy,
@@ -107,6 +109,7 @@ class RunGuard:
 
     def restart(self, step: int) -> None:
         """Weights were loaded, or are first ones: `step` steps are done; see `Guard.restart`."""
+        self._counts = [(step, step)]
         self._passes, self._losses = [], []
         self.guard.restart(step)
 
@@ -117,18 +120,41 @@ class RunGuard:
             if findings[number].outcome in HARMFUL:
                 findings[number] = replace(findings[number], outcome="restored")
         self._passes, self._losses = [], []
-        self.guard.go_back(step)
+        own = self._own_steps(step)
+        self._counts = [pair for pair in self._counts if pair[0] <= step]
+        self.guard.go_back(own)
+
+    def stepped(self, step: int) -> None:
+        """`step` steps of the loop are done, of which not every one may have updated weights."""
+        own = self.guard.watch.step
+        if self._own_steps(step) != own:
+            self._counts.append((step, own))
+
+    def has_left(self, step: int) -> bool:
+        """Return whether the state may be that after `step` steps of the loop."""
+        return self.guard.has_left(self._own_steps(step)) is not False
+
+    def _own_steps(self, step: int) -> int:
+        pairs = (pair for pair in reversed(self._counts) if pair[0] <= step)
+        loop, own = next(pairs, (step, step))
+        return own + step - loop
 
     def give_up(self) -> None:
         """What is wrong stays so: its ranks count as lost."""
         self._gave_up = True
 
     def memory_faults(self) -> tuple[int | None, str]:
-        """See `Guard.intact_step`, and what was found on this rank."""
+        """`Guard.intact_step` in steps of the loop, and what was found on this rank."""
         news = self.guard.ledger.findings[self._reported :]
         found = next((item for item in news if item.operation in LASTING), None)
         what = f"{found.operation} of {found.module}" if found is not None else ""
-        return self.guard.intact_step, what
+        own = self.guard.intact_step
+        if own is None:
+            return None, what
+        # Before the first, the state is none of this attempt's.
+        pairs = (pair for pair in reversed(self._counts) if pair[1] <= own)
+        loop, counted = next(pairs, (own, own))
+        return loop + own - counted, what
 
     def follow(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Guard another model from now on, in the place of this one; the counts continue.

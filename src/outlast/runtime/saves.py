@@ -295,7 +295,10 @@ class RunSaves:
         later = any(gather_objects(version is not None and version.step > step))
         self.begun = self.newest = -1 if later else min(self.newest, step)
         if later:
+            # The entries are as they were saved, wherever the loop stands.
+            note, self._note = self._note, None
             self.begin(step)
+            self._note = note
             self.collect(wait=True)
 
     def copied(self) -> None:
