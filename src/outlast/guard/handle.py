@@ -428,6 +428,7 @@ class Guard:
             # It remembers numbers that are no longer there.
             self.watch.seconds += self.scrubber.seconds
             self.scrubber = self._new_scrubber()
+            self.scrubber.begin()
 
     @property
     def intact_step(self) -> int | None:

@@ -624,6 +624,30 @@ class Scrubber:
             going = math.ceil((max(self.steps, self._due) - self._begun) / share)
         return max(going, self._last_period) or None
 
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Watch what is there now until the first step, where everything is checked."""
+        if not (self._whole and self._blocks):
+            return
+        started = self._clock()
+        # What it was before is nobody's question: no step is checked.
+        pieces = [
+            BlockPiece(block, block.parameter()[:0], 0.0, block.parameter()._version)
+            for block in self._blocks
+        ]
+        first = self._round = Round(pieces)
+        self._note_result(first, first.views(), self.watch.step)
+        self._charge(started, first)
+
+    def _note_result(self, current: Round, views: list[Views], step: int) -> None:
+        """Note the round's slice as it is after `step` steps, as it is to stay until the next."""
+        current.step = step
+        current.hashes, current.writes = hashes_of(views), writes_of(views)
+        self._left = StepResult(step, [piece.block for piece in current.pieces], current.hashes)
+        if self._whole:
+            # A weight that the passes find changed was right then, which `has_left` can tell.
+            self.watch.intact_steps["weight"] = step
+
     def before_step(self) -> None:
         """End the last round, and begin another if it is time; right before the optimizer's step.
 
@@ -673,14 +697,8 @@ class Scrubber:
         views = current.views()
         for piece, view in zip(current.pieces, views, strict=True):
             self._examine(piece, view, current)
-        current.hashes, current.writes = hashes_of(views), writes_of(views)
         # The step is counted when all of its checks are made.
-        current.step = self.watch.step + 1
-        blocks = [piece.block for piece in current.pieces]
-        self._left = StepResult(current.step, blocks, current.hashes)
-        if self._whole:
-            # A weight that the passes find changed was right then, which `has_left` can tell.
-            self.watch.intact_steps["weight"] = current.step
+        self._note_result(current, views, self.watch.step + 1)
         self._charge(started, current)
 
     def finish(self, *, used: bool = False) -> None:

@@ -209,11 +209,11 @@ class Trainer:
                 if self.guard is not None:
                     self.guard.restart(first_step)
             except DataCorruptionError as error:
-                first_step = self._go_back(error)
+                first_step = self.go_back(error)
         runtime.finish(last_step, made=made and self.consensus.writes())
         return Outcome(last_step, completed, "" if completed else runtime.stopped)
 
-    def _go_back(self, error: DataCorruptionError) -> int:
+    def go_back(self, error: DataCorruptionError) -> int:
         """Go back to a state from before a memory fault; the steps that it has done.
 
         Raises:
