@@ -43,7 +43,7 @@ class Flip:
         step: Steps done.
         moment: ``stepped``: right after the optimizer's step, before anything is kept or saved;
             ``kept``: after that; ``passed``: after the passes of the next step.
-        what: ``weight``, or a key of the optimizer's state.
+        what: ``weight``, ``buffer``, or a key of the optimizer's state.
         rank: Of the process.
         bits: One of these is drawn; none: the largest number of a matrix becomes larger still, by
             the highest bit of its exponent that is 0, but for the sign of the exponent.
@@ -63,7 +63,12 @@ class Flip:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         matrices = [each for each in parameters if each.dim() > 1]
         parameter = draw.choice(parameters if self.bits else matrices)
-        held = parameter if self.what == "weight" else optimizer.state[parameter][self.what]
+        if self.what == "weight":
+            held = parameter
+        elif self.what == "buffer":
+            held = dict(trainer.model.named_buffers())["model.rotary_emb.inv_freq"]
+        else:
+            held = optimizer.state[parameter][self.what]
         local = held.to_local() if hasattr(held, "to_local") else held
         numbers = local.detach().data.view(-1)
         words = numbers.view(torch.int32)
@@ -272,3 +277,15 @@ def test_a_run_stops_where_all_checkpoints_may_hold_the_fault(size: int, tmp_pat
     assert "start anew with --fresh" in error
     assert "starting again" not in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("moment", ["kept", "passed"])
+def test_a_bit_of_a_buffer_is_put_right(moment: str, clean: Any, tmp_path: Path) -> None:
+    for number, bit in enumerate((30, 12)):
+        job = tiny_job(tmp_path, f"struck{number}", *SHORT, "guard.policy=full")
+        code, error = run_with(job, tmp_path, [Flip(3, moment, "buffer", bits=(bit,))])
+        assert code == EXIT_DONE, error
+        [event] = found(job)
+        assert (event.operation, event.outcome, event.step) == ("buffer.rest", "corrected", 3)
+        assert event.module == "model.rotary_emb.inv_freq"
+        assert_equal_bits(weights(job), weights(clean(1, *SHORT)))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import DataCorruptionError, GuardError
+from outlast.guard.buffers import BufferWatch
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.policy import Level, Policy, policy_of
@@ -310,6 +311,7 @@ class Guard:
         # Whether the last verdict was clean; equal on all ranks.
         self._approved = False
         self.scrubber: Scrubber | None = None
+        self._buffers: BufferWatch | None = None
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
         self._stepped: set[int] = set()
@@ -429,6 +431,8 @@ class Guard:
             self.watch.seconds += self.scrubber.seconds
             self.scrubber = self._new_scrubber()
             self.scrubber.begin()
+        if self._buffers is not None:
+            self._buffers.note()
 
     @property
     def intact_step(self) -> int | None:
@@ -469,6 +473,8 @@ class Guard:
         watch = self.watch
         if self.scrubber is not None:
             self.scrubber.before_step()
+        if self._buffers is not None:
+            watch.timed(self._buffers.before_step)
         watch.settle()
         if self._reduction is not None:
             verdict = self._reduction.verdict(watch.uncorrected)
@@ -527,6 +533,8 @@ class Guard:
     def _begin(self) -> None:
         self._approved = False
         self.watch.begin()
+        if self._buffers is not None:
+            self.watch.timed(self._buffers.begin)
         if self._reduction is not None:
             self._reduction.begin()
 
@@ -558,6 +566,8 @@ class Guard:
             self._undo.callback(lambda: setattr(self.watch, "driven", False))
             if self.policy.reaches("light"):
                 self.scrubber = self._new_scrubber()
+            if self.policy.reaches("full"):
+                self._buffers = BufferWatch(self.watch, self._model)
         for optimizer in self._optimizers:
             for hook in (
                 optimizer.register_step_pre_hook(self._before),
@@ -602,6 +612,8 @@ class Guard:
         self.watch.timed(self._survey.advance)
         if self.scrubber is not None:
             self.scrubber.after_step()
+        if self._buffers is not None:
+            self.watch.timed(self._buffers.note)
         self.watch.advance()
         if self._reduction is not None:
             self._reduction.restore()
