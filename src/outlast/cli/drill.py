@@ -638,7 +638,7 @@ def print_drill(result: dict[str, Any]) -> None:
     )
     if idle := result["idle"]:
         print(f"without effect, since no such numbers were computed then: {', '.join(idle)}")
-    if returns := result["returns"]:
+    if returns := result.get("returns"):
         times = f"{len(returns)} times" if len(returns) > 1 else "once"
         again = sum(item["step"] - item["to"] for item in returns)
         print(
