@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,8 +26,6 @@ from outlast.train.loop import Trainer
 from outlast.train.run import run_directory
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from outlast.job import Job
 
 pytestmark = pytest.mark.distributed
@@ -48,6 +47,7 @@ class Flip:
         bits: One of these is drawn; none: the largest number of a matrix becomes larger still, by
             the highest bit of its exponent that is 0, but for the sign of the exponent.
         seed: Of the tensor, the number and the bit.
+        lasting: Every time that the run comes to this step and moment, not once.
     """
 
     step: int
@@ -56,6 +56,7 @@ class Flip:
     rank: int = 0
     bits: tuple[int, ...] = tuple(range(32))
     seed: int = 0
+    lasting: bool = False
 
     def strike(self, trainer: Trainer) -> None:
         """Flip it in the trainer's memory, without any trace in torch's counters."""
@@ -92,7 +93,12 @@ def _outlast(arguments: list[str], flips: list[Flip], blocks: int = 0) -> tuple[
     def strike(trainer: Trainer, step: int, moment: str) -> None:
         for number, flip in enumerate(flips):
             rank = int(os.environ.get("RANK", "0"))
-            if (flip.step, flip.moment, flip.rank) == (step, moment, rank):
+            if (flip.step, flip.moment, flip.rank) != (step, moment, rank):
+                continue
+            if flip.lasting:
+                Path(f"{folder}/struck-{number}").touch()
+                flip.strike(trainer)
+            else:
                 with contextlib.suppress(FileExistsError):
                     os.close(os.open(f"{folder}/struck-{number}", os.O_CREAT | os.O_EXCL))
                     flip.strike(trainer)
@@ -143,7 +149,7 @@ def run_with(
     os.environ["STRUCK"] = str(struck)
     arguments = ["train", str(file), *([f"--nproc={size}"] if size > 1 else [])]
     [(code, error)] = run_ranks(1, _outlast, arguments, flips, blocks)
-    assert len(list(struck.iterdir())) == len(flips), "a flip did not take place"
+    assert len(list(struck.iterdir())) == len(flips), f"a flip did not take place; {code}: {error}"
     return code, error
 
 
@@ -289,3 +295,41 @@ def test_a_bit_of_a_buffer_is_put_right(moment: str, clean: Any, tmp_path: Path)
         assert (event.operation, event.outcome, event.step) == ("buffer.rest", "corrected", 3)
         assert event.module == "model.rotary_emb.inv_freq"
         assert_equal_bits(weights(job), weights(clean(1, *SHORT)))
+
+
+LAYOUTS = {
+    "Muon": (1, ("optimizer.name=muon",)),
+    "bf16": (1, ("train.precision=bf16",)),
+    "accumulation, dropout": (
+        1,
+        ("train.micro_batch_size=3", "model.settings.attention_dropout=0.1"),
+    ),
+    "replay logs": (1, ("checkpoint.replay=exact",)),
+    "pipeline": (2, ("parallel.pipeline=2", "parallel.pipeline_microbatches=4")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_kind_of_run_goes_back(layout: str, clean: Any, tmp_path: Path) -> None:
+    size, settings = LAYOUTS[layout]
+    job = tiny_job(tmp_path, "struck", *SHORT, *settings, "guard.policy=full")
+    flips = [
+        Flip(2, "stepped", "weight", rank=size - 1, seed=1),
+        Flip(4, "kept", "weight", seed=2),
+        Flip(8, "kept", "weight", rank=size - 1, seed=3),
+    ]
+    code, error = run_with(job, tmp_path, flips, size)
+    assert code == EXIT_DONE, error
+    assert len(returns(job)) == 3
+    assert_equal_bits(weights(job), weights(clean(size, *SHORT, *settings)))
+    assert losses(job) == losses(clean(size, *SHORT, *settings))
+
+
+def test_memory_that_is_wrong_again_and_again_stops_the_run(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "stuck", *SHORT, "guard.policy=full", "launch.restarts=2")
+    code, error = run_with(job, tmp_path, [Flip(5, "passed", "weight", lasting=True)])
+    assert code == EXIT_DATA_CORRUPTION, error
+    assert len(returns(job)) == 6
+    assert error.count("starting again from it") == 2
+    assert "the numbers of rank 0 are wrong and stay so (rest of optimizer" in error
