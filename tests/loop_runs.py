@@ -115,6 +115,9 @@ with outlast.Run(
             meter.write_text(f"{float(meter.read_text()) + 10.0}\\n")
         if what.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, what))
+        elif what == "flip":
+            words = optimizer.state[model[0].weight]["exp_avg"].data.view(-1).view(torch.int32)
+            words[5:6].bitwise_xor_(1 << 21)
         elif what == "back":
             (HERE / "mount").unlink()
         elif what == "break":
@@ -134,8 +137,8 @@ def start(folder: Path, *settings: str, plan: str = "", **how: Any) -> Ended:
         folder: Of the script, its runs and results.
         settings: Of the run, beside `QUIET`.
         plan: Lines of a step and what happens in it: the name of a signal, ``break``, ``leave``
-            (before anything is done with the batch), ``raise``, ``infinite``, or ``back``, which
-            takes the file ``mount`` out of the way.
+            (before anything is done with the batch), ``raise``, ``infinite``, ``flip``, of a bit
+            in memory, or ``back``, which takes the file ``mount`` out of the way.
         how: Options of the script.
     """
     script = folder / "train.py"

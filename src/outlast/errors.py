@@ -80,7 +80,15 @@ class GuardError(OutlastError):
 
 
 class DataCorruptionError(OutlastError):
-    """A computation gave wrong values that could not be corrected."""
+    """A computation gave wrong values that could not be corrected.
+
+    Attributes:
+        in_versions: Whether all that was saved may hold them, so that a restart would be no cure.
+    """
+
+    def __init__(self, message: str = "", *, in_versions: bool = False) -> None:
+        super().__init__(message)
+        self.in_versions = in_versions
 
 
 class TensorizeError(OutlastError):

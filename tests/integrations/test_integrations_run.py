@@ -8,7 +8,7 @@ import torch
 from loop_runs import assert_same, finish, records, saved_steps, start, undisturbed
 
 from outlast.integrations.run import Run
-from outlast.records import AttemptEnded, StopRequested
+from outlast.records import AttemptEnded, CorruptionDetected, StateRecovered, StopRequested
 
 pytestmark = pytest.mark.distributed
 
@@ -64,6 +64,24 @@ def test_signals_stop_after_the_step_with_exit_code_3(tmp_path: Path, whole: Pat
     assert ends == [*stops, ("completed", "")]
     # Nothing was done twice.
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 36
+
+
+@pytest.mark.supports("pytorch", "guard", "resume", "records")
+def test_after_a_memory_fault_the_next_start_continues_from_before_it(tmp_path: Path) -> None:
+    # Of two iterations one updates the weights: steps of the loop are none of the guard.
+    whole = undisturbed(tmp_path, accumulate=2)
+    settings = ["guard.policy=full", "checkpoint.every_steps=4"]
+    ended = start(tmp_path, *settings, plan="13 flip", accumulate=2)
+    assert ended.code == 1
+    assert "DataCorruptionError: step 8: the numbers of rank 0 are wrong" in ended.said
+    assert "went back to step 12; the same command continues from there" in ended.said
+    finish(tmp_path, *settings, accumulate=2)
+    assert_same(tmp_path, whole)
+    run = records(tmp_path)
+    [(_, back)] = run.of(StateRecovered)
+    assert (back.step, back.source, back.lost_steps) == (12, "shared", 3)
+    assert [event.outcome for _, event in run.of(CorruptionDetected)] == ["restored"]
+    assert [attempt.first_step for attempt in run.attempts] == [0, 12]
 
 
 @pytest.mark.supports("pytorch", "resume", "records")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outlast.records import CheckpointSaved, StateRecovered, read_run
+from outlast.records import CheckpointSaved, CorruptionDetected, StateRecovered, read_run
 
 pytestmark = pytest.mark.distributed
 
@@ -41,6 +41,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 average = torch.optim.swa_utils.AveragedModel(model)
 loader = DataLoader(data, 8, sampler=DistributedSampler(data))
 settings = [f'run.directory="{HERE}/runs"', f"run.name={name}", f'recover.memory="{HERE}/memory"']
+settings += ["guard.policy=full"] if name == "struck" else []
 settings += ["checkpoint.writer=thread", "energy.measure=false", "log.every_steps=1"]
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 with outlast.Run(
@@ -56,6 +57,10 @@ with outlast.Run(
         run.log(loss)
         if name == "killed" and first and rank == 1 and run.step == 10:
             os.kill(os.getpid(), signal.SIGKILL)
+        if name == "struck" and first and run.step == 10:
+            # On both ranks, so that no replica is right.
+            words = model[0].weight.data.view(-1).view(torch.int32)
+            words[3 + rank : 4 + rank].bitwise_xor_(1 << 20)
 found = {**model.state_dict(), **{f"of {key}": mean for key, mean in average.state_dict().items()}}
 result = HERE / f"{name}{rank}.pt"
 if not result.exists():
@@ -88,25 +93,36 @@ def _torchrun(script: Path, name: str) -> str:
     return done.stdout
 
 
-@pytest.mark.supports("pytorch", "recover", "resume")
-def test_a_killed_rank_costs_one_step_at_most_and_no_bit(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    for name in ("whole", "killed"):
-        _torchrun(script, name)
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script, and the results of a whole run of it."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "train.py").write_text(SCRIPT)
+    _torchrun(folder / "train.py", "whole")
+    return folder
+
+
+def _assert_as_whole(place: Path, name: str) -> None:
+    for file in place.glob(f"{name}[01].pt"):
+        file.unlink()
+    _torchrun(place / "train.py", name)
     for rank in (0, 1):
-        whole, killed = (
-            torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True)
-            for name in ("whole", "killed")
+        whole, found = (
+            torch.load(place / f"{each}{rank}.pt", weights_only=True) for each in ("whole", name)
         )
-        assert [name for name in whole if not torch.equal(whole[name], killed[name])] == []
+        assert [key for key in whole if not torch.equal(whole[key], found[key])] == []
+
+
+@pytest.mark.supports("pytorch", "recover", "resume")
+def test_a_killed_rank_costs_one_step_at_most_and_no_bit(place: Path) -> None:
+    _assert_as_whole(place, "killed")
     means = [
-        torch.load(tmp_path / f"whole{rank}.pt", weights_only=True)["1.running_mean"]
+        torch.load(place / f"whole{rank}.pt", weights_only=True)["1.running_mean"]
         for rank in (0, 1)
     ]
     assert not torch.equal(*means), "each rank has statistics of its own; the first's continue"
     # `fresh` is for the command, not for each of its starts.
-    run = read_run(tmp_path / "runs" / "killed")
+    run = read_run(place / "runs" / "killed")
     assert len(run.attempts) == 2
     [(_, recovered)] = run.of(StateRecovered)
     assert recovered.source == "memory"
@@ -115,4 +131,18 @@ def test_a_killed_rank_costs_one_step_at_most_and_no_bit(tmp_path: Path) -> None
     assert run.losses()[-1][0] == 18
     # All is saved at the end, and nothing is left in memory.
     assert [event.step for _, event in run.of(CheckpointSaved)] == [18]
-    assert not list((tmp_path / "memory").rglob("rank-*"))
+    assert not list((place / "memory").rglob("rank-*"))
+
+
+@pytest.mark.supports("pytorch", "recover", "guard")
+def test_after_a_memory_fault_the_group_starts_again_from_before_it(place: Path) -> None:
+    _assert_as_whole(place, "struck")
+    run = read_run(place / "runs" / "struck")
+    assert {event.outcome for _, event in run.of(CorruptionDetected)} == {"restored"}
+    back, again = (event for _, event in run.of(StateRecovered))
+    # Eleven steps were done, of which the last was kept after the fault.
+    assert (back.source, back.step, again.source, again.step) == ("memory", 10, "memory", 10)
+    assert back.cause.startswith("a memory fault (")
+    assert len(run.attempts) == 2
+    assert [event.step for _, event in run.of(CheckpointSaved)] == [18]
+    assert not list((place / "memory").rglob("rank-*"))

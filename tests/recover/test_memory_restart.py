@@ -38,6 +38,41 @@ def test_one_process_alone_goes_on_from_its_last_state(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("rank-*")) == []
 
 
+def test_a_run_goes_back_to_an_earlier_state_and_forgets_later_ones(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 5)
+    found = keeper.find_until(4)
+    assert found is not None
+    recovered = keeper.restore(found)
+    assert recovered is not None
+    assert (recovered.step, whole_state(state)) == (4, reference(4))
+    keeper.go_back(4)
+    # Nobody that starts now takes the state of step 5.
+    newest = keeper_for(model_and_optimizer(seed=1), tmp_path).find()
+    assert newest is not None
+    assert newest.step == 4
+    assert keeper.find_until(3) is None
+    train(keeper, state, 4, 6)
+    keeper.close()
+    fresh = model_and_optimizer(seed=1)
+    again = keeper_for(fresh, tmp_path).restore()
+    assert again is not None
+    assert (again.step, whole_state(fresh)) == (6, reference(6))
+
+
+def test_a_negative_number_without_dimensions_comes_back(tmp_path: Path) -> None:
+    state = model_and_optimizer()
+    state["model"].register_parameter("scale", torch.nn.Parameter(torch.tensor(-0.5)))
+    keeper = keeper_for(state, tmp_path)
+    train(keeper, state, 0, 1)
+    keeper.close()
+    fresh = model_and_optimizer(seed=1)
+    fresh["model"].register_parameter("scale", torch.nn.Parameter(torch.tensor(3.0)))
+    assert keeper_for(fresh, tmp_path).restore() is not None
+    assert float(fresh["model"].scale) == -0.5
+
+
 def test_settings_of_the_optimizer_come_back(tmp_path: Path) -> None:
     state = model_and_optimizer()
     keeper = keeper_for(state, tmp_path)

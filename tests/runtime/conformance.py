@@ -172,8 +172,14 @@ def wrong(driver: Driver, folder: Path, whole: Whole) -> None:
 def flipped(driver: Driver, folder: Path, whole: Whole) -> None:
     """Weights that change in memory behind the last update before a stop are not saved."""
     way = Way(folder, settings=("guard.policy=full",))
-    assert driver.start(way, "6 flip") not in ([0], [3])
-    assert 6 not in versions(folder)
+    codes = driver.start(way, "6 flip")
+    if driver.name == "trainer":
+        # It goes back to what it has in memory, does the step again, and saves what is right.
+        assert codes == [3]
+        assert max(versions(folder)) in (6, 7)
+    else:
+        assert codes not in ([0], [3])
+        assert 6 not in versions(folder)
     driver.finish(way)
     assert_same(way, whole())
 

@@ -23,6 +23,7 @@ from outlast.records import (
     Guarded,
     MemberLost,
     Run,
+    StateRecovered,
     Warned,
     guard_totals,
     read_run,
@@ -382,12 +383,16 @@ def test_a_run_restarts_by_itself_after_a_memory_fault(
     what: str, step: int, clean: Any, tmp_path: Path
 ) -> None:
     # Step 3 is one that is saved, and 4 the last: neither may be kept with the fault in it.
-    job = tiny_job(tmp_path, "memory", *SHORT, "guard.policy=full", "checkpoint.every_steps=3")
+    settings = ("checkpoint.every_steps=3", "recover.mode=off")
+    job = tiny_job(tmp_path, "memory", *SHORT, "guard.policy=full", *settings)
     file = tmp_path / "job.toml"
     file.write_text(to_toml(job))
     [(code, error)] = run_ranks(1, _struck_in_memory, ["train", str(file)], step, what)
     assert code == EXIT_DONE, error
-    assert "starting again from it (1 of 3)" in error
+    # Nothing is kept in memory: it goes back to a checkpoint, or begins again without one.
+    back = [event for _, event in records(job).of(StateRecovered)]
+    assert [(event.step, event.source) for event in back] == ([(3, "shared")] if step == 4 else [])
+    assert ("starting again from it (1 of 3)" in error) == (step != 4)
     assert {each.operation for each in found(job)} == {"rest"}
     assert_equal_bits(weights(job), weights(clean(1)))
 

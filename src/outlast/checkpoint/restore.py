@@ -734,11 +734,13 @@ class Restored:
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """The caller's request: the live objects, a step or the newest, misfits that are fine."""
+    """The caller's request; see `CheckpointStore.restore`."""
 
     state: State
     step: int | None
     allow: Collection[Misfit]
+    after: int
+    until: float
 
 
 class Restorer:
@@ -761,22 +763,19 @@ class Restorer:
         self.unfinished: list[str] = []
 
     @collection_paused()
-    def restore(
-        self, state: State, step: int | None, allow: Collection[Misfit], after: int = -1
-    ) -> Restored | None:
+    def restore(self, wish: RestoreRequest) -> Restored | None:
         """As `CheckpointStore.restore`."""
-        wish = RestoreRequest(state, step, allow)
         self.unfinished = []
-        tried: set[tuple[str, Version]] = set()
-        skipped, damaged = list[str](), False
+        tried, skipped, damaged = set[tuple[str, Version]](), list[str](), False
         # Retention of a live run may delete all that was listed while newer versions come.
         while True:
-            candidates, unlisted = self._candidates(step)
+            candidates, unlisted = self._candidates(wish.step)
             skipped += [sentence for sentence in unlisted.values() if sentence not in skipped]
             news = [
                 (place, version)
                 for place, version in candidates
-                if version.step > after and (place.storage.location, version) not in tried
+                if wish.after < version.step <= wish.until
+                and (place.storage.location, version) not in tried
             ]
             if not news:
                 break
@@ -791,8 +790,8 @@ class Restorer:
                 damaged = damaged or harmed
                 skipped += [problem] if problem else []
         # A step that was asked for and begun is there, and no reason to begin with the first one.
-        if not damaged and not unlisted and (step is None or not skipped):
-            self.unfinished = skipped if after < 0 else []
+        if not damaged and not unlisted and (wish.step is None or not skipped):
+            self.unfinished = skipped if wish.after < 0 else []
             return None
         raise CheckpointError(
             f"no checkpoint in {self._place} can be used: {listing(skipped)}; restore the files "
@@ -878,6 +877,7 @@ class Restorer:
     ) -> tuple[Restored | None, str]:
         """Restore a version, and do the steps again that were logged after it, if they verify."""
         logs, unused = self._logs_after(contents.version, wish.state)
+        logs = [log for log in logs if log.step <= wish.until]
         step = wish.step
         if step is not None:
             logs = logs[: step - contents.version.step]

@@ -25,7 +25,7 @@ from outlast.checkpoint.lane import Lane, Save, SaveHandle, SaveResult, WriterKi
 from outlast.checkpoint.manifest import REPLAY, STATE, collection_paused
 from outlast.checkpoint.owner import OwnedError
 from outlast.checkpoint.plan import Holdings
-from outlast.checkpoint.restore import Restored, Restorer
+from outlast.checkpoint.restore import Restored, Restorer, RestoreRequest
 from outlast.checkpoint.retention import prune_logs
 from outlast.checkpoint.storage import (
     LocalStorage,
@@ -286,6 +286,7 @@ class CheckpointStore:
         allow: Collection[Misfit] = (),
         warn: bool = True,
         after: int = -1,
+        until: float = math.inf,
     ) -> Restored | None:
         """Load the newest version that verifies into `state`, on any number of ranks.
 
@@ -303,6 +304,8 @@ class CheckpointStore:
             warn: Warn of newer versions that were passed over, or never finished; False where the
                 caller tells of `Restored.skipped` and `unfinished`.
             after: Take versions of later steps than this one alone, for who has a state of it.
+            until: Take no later step than this one, after which something went wrong. Saves that
+                follow count as newer than what was saved of later steps.
 
         Returns:
             What was restored, or None when there is no version at all, or none but those whose
@@ -317,7 +320,8 @@ class CheckpointStore:
         self._went_back = self._session > 0
         if not self._session:
             self._tiers.look()
-        restored = self._restorer.restore(state, step, allow, after)
+        request = RestoreRequest(state, step, allow, after, until)
+        restored = self._restorer.restore(request)
         self._warn_of_unfinished(warn)
         if restored is not None and restored.skipped and warn and self._tiers.first.keeps_house:
             warnings.warn(

@@ -818,6 +818,13 @@ def print_drill(result: dict[str, Any]) -> None:
     )
     if idle := result["idle"]:
         print(f"without effect, since no such numbers were computed then: {', '.join(idle)}")
+    if returns := result.get("returns"):
+        times = f"{len(returns)} times" if len(returns) > 1 else "once"
+        again = sum(item["step"] - item["to"] for item in returns)
+        print(
+            f"after memory faults, went back {times} to the state in memory from before them; "
+            f"finished steps that were done again: {again}"
+        )
     if stops := result["stops"]:
         times = f"{len(stops)} times" if len(stops) > 1 else "once"
         print(f"stopped {times}, to continue from a checkpoint; the last time: {stops[-1]}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 Outcome = Literal[
-    "corrected", "check", "rounding", "not_finite", "repeated", "persistent", "detected"
+    "corrected", "check", "rounding", "not_finite", "repeated", "restored", "persistent", "detected"
 ]
 """How a finding ended.
 
@@ -25,6 +25,7 @@ rounding: the same bits again, and no further from an fp64 computation than roun
     false alarm.
 not_finite: the same bits again, with infinities or NaN among them: the data's own, no fault.
 repeated: it could not be corrected by itself, but the step was run again and came out right.
+restored: the run went back to a state from before it, and did the steps since again.
 persistent: the same device has failed two exact replays of its own: its numbers are beyond any
     rounding of an fp64 computation, or are others in every replay.
 detected: wrong, and nothing can be put right from here: it was used before, what it would be

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard.audit import Audit
+from outlast.guard.buffers import BufferWatch
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.policy import Level, Policy, policy_of
@@ -316,6 +317,7 @@ class Guard:
         self._approved = False
         self.scrubber: Scrubber | None = None
         self.replays: Audit | None = None
+        self._buffers: BufferWatch | None = None
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
         self._stepped: set[int] = set()
@@ -483,6 +485,34 @@ class Guard:
             # It remembers numbers that are no longer there.
             self.watch.seconds += self.scrubber.seconds
             self.scrubber = self._new_scrubber()
+            self.scrubber.begin()
+        if self._buffers is not None:
+            self._buffers.note()
+
+    @property
+    def intact_step(self) -> int | None:
+        """Steps of the newest state from before what was found wrong in memory, on this rank.
+
+        None where nothing was, since the last clean verdict. What was copied elsewhere of that step
+        may hold the fault still, if it came before: see `has_left`. At level light a fault counts
+        as having come after its slice was last checked.
+        """
+        return self.watch.intact
+
+    def has_left(self, step: int) -> bool | None:
+        """Return whether weights and optimizer state are now as the step to `step` has left them.
+
+        At level full all of them are compared, at others the slice that was watched then. None
+        where nothing is known of that step.
+        """
+        return None if self.scrubber is None else self.scrubber.has_left(step)
+
+    def go_back(self, step: int) -> None:
+        """Continue at an earlier `step` with its state; as `restart`, with what is known of it."""
+        earlier = self.scrubber
+        self.restart(step)
+        if earlier is not None and self.scrubber is not None:
+            self.scrubber.go_back(earlier)
 
     def again(self) -> None:
         """The step's numbers are not used: its passes begin anew, with other signs."""
@@ -498,6 +528,8 @@ class Guard:
         watch = self.watch
         if self.scrubber is not None:
             self.scrubber.before_step()
+        if self._buffers is not None:
+            watch.timed(self._buffers.before_step)
         watch.settle()
         if self._reduction is not None:
             verdict = self._reduction.verdict(watch.uncorrected)
@@ -561,6 +593,8 @@ class Guard:
     def _begin(self) -> None:
         self._approved = False
         self.watch.begin()
+        if self._buffers is not None:
+            self.watch.timed(self._buffers.begin)
         if self._reduction is not None:
             self._reduction.begin()
         if self.replays is not None:
@@ -597,6 +631,8 @@ class Guard:
             if self.policy.audits:
                 wrapper = model if isinstance(model, DistributedDataParallel) else None
                 self.replays = Audit(self.watch, self._model, wrapper, self._optimizers)
+            if self.policy.reaches("full"):
+                self._buffers = BufferWatch(self.watch, self._model)
         for optimizer in self._optimizers:
             for hook in (
                 optimizer.register_step_pre_hook(self._before),
@@ -654,6 +690,8 @@ class Guard:
             self.scrubber.after_step()
         if self.replays is not None:
             self.replays.advance()
+        if self._buffers is not None:
+            self.watch.timed(self._buffers.note)
         self.watch.advance()
         if self._reduction is not None:
             self._reduction.restore()

@@ -367,6 +367,15 @@ OPERATIONS: dict[str, Operation] = {
         "bits that changed where the scrubber was not: a lasting one is left to the other checks",
         corrects=True,
     ),
+    "buffer.rest": Operation(
+        "full",
+        "every buffer equals its copy: from a step's end until `attempts()` begins the next, and "
+        "until the update where the step before has not changed it",
+        "a single bit that changed; where the passes have used it, they are repeated",
+        "more than one changed bit, which counts as written by the program; counters (integers of "
+        "one element); statistics of batch norms while passes run, or without `attempts()`",
+        corrects=True,
+    ),
     "replicas": Operation(
         "light",
         "the same hashes on all replicas (DDP)",

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outlast.guard import optimizer as bounds
+from outlast.guard.findings import LASTING
 from outlast.guard.replica_hashes import Replica, Replicas, compare, hash64
 from outlast.guard.residual import ResidualTest, equality_test
 from outlast.guard.watch import Watch
@@ -323,6 +324,7 @@ class Round:
 
     pieces: list[BlockPiece]
     seconds: float = 0.0
+    step: int = 0
     hashes: tuple[Tensor, Tensor] | None = None
     writes: list[tuple[int, int]] = field(default_factory=list)
     judged: list[tuple[Site, ResidualTest]] = field(default_factory=list)
@@ -336,6 +338,21 @@ class Round:
     def views(self) -> list[Views]:
         """All that is there now."""
         return [piece.block.views() for piece in self.pieces]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Hashes of some blocks as a step has left them.
+
+    Attributes:
+        step: Optimizer steps done with it.
+        blocks: In order.
+        hashes: As of `hashes_of`.
+    """
+
+    step: int
+    blocks: list[Block]
+    hashes: tuple[Tensor, Tensor]
 
 
 def state_of(views: list[Views]) -> list[Tensor]:
@@ -569,6 +586,9 @@ class Scrubber:
         readers = [group.reader() for group in self._groups if self._blocks]
         self._readers = [reader for reader in readers if reader is not None]
         self._reported: set[str] = set()
+        # Of each block the steps of the newest state in which it was found right.
+        self._verified = [watch.step] * len(self._blocks)
+        self._left: StepResult | None = None
         self._cursor = 0
         # The step in which there is something to do, and the block that a round ends before.
         self._due, self._until = (0, len(self._blocks)) if whole else (_FIRST_ROUND, 1)
@@ -605,6 +625,30 @@ class Scrubber:
             share = sum(self._sizes[: self._cursor]) / sum(self._sizes)
             going = math.ceil((max(self.steps, self._due) - self._begun) / share)
         return max(going, self._last_period) or None
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Watch what is there now until the first step, where everything is checked."""
+        if not (self._whole and self._blocks):
+            return
+        started = self._clock()
+        # What it was before is nobody's question: no step is checked.
+        pieces = [
+            BlockPiece(block, block.parameter()[:0], 0.0, block.parameter()._version)
+            for block in self._blocks
+        ]
+        first = self._round = Round(pieces)
+        self._note_result(first, first.views(), self.watch.step)
+        self._charge(started, first)
+
+    def _note_result(self, current: Round, views: list[Views], step: int) -> None:
+        """Note the round's slice as it is after `step` steps, as it is to stay until the next."""
+        current.step = step
+        current.hashes, current.writes = hashes_of(views), writes_of(views)
+        self._left = StepResult(step, [piece.block for piece in current.pieces], current.hashes)
+        if self._whole:
+            # A weight that the passes find changed was right then, which `has_left` can tell.
+            self.watch.intact_steps["weight"] = step
 
     def before_step(self) -> None:
         """End the last round, and begin another if it is time; right before the optimizer's step.
@@ -655,7 +699,8 @@ class Scrubber:
         views = current.views()
         for piece, view in zip(current.pieces, views, strict=True):
             self._examine(piece, view, current)
-        current.hashes, current.writes = hashes_of(views), writes_of(views)
+        # The step is counted when all of its checks are made.
+        self._note_result(current, views, self.watch.step + 1)
         self._charge(started, current)
 
     def finish(self, *, used: bool = False) -> None:
@@ -672,15 +717,35 @@ class Scrubber:
             self._end(current, current.hashes, used)
 
     @torch.no_grad()
+    def has_left(self, step: int) -> bool | None:
+        """Return whether the watched slice is as the step that led to `step` has left it.
+
+        None where it is not known: another step was watched last, or a program has written.
+        """
+        left = self._left
+        if left is None or left.step != step:
+            return None
+        now = hashes_of([block.views() for block in left.blocks])
+        return bool(torch.equal(torch.stack(now), torch.stack(left.hashes)))
+
+    def go_back(self, earlier: Scrubber) -> None:
+        """Know no more of the state, which is an earlier one, than `earlier` knew of it."""
+        if len(earlier._verified) == len(self._verified):
+            self._verified = [
+                min(pair) for pair in zip(earlier._verified, self._verified, strict=True)
+            ]
+
+    @torch.no_grad()
     def has_moved(self) -> bool:
-        """Return whether the watched slice differs from the last step's result on this rank."""
+        """Return whether the watched slice is wrong on this rank, or not what the step has left."""
         current = self._round
         if current is None or current.hashes is None:
             return False
         started = self._clock()
         views = current.views()
-        moved = current.writes == writes_of(views) and bool(
-            torch.any(torch.stack(hashes_of(views)) != torch.stack(current.hashes))
+        moved = any(int(item.exceeded) for _, item in current.judged) or (
+            current.writes == writes_of(views)
+            and bool(torch.any(torch.stack(hashes_of(views)) != torch.stack(current.hashes)))
         )
         self._charge(started, current)
         return moved
@@ -692,7 +757,13 @@ class Scrubber:
         now = hashes_of(views)
         if current.writes != writes_of(views):
             # The program has written to the tensors, which is no fault.
-            after = now
+            after, self._left = now, None
+        checked = range(self._cursor, self._cursor + len(current.pieces))
+        before = min(self._verified[number] for number in checked)
+        # An update that was wrong, or a slice of which nobody knows since when it has been wrong.
+        older = dict.fromkeys(LASTING - {"weight"}, min(before, current.step - 1))
+        self.watch.intact_steps |= {**older, "rest": current.step}
+        found = self.watch.intact
         site = self.watch.ledger.site("optimizer", "rest")
         current.judged.append((site, equality_test(torch.stack(now), torch.stack(after))))
         self._cursor = (self._cursor + len(current.pieces)) % len(self._blocks)
@@ -706,6 +777,8 @@ class Scrubber:
         else:
             waited = self._compare(self._replicas, current, views, (*after, *now), used)
         self._report_not_finite(current)
+        if self.watch.intact == found:
+            self._verified[checked.start : checked.stop] = [current.step] * len(checked)
         self._charge(started + waited, current)
         if self._learning:
             numbers = sum(piece.block.end - piece.block.start for piece in current.pieces)
@@ -853,7 +926,8 @@ class Scrubber:
                 elif fixed and wrong:
                     repaired = True
                     # With wrong parameters, this step's passes are wrong, too.
-                    self.watch.uncorrected += part == 0 and used
+                    if part == 0 and used:
+                        self.watch.spoil(current.step)
             site = self.watch.ledger.site("optimizer", "replicas")
             worst = math.inf if wrong else 0.0
             if self.watch.wants(

@@ -216,6 +216,10 @@ class Watch:
         fault_hook: See `outlast.guard.findings`.
         operations: The checks at torch's dispatcher; None below level ``linear``.
         repeats: Whether operations are checked by computing them twice; see `repeats_on`.
+        intact_steps: Of LASTING checks, the steps of the newest state that comes from before what
+            they would find now; of those that are not named, one step less than are done.
+        intact: The same for all that they have found since the last clean verdict or restart; None:
+            nothing.
     """
 
     def __init__(self, policy: Policy, on_finding: Callable[[Finding], None] | None) -> None:
@@ -234,6 +238,8 @@ class Watch:
         self.fault_hook: FaultHook | None = None
         self.operations: OperationChecks | None = None
         self.repeats = False
+        self.intact_steps: dict[str, int] = {}
+        self.intact: int | None = None
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
@@ -254,7 +260,7 @@ class Watch:
     def approve(self) -> None:
         """A verdict was clean: what follows it is for another one."""
         self.uncorrected = self._lasting = 0
-        self.unjudged = False
+        self.unjudged, self.intact = False, None
 
     def advance(self) -> None:
         """A step is done: the next one draws other signs.
@@ -269,6 +275,7 @@ class Watch:
         """Weights and optimizer state are others now; `step` steps are done."""
         self.step = step
         self._lasting = 0
+        self.intact, self.intact_steps = None, {}
         self.begin()
         self.redraw()
 
@@ -391,9 +398,19 @@ class Watch:
         if outcome in HARMFUL and self.policy.correct:
             self.uncorrected += 1
             self.unjudged = True
-            self._lasting += site.operation in LASTING
+            if site.operation in LASTING:
+                self._lasting += 1
+                self._note_intact(self.intact_steps.get(site.operation, self.step - 1))
         if self._on_finding is not None:
             self._on_finding(finding)
+
+    def spoil(self, step: int) -> None:
+        """The passes have used what was wrong in memory and is right again, as after `step`."""
+        self.uncorrected += 1
+        self._note_intact(step)
+
+    def _note_intact(self, step: int) -> None:
+        self.intact = step if self.intact is None else min(self.intact, step)
 
     def judge(self, site: Site, judged: ResidualTest) -> None:
         """Count a check of numbers that cannot be computed again here; a failure is `detected`."""

@@ -29,7 +29,7 @@ from outlast.autosave.position import Position
 from outlast.autosave.program import RUNTIME
 from outlast.distributed.group import raise_together
 from outlast.durations import duration_text
-from outlast.errors import IntegrationError
+from outlast.errors import DataCorruptionError, IntegrationError, OutlastError
 from outlast.integrations import loop_job_of
 from outlast.records import CheckpointSaved, StateRecovered, Warned, read_run
 from outlast.runtime.cadence import job_cadence
@@ -552,7 +552,35 @@ class Run:
         self._iterator = None
         for hook in self._hooks:
             hook.remove()
-        self._engine.close(error)
+        try:
+            if isinstance(error, DataCorruptionError):
+                self._go_back(error)
+        except OutlastError as late:
+            error = late
+            raise
+        finally:
+            self._engine.close(error)
+
+    def _go_back(self, error: DataCorruptionError) -> None:
+        """Let the next start begin from before a memory fault: the loop is the script's.
+
+        Raises:
+            OutlastError: When all that was saved may hold the fault.
+        """
+        runtime = self._engine
+        if runtime.guard is None:
+            return
+        # Once, since the script is started again.
+        runtime.guard.may_go_back, runtime.returns = True, 1
+        try:
+            step = runtime.go_back(error)
+        except DataCorruptionError as found:
+            if found.in_versions:
+                raise
+            return
+        runtime.is_right = True
+        if self._ranks.is_first:
+            self._say(f"went back to step {step:,}; the same command continues from there")
 
     def __iter__(self) -> Iterator[Any]:
         if self._iterating or self._runtime is None:
@@ -661,14 +689,18 @@ class Run:
             runtime.record(self._counted())
         runtime.end_steps(self.step)
         unused = self._without_update - self._in_step
-        if unused > 0 and self._progress.epoch < self._epochs and not self._go_back(unused):
+        if (
+            unused > 0
+            and self._progress.epoch < self._epochs
+            and not self._go_back_to_update(unused)
+        ):
             # Nothing newer than the last save can be continued from.
             runtime.finish()
         else:
             runtime.finish(self.step)
         runtime.left = not self._is_complete()
 
-    def _go_back(self, unused: int) -> bool:
+    def _go_back_to_update(self, unused: int) -> bool:
         """Go back to the last update: what was done since then has changed no weight.
 
         Args:

@@ -298,7 +298,7 @@ class CorruptionDetected(Event):
         magnitude: Largest difference, in standard deviations of rounding; of duplicates, as a
             share of the larger gradient's 2-norm.
         outcome: ``corrected``, ``check``, ``rounding``, ``not_finite``, ``repeated``,
-            ``persistent`` or ``detected``; see `outlast.guard.findings`.
+            ``restored``, ``persistent`` or ``detected``; see `outlast.guard.findings`.
     """
 
     kind: ClassVar[str] = "wrong_numbers"
@@ -469,6 +469,7 @@ class StateRecovered(Event):
         lost_steps: Steps that are done again, as far as is known; -1 where it is not.
         bytes: Moved on all ranks together.
         passed_over: One sentence for each better source that could not be used, or had nothing.
+        cause: Of going back to an earlier step in the middle of an attempt; empty: it began so.
     """
 
     kind: ClassVar[str] = "state_recovered"
@@ -478,6 +479,7 @@ class StateRecovered(Event):
     lost_steps: int
     bytes: int
     passed_over: list[str] = field(default_factory=list)
+    cause: str = ""
 
 
 @dataclass(frozen=True)

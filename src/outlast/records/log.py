@@ -31,6 +31,7 @@ from outlast.records.events import (
     EnergyMeasured,
     Event,
     RanksChanged,
+    StateRecovered,
     StepsDone,
     Tensorized,
     TrainingStarted,
@@ -289,18 +290,36 @@ class Run:
     def steps(self) -> list[tuple[Record, StepsDone]]:
         """The step events that count.
 
-        Left out are those that reach beyond the step from which a later attempt continued: their
-        work was lost, and is done again.
+        Left out are those that reach beyond the step from which a later attempt continued, or to
+        which the same one went back: their work was lost, and is done again.
         """
         return [
             (record, event)
             for record, event in self.of(StepsDone)
-            if event.step <= self.kept_until[record.attempt]
+            if event.step <= self._kept_of(record)
+        ]
+
+    def _kept_of(self, record: Record) -> float:
+        """The last step that counts of those that were done when `record` was written."""
+        later = (
+            step
+            for attempt, time, step in self._gone_back
+            if attempt == record.attempt and time > record.monotonic
+        )
+        return min([self.kept_until[record.attempt], *later])
+
+    @cached_property
+    def _gone_back(self) -> list[tuple[int, float, int]]:
+        """Attempt, time and step of each return to an earlier step within an attempt."""
+        return [
+            (record.attempt, record.monotonic, event.step)
+            for record, event in self.of(StateRecovered)
+            if event.cause
         ]
 
     def share_redone(self, record: Record, event: StepsDone | EnergyMeasured) -> float:
         """Share of the steps of `event` that a later attempt has done again."""
-        beyond = max(event.step - self.kept_until[record.attempt], 0)
+        beyond = max(event.step - self._kept_of(record), 0)
         return min(beyond, event.steps) / event.steps if event.steps else 0.0
 
     def losses(self) -> list[tuple[int, float]]:

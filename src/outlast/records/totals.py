@@ -406,7 +406,8 @@ def recovery_words(event: Recovery) -> str:
             words = f"step {event.step}: state taken from {source} in {event.seconds:.2f} s"
             if event.lost_steps > 0:
                 words += f", {event.lost_steps} step{'s' if event.lost_steps > 1 else ''} again"
-            return words + "".join(f"; {name}" for name in event.passed_over)
+            cause = f" after {event.cause}" if event.cause else ""
+            return words + cause + "".join(f"; {name}" for name in event.passed_over)
         case MemberLost():
             note = f": {event.note}" if event.note else ""
             return f"step {event.step}: {event.member} {event.cause}{note}"

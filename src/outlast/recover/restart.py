@@ -198,7 +198,8 @@ def fill(targets: Targets, state: CompleteState, peers: Group) -> int:
         itemsize = entry.size // max(entry.box.elements, 1)
         kind = "u" if itemsize in (1, 2, 4, 8) else "V"
         raw = np.frombuffer(readers[piece.slot].bytes_of(entry), f"{kind}{itemsize}")
-        return raw.reshape(entry.box.shape)[piece.box.within(entry.box)]
+        # Of a tensor without dimensions, too, an array: a number would be converted by its value.
+        return raw.reshape(entry.box.shape)[(*piece.box.within(entry.box), ...)]
 
     far: list[tuple[Filling, SlotPiece]] = []
     for filling, pieces in zip(fillings, wanted, strict=True):
@@ -507,14 +508,40 @@ class Keeper:
         self._finding_seconds = time.perf_counter() - begun
         return whole
 
-    def _newest(self) -> tuple[CompleteState | None, bool]:
-        """The newest state that is whole and intact without parity; whether a newer is damaged."""
+    def find_until(self, step: int) -> CompleteState | None:
+        """As `find`, of states after at most `step` steps; nothing is rebuilt from parity."""
+        begun = time.perf_counter()
+        self._rebuilt, self.damaged, self.lacking = False, [], []
+        whole, _ = self._newest(step)
+        self._finding_seconds = time.perf_counter() - begun
+        return whole
+
+    def go_back(self, step: int) -> None:
+        """Training continues after `step` steps: states of later ones must not be restored.
+
+        What this process has kept of `step`, or of steps before, stays until the next is kept.
+        """
+        self.settle()
+        for slot in self._slots:
+            if slot.step > step:
+                slot.begin()
+        self.kept = step
+        # The next state is kept in slots of its own, with parity of its own.
+        self._planned = None
+
+    def _newest(self, until: int | None = None) -> tuple[CompleteState | None, bool]:
+        """The newest state that is whole and intact without parity; whether a newer is damaged.
+
+        With `until`, of states after at most so many steps.
+        """
         peers, mine = self._peers, []
         nodes = peers.gather(peers.node)
         local = [rank for rank, node in enumerate(nodes) if node == peers.node]
         if local[0] == peers.rank:
             mine = scan(self._run_folder, self._identity, peers.node, peers.rank)
         found = [stored for array in peers.gather(mine) for stored in array]
+        if until is not None:
+            found = [stored for stored in found if stored.kept.step <= until]
         newest = (-1, -1)
         while (whole := newest_whole(found)) is not None:
             # The processes of a node read its slots side by side.

@@ -165,13 +165,14 @@ class Slot:
     Attributes:
         content: The whole file.
         memory: The data in it.
+        step: Steps done in the state that it holds; -1: none is complete.
 
     Raises:
         RecoverError: When the memory cannot be had.
     """
 
     def __init__(self, path: Path, catalogue: Catalogue, values_bytes: int) -> None:
-        self.path = path
+        self.path, self.step = path, -1
         self.capacity = 2 * values_bytes + _PAGE_BYTES
         text = json.dumps(catalogue.to_json()).encode()
         self._values = _CATALOGUE_OFFSET + len(text)
@@ -186,6 +187,7 @@ class Slot:
     def begin(self) -> None:
         """From now on the slot holds no state."""
         self.content[_MARK_OFFSET : _MARK_OFFSET + len(_EMPTY_MARK)] = _EMPTY_MARK
+        self.step = -1
 
     def publish(self, step: int, values: bytes) -> None:
         """All data is in place: the slot holds the state after `step` steps.
@@ -204,6 +206,7 @@ class Slot:
         self.content[_MARK_OFFSET : _MARK_OFFSET + len(_EMPTY_MARK)] = mark + _CHECK.pack(
             zlib.crc32(mark)
         )
+        self.step = step
 
     def close(self) -> None:
         """Let go of the memory; the file stays."""

@@ -421,7 +421,7 @@ _MOST_FINDINGS = 100
 
 
 _GRADES = {
-    **dict.fromkeys(("corrected", "check", "repeated"), "good"),
+    **dict.fromkeys(("corrected", "check", "repeated", "restored"), "good"),
     **dict.fromkeys(("rounding", "not_finite"), "caution"),
 }
 

@@ -6,6 +6,7 @@ A driver (the trainer, `outlast.Run`, an adapter in `outlast.integrations`, `out
 | phase | what the runtime does |
 |---|---|
 | `restore` | fills the state from memory or the newest intact version, and says which |
+| `go_back` | fills the state with one from before a memory fault that the guard has found |
 | `begin` | first step: records the set-up, opens the windows of energy, lets ranks agree |
 | `attempts`, `micro_batch` | repeats the passes of a step that the guard finds wrong |
 | `before_update` | waits until what is being copied out of the tensors is copied |
@@ -36,12 +37,18 @@ import contextlib
 import math
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 import torch.distributed as dist
 
-from outlast.errors import EXIT_TO_BE_CONTINUED, CheckpointError, DataCorruptionError
+from outlast.distributed.group import gather_objects
+from outlast.errors import (
+    EXIT_TO_BE_CONTINUED,
+    CheckpointError,
+    DataCorruptionError,
+    RecoverError,
+)
 from outlast.records import (
     CheckpointInterval,
     CheckpointRestored,
@@ -332,6 +339,8 @@ class Runtime:
         stopped: Why the run has ended before its last step; empty: it has not.
         left: Whether the program has left its loop before the last step.
         resizing: The run stops to continue with a different number of processes.
+        returns: How often `go_back` may come to the same step.
+        is_right: Whether what memory and checkpoints hold is right, though an error ends the run.
     """
 
     ranks: Ranks
@@ -351,6 +360,9 @@ class Runtime:
     stopped: str = ""
     left: bool = False
     resizing: bool = False
+    returns: int = 0
+    is_right: bool = False
+    _returned: tuple[int, int] = field(default=(-1, 0), init=False)
     _told_step: int = field(default=0, init=False)
     _told_seconds: float = field(default=0.0, init=False)
     _signals: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
@@ -472,6 +484,70 @@ class Runtime:
         self.mark("idle", step)
         return step, events
 
+    def go_back(self, error: DataCorruptionError) -> int:
+        """Fill the state with the newest one from before a memory fault; all ranks together.
+
+        Whatever was saved of later steps counts as older than the state that is filled in.
+
+        Args:
+            error: Raised by the guard, on all ranks.
+
+        Returns:
+            The steps that the state has done, from which the loop trains again.
+
+        Raises:
+            DataCorruptionError: When no memory was wrong, the fault has come back too often, or
+                there is no state from before it.
+        """
+        guard, memory = self.guard, self.memory
+        assert guard is not None
+        found = gather_objects(guard.memory_faults())
+        intact = [steps for steps, _ in found if steps is not None]
+        if memory is None or not (guard.may_go_back and intact):
+            raise self._given_up(error)
+        furthest, times = self._returned
+        self._returned = max(self.step, furthest), times + 1 if self.step <= furthest else 1
+        if self._returned[1] > self.returns:
+            raise self._given_up(error)
+        rank, what = next((rank, said[1]) for rank, said in enumerate(found) if said[0] is not None)
+        event = None
+        try:
+            self.before_update()
+            cause = f"a memory fault ({what}, rank {rank})"
+            event = memory.go_back(min(intact), guard.has_left, cause)
+        except (CheckpointError, RecoverError) as problem:
+            raise self._given_up(error, problem) from error
+        if event is None:
+            raise self._given_up(error)
+        guard.go_back(event.step)
+        self.gather_findings()
+        lost = max(self.step - event.step, 0)
+        self.write(replace(event, lost_steps=lost))
+        self.step, self.stopped, self.resizing = event.step, "", False
+        if self.saves is not None:
+            self.saves.go_back(event.step)
+        return event.step
+
+    def _given_up(
+        self, error: DataCorruptionError, problem: Exception | None = None
+    ) -> DataCorruptionError:
+        """The error with which the run ends, or its launcher starts it again; all ranks."""
+        assert self.guard is not None
+        self.guard.give_up()
+        self.gather_findings()
+        intact = [steps for steps, _ in gather_objects(self.guard.memory_faults())]
+        if self.memory is None or all(steps is None for steps in intact):
+            return error
+        newest = self.memory.newest_saved()
+        since = min(steps for steps in intact if steps is not None)
+        if problem is None and newest <= since:
+            return error
+        why = problem or (
+            f"all checkpoints, the newest of step {newest}, are from after step {since}, and may "
+            "hold the fault; start anew with --fresh or in another directory"
+        )
+        return DataCorruptionError(f"{error}; {why}", in_versions=True)
+
     def begin(
         self, step: int, events: Iterable[Event] = (), started: TrainingStarted | None = None
     ) -> None:
@@ -559,6 +635,8 @@ class Runtime:
             # Nothing can be saved here.
             self.clock.step()
             return Decision()
+        if self.guard is not None:
+            self.guard.stepped(result.step)
         decision = self.consensus.decide(self, result)
         if decision.findings:
             self.gather_findings()
@@ -725,8 +803,11 @@ class Runtime:
             return
         try:
             self.guard.check_state(last=last)
-        finally:
-            self.gather_findings()
+        except DataCorruptionError:
+            if not self.guard.may_go_back:
+                self.gather_findings()
+            raise
+        self.gather_findings()
 
     def last_checks(self) -> None:
         """Make the guard's last checks, behind the last step; all ranks together.
@@ -862,7 +943,7 @@ class Runtime:
                     self.tell_findings()
                 if self.memory is not None:
                     # A restart must not continue from what may be wrong.
-                    self.memory.close(forget=wrong)
+                    self.memory.close(forget=wrong and not self.is_right)
                 if self.saves is not None:
                     try:
                         self.saves.close(failed=failed and not exits)

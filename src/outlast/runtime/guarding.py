@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from outlast.distributed.group import gather_on_first
 from outlast.errors import DataCorruptionError
 from outlast.guard import Guard, Policy, guard
-from outlast.guard.findings import HARMFUL
+from outlast.guard.findings import HARMFUL, LASTING
 from outlast.guard.policy import collapsed
 from outlast.records import CorruptionDetected, Guarded, MemberLost
 
@@ -42,6 +42,7 @@ class RunGuard:
         warnings: What the guard had to say when it was installed.
         told: Findings of all ranks that `news` has given; on rank 0.
         inside: Whether the engine makes the attempts itself, before it sums over other processes.
+        may_go_back: Whether the loop goes back where memory was wrong; see `Runtime.go_back`.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class RunGuard:
         self._passes: list[Callable[[bool], torch.Tensor]] = []
         self._losses: list[torch.Tensor] = []
         self._attempts: Iterator[int] = iter(())
-        self.inside = False
+        # Steps of the loop and of the optimizer, where from then on both go up together.
+        self._counts: list[tuple[int, int]] = [(0, 0)]
+        self.inside = self.may_go_back = False
         policy = Policy(
             level=settings.policy,
             modules=settings.modules,
@@ -127,8 +130,52 @@ class RunGuard:
 
     def restart(self, step: int) -> None:
         """Weights were loaded, or are first ones: `step` steps are done; see `Guard.restart`."""
+        self._counts = [(step, step)]
         self._passes, self._losses = [], []
         self.guard.restart(step)
+
+    def go_back(self, step: int) -> None:
+        """The state is that of an earlier step, from before what was found; see `Guard.go_back`."""
+        findings = self.guard.ledger.findings
+        for number in range(self._reported, len(findings)):
+            if findings[number].outcome in HARMFUL:
+                findings[number] = replace(findings[number], outcome="restored")
+        self._passes, self._losses = [], []
+        own = self._own_steps(step)
+        self._counts = [pair for pair in self._counts if pair[0] <= step]
+        self.guard.go_back(own)
+
+    def stepped(self, step: int) -> None:
+        """`step` steps of the loop are done, of which not every one may have updated weights."""
+        own = self.guard.watch.step
+        if self._own_steps(step) != own:
+            self._counts.append((step, own))
+
+    def has_left(self, step: int) -> bool:
+        """Return whether the state may be that after `step` steps of the loop."""
+        return self.guard.has_left(self._own_steps(step)) is not False
+
+    def _own_steps(self, step: int) -> int:
+        pairs = (pair for pair in reversed(self._counts) if pair[0] <= step)
+        loop, own = next(pairs, (step, step))
+        return own + step - loop
+
+    def give_up(self) -> None:
+        """What is wrong stays so: its ranks count as lost."""
+        self._gave_up = True
+
+    def memory_faults(self) -> tuple[int | None, str]:
+        """`Guard.intact_step` in steps of the loop, and what was found on this rank."""
+        news = self.guard.ledger.findings[self._reported :]
+        found = next((item for item in news if item.operation in LASTING), None)
+        what = f"{found.operation} of {found.module}" if found is not None else ""
+        own = self.guard.intact_step
+        if own is None:
+            return None, what
+        # Before the first, the state is none of this attempt's.
+        pairs = (pair for pair in reversed(self._counts) if pair[1] <= own)
+        loop, counted = next(pairs, (own, own))
+        return loop + own - counted, what
 
     def follow(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         """Guard another model from now on, in the place of this one; the counts continue.
@@ -156,7 +203,7 @@ class RunGuard:
         try:
             yield
         except DataCorruptionError:
-            self._gave_up = True
+            self._gave_up = not self.may_go_back
             raise
 
     @property

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from outlast.distributed.group import Group
+from outlast.distributed.group import Group, gather_objects
 from outlast.errors import CheckpointError, RecoverError
 from outlast.job import fingerprint, tiers_of
 from outlast.records import (
@@ -151,6 +151,8 @@ class MemoryCheckpoint:
             default group's collectives.
         shown: Whether the events that `restore` gives are shown to the user.
         steps_before: That the process with this rank had done when it was killed, if it is known.
+        goes_back: Whether the loop goes back to what is kept, where memory was wrong: then it is
+            kept also where nobody would start the ranks again, and given back when they end.
 
     Attributes:
         events: What `find` and `take` had to say.
@@ -174,6 +176,7 @@ class MemoryCheckpoint:
         own_group: bool = True,
         shown: bool = False,
         steps_before: int = 0,
+        goes_back: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.saved = -1
@@ -196,7 +199,8 @@ class MemoryCheckpoint:
         # Whoever has asked for a tier by name is told where it is not there.
         asked = job.checkpoint.tiers != "auto"
         self._missing: list[Event] = []
-        if not is_kept(job, ranks):
+        self._outlives = is_kept(job, ranks)
+        if not (self._outlives or (goes_back and "memory" in tiers)):
             if asked and "memory" in tiers:
                 self._missing.append(Warned(_NOBODY_RESTARTS))
             return
@@ -260,6 +264,71 @@ class MemoryCheckpoint:
             self._store, self._state, passed_over, shown=self._shown, lacking=lacking
         )
         return step, [*missing, *events, *self._changed(history, step)]
+
+    def go_back(
+        self, newest: int, is_right: Callable[[int], bool], cause: str
+    ) -> StateRecovered | None:
+        """Fill the state with an earlier one of this run, in memory or of a checkpoint.
+
+        Nothing that was kept in memory of later steps is restored any more.
+
+        Args:
+            newest: Steps that it has done at most.
+            is_right: Looks at the state that was filled, on this rank; where it is wrong on one, an
+                older one is taken.
+            cause: Of going back, for the records.
+
+        Returns:
+            The event; None where there is no such state, and the live one may be any.
+
+        Raises:
+            CheckpointError: When nothing but damaged checkpoints is left.
+        """
+        self.settle()
+        begun, passed_over, until = time.perf_counter(), list[str](), newest
+        while until >= 0:
+            found = self._filled_until(until, passed_over)
+            if found is None:
+                return None
+            step, source = found
+            wrong = [rank for rank, right in enumerate(gather_objects(is_right(step))) if not right]
+            if not wrong:
+                break
+            held = f"{source} of step {step} holds the fault on rank {', '.join(map(str, wrong))}"
+            passed_over.append(held)
+            until = step - 1
+        else:
+            return None
+        if self._keeper is not None:
+            self._keeper.go_back(step)
+        seconds = time.perf_counter() - begun
+        return StateRecovered(step, source, seconds, 0, 0, passed_over, cause=cause)
+
+    def _filled_until(self, until: int, passed_over: list[str]) -> tuple[int, str] | None:
+        """Fill the state with the newest one of at most `until` steps; its step and source."""
+        whole = None if self._keeper is None else self._keeper.find_until(until)
+        after = -1 if whole is None else whole.step
+        restored = None
+        try:
+            restored = self._store.restore(self._state, warn=False, after=after, until=until)
+        except CheckpointError as error:
+            if whole is None:
+                raise
+            passed_over.append(str(error))
+        if restored is not None:
+            source = self._store.tier_names.get(restored.place, "") or "shared"
+            return restored.step, source
+        if whole is None:
+            return None
+        assert self._keeper is not None
+        recovered = self._keeper.restore(whole)
+        assert recovered is not None
+        return recovered.step, recovered.source
+
+    def newest_saved(self) -> int:
+        """Steps of the newest checkpoint; -1 without one. All ranks ask together."""
+        version = self._store.newest(warn=False)
+        return max(gather_objects(-1 if version is None else version.step))
 
     def find(self) -> int | None:
         """Steps of the state in memory that is better than the newest checkpoint; None without one.
@@ -386,7 +455,7 @@ class MemoryCheckpoint:
         """
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
-            keeper.close(forget_run=forget)
+            keeper.close(forget_run=forget or not self._outlives)
 
     def _newest_in_memory(self) -> CompleteState | None:
         """The newest intact state in memory; `saved` becomes the newest checkpoint's step.

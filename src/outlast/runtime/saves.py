@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast.checkpoint import CheckpointStore, Compression, Reduction, Retention, SaveResult, Tier
-from outlast.distributed.group import raise_together
+from outlast.distributed.group import gather_objects, raise_together
 from outlast.errors import CheckpointError
 from outlast.records import CheckpointCopied, CheckpointRestored, Warned
 
@@ -284,6 +284,22 @@ class RunSaves:
             self._handles.append((handle, looking_seconds))
         self.collect(wait=False)
         return handle
+
+    def go_back(self, step: int) -> None:
+        """Training continues after `step` steps: what was saved of later ones must not be newest.
+
+        Where there may be any, the state is saved again; it counts as newer than them.
+        """
+        self.collect(wait=True)
+        version = self.store.newest(warn=False)
+        later = any(gather_objects(version is not None and version.step > step))
+        self.begun = self.newest = -1 if later else min(self.newest, step)
+        if later:
+            # The entries are as they were saved, wherever the loop stands.
+            note, self._note = self._note, None
+            self.begin(step)
+            self._note = note
+            self.collect(wait=True)
 
     def copied(self) -> None:
         """Make the copies that are missing: what is late is about to change."""

@@ -230,6 +230,8 @@ def build(setup: SetUp, data: Prepared, records: RecordWriter | None) -> tuple[T
     consensus = _consensus(setup, waits, coded=notes is not None)
     runtime = _runtime(setup, store, state, step_records, consensus)
     runtime.guard, runtime.must_restore = guard, saved
+    if guard is not None:
+        guard.may_go_back, runtime.returns = _goes_back(job), job.launch.restarts
     if tensorized is not None and job.tensorize.spikes:
         consensus.spikes = SpikeWatch().observe
     trainer = Trainer(
@@ -314,6 +316,8 @@ def _runtime(
         own_group=False,
         shown=True,
         steps_before=setup.steps_before,
+        # What all of the state is compared with at every step can be trusted to be right.
+        goes_back=_goes_back(job) and job.guard.policy == "full",
     )
     runtime = Runtime(
         ranks,
@@ -328,6 +332,14 @@ def _runtime(
     cadence = job_cadence(job.checkpoint, ranks, directory, "cadence.json", turns, state_bytes)
     runtime.save_to(store, state, cadence)
     return runtime
+
+
+def _goes_back(job: Job) -> bool:
+    """Return whether the run goes back to an earlier state where memory was wrong.
+
+    In a live run a group counts as dead instead, and takes the state of another.
+    """
+    return job.guard.policy != "off" and job.guard.correct and job.recover.mode != "live"
 
 
 def _consensus(setup: SetUp, waits: CommunicationWait, *, coded: bool) -> StepConsensus:

@@ -3,8 +3,9 @@
 Three copies of the run go forward together on the same batches. The *clean* one meets no fault; its
 findings are false alarms. The *bare* one begins every step with the clean one's state, meets the
 faults and corrects nothing: what differs from the clean one afterwards is the faults' harm. The
-*guarded* one meets the same faults under the job's own policy and is never set back, so that its
-last weights show whether everything was corrected.
+*guarded* one meets the same faults under the job's own policy, so that its last weights show
+whether everything was corrected. After a memory fault it goes back to what it has kept in memory,
+as a run does. Only where a run would end it takes the clean one's state.
 """
 
 from __future__ import annotations
@@ -98,16 +99,18 @@ class Drill:
         if self.operations:
             return self._run_operations(setup, data)
         copies = _Copies.build(setup, data, self)
-        steps = setup.job.train.steps
-        for step in range(steps):
-            copies.step(step)
-            if setup.ranks.is_first and (step + 1) % setup.job.log.every_steps == 0:
-                print(f"drill: step {step + 1}/{steps}", flush=True)
-        result = copies.result(self)
-        if setup.ranks.is_first:
-            file = setup.directory.path / RESULT
-            replace_file(file, json.dumps(finite(result), indent=1).encode())
-        copies.close()
+        try:
+            steps = setup.job.train.steps
+            for step in range(steps):
+                copies.step(step)
+                if setup.ranks.is_first and (step + 1) % setup.job.log.every_steps == 0:
+                    print(f"drill: step {step + 1}/{steps}", flush=True)
+            result = copies.result(self)
+            if setup.ranks.is_first:
+                file = setup.directory.path / RESULT
+                replace_file(file, json.dumps(finite(result), indent=1).encode())
+        finally:
+            copies.close()
         return EXIT_DONE
 
     def _run_operations(self, setup: SetUp, data: Prepared) -> int:
@@ -157,6 +160,7 @@ class _Copies:
     harmful_steps: list[int] = field(default_factory=list)
     noises: list[float] = field(default_factory=list)
     stops: list[str] = field(default_factory=list)
+    returns: list[dict[str, int]] = field(default_factory=list)
 
     @classmethod
     def build(cls, setup: SetUp, data: Prepared, drill: Drill) -> _Copies:
@@ -165,6 +169,9 @@ class _Copies:
         clean, guarded = _trainer(setup, data), _trainer(setup, data)
         bare = _trainer(setup, data, correct=False)
         copies = cls(clean, bare, guarded, faults, _weights(clean))
+        for trainer in (clean, bare, guarded):
+            # As a run does: what changes from now on is found.
+            _guard(trainer).restart(0)
         for trainer in (copies.bare, copies.guarded):
             inject(_guard(trainer), faults, seed=drill.seed, rank=setup.ranks.rank)
         return copies
@@ -181,17 +188,45 @@ class _Copies:
         if due:
             self._measure_harm(step, parts, before)
         _guard(self.guarded).prefer()
-        try:
-            stop = _crash_of(self.guarded, step, parts) if due else ""
-            if not due:
-                self.guarded.step(step, parts)
-        except DataCorruptionError as error:
-            stop = str(error)
-        if stop:
+        if stop := self._guarded_step(step, due=due):
             # As after a restart from a checkpoint of this step without the defective device.
             self.stops.append(stop)
             _take_over(self.guarded, self.clean)
             _guard(self.guarded).restart(step + 1)
+            self._keep(step + 1)
+
+    def _guarded_step(self, step: int, *, due: bool) -> str:
+        """One step of the guarded copy, and those before it again where it goes back.
+
+        Returns:
+            What would have ended a run; empty: nothing.
+        """
+        guarded, done = self.guarded, step
+        while done <= step:
+            parts = guarded.loader.batch(done)
+            try:
+                if due and (crash := _crash_of(guarded, done, parts)):
+                    return crash
+                if not due:
+                    guarded.step(done, parts)
+            except DataCorruptionError as error:
+                guarded.runtime.step = found = done
+                try:
+                    done = guarded.go_back(error)
+                except DataCorruptionError:
+                    return str(error)
+                self.returns.append({"step": found, "to": done})
+            else:
+                done += 1
+                self._keep(done)
+        return ""
+
+    def _keep(self, step: int) -> None:
+        """Keep the guarded copy's state in memory, where a run would."""
+        runtime = self.guarded.runtime
+        assert runtime.memory is not None
+        if runtime.memory.due(step):
+            runtime.keep(step, plan=any(gather_objects(runtime.memory.look(step))))
 
     def _measure_harm(self, step: int, parts: list[MicroBatch], before: list[torch.Tensor]) -> None:
         """Return whether the faults change the weights by more than another order of sums would."""
@@ -238,6 +273,7 @@ class _Copies:
             "false_alarms": alarm_rate.as_dict() | {"at_most": alarm_rate.at_most()},
             "bits_equal": self.equal(),
             "stops": self.stops,
+            "returns": self.returns,
             "noise": max(self.noises, default=0.0),
             "alarms": [dataclasses.asdict(alarm) for alarm in alarms],
             "distance": _distance(_weights(self.guarded), _weights(self.clean), self.start),
@@ -249,6 +285,7 @@ class _Copies:
         """Give back what the trainers hold."""
         for trainer in (self.clean, self.bare, self.guarded):
             _guard(trainer).remove()
+            trainer.runtime.forget()
             trainer.store.close()
 
 

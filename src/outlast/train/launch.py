@@ -27,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from outlast.distributed.ranks import ranks_from
 from outlast.errors import (
     EXIT_BAD_INPUT,
+    EXIT_DATA_CORRUPTION,
     EXIT_TO_BE_CONTINUED,
     DataCorruptionError,
     OutlastError,
@@ -120,9 +121,9 @@ def _launch(start: Start) -> int:
             outcomes = elastic_launch(config, _worker)(start)
     except ChildFailedError as error:
         raise OutlastError(_last_failure(error, settings.restarts)) from None
-    problem = next((said for _, said in outcomes.values() if said is not None), None)
-    if problem is not None:
-        raise OutlastError(problem)
+    for code, problem in outcomes.values():
+        if problem is not None:
+            raise (DataCorruptionError if code == EXIT_DATA_CORRUPTION else OutlastError)(problem)
     return int(outcomes[0][0])
 
 
@@ -165,7 +166,9 @@ def _worker(start: Start) -> tuple[int, str | None]:
     _await_siblings(int(os.environ["LOCAL_WORLD_SIZE"]))
     try:
         return work(start, ranks_from(os.environ)), None
-    except DataCorruptionError:
+    except DataCorruptionError as error:
+        if error.in_versions:
+            return EXIT_DATA_CORRUPTION, str(error)
         # A restart loads the state anew from a verified checkpoint, which may be the cure.
         raise
     except OutlastError as error:

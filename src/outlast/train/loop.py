@@ -191,24 +191,46 @@ class Trainer:
         if self.replay is not None and first_step < steps:
             # Logs lead on from a version of this attempt.
             runtime.save(first_step)
+        assert runtime.memory is not None
+        begun = first_step
         while True:
             try:
                 last_step = self.train_from(first_step)
+                # What is on no disk, because it is this attempt's or was kept in memory.
+                made = last_step > begun or runtime.memory.unsaved
+                completed = last_step >= steps
+                if completed and made:
+                    self._evaluate(last_step)
+                runtime.end_steps(last_step)
                 break
             except StateMovedError as moved:
                 first_step = moved.step
                 self.records.drop_steps()
                 if self.guard is not None:
                     self.guard.restart(first_step)
-        # What is on no disk, because it is this attempt's or was kept in memory.
-        assert runtime.memory is not None
-        made = last_step > first_step or runtime.memory.unsaved
-        completed = last_step >= steps
-        if completed and made:
-            self._evaluate(last_step)
-        runtime.end_steps(last_step)
+            except DataCorruptionError as error:
+                first_step = self.go_back(error)
         runtime.finish(last_step, made=made and self.consensus.writes())
         return Outcome(last_step, completed, "" if completed else runtime.stopped)
+
+    def go_back(self, error: DataCorruptionError) -> int:
+        """Go back to a state from before a memory fault; the steps that it has done.
+
+        Raises:
+            DataCorruptionError: See `Runtime.go_back`.
+        """
+        if self.guard is None or self.guard.inside:
+            raise error
+        self._zero_gradients()
+        step = self.runtime.go_back(error)
+        self.records.drop_steps()
+        self._continue_from(step)
+        if self.adaptation is not None:
+            self.adaptation.restored(step)
+        if self.replay is not None and step < self.job.train.steps:
+            # Logs lead on from a version of these steps, too.
+            self.runtime.save(step)
+        return step
 
     def train_from(self, first_step: int) -> int:
         """Train from `first_step` until all steps are done or a stop is agreed on.
@@ -285,15 +307,10 @@ class Trainer:
     def _forward_backward(self, step: int, micro_batches: list[MicroBatch]) -> torch.Tensor:
         """Both passes, again where the guard finds numbers that it cannot correct by itself."""
         tokens = self.job.train.batch_size * self.job.data.sequence_length
-        try:
-            for attempt in self.runtime.attempts():
-                if attempt:
-                    self._zero_gradients()
-                loss = self.engine.forward_backward(micro_batches, step, tokens)
-        except DataCorruptionError:
-            if self.guard is not None and not self.guard.inside:
-                self.runtime.gather_findings()
-            raise
+        for attempt in self.runtime.attempts():
+            if attempt:
+                self._zero_gradients()
+            loss = self.engine.forward_backward(micro_batches, step, tokens)
         return loss
 
     def _save(self, done: int) -> None:

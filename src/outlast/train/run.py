@@ -290,6 +290,8 @@ def work_alone(start: Start) -> int:
         try:
             return work(start, ALONE)
         except DataCorruptionError as error:
+            if error.in_versions:
+                raise
             print(
                 f"outlast: {error}; starting again from it ({restart + 1} of {restarts})",
                 file=sys.stderr,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from outlast.guard.findings import Finding
     from outlast.guard.inject.fault import Injection
 
-_RIGHT = frozenset({"corrected", "check", "repeated"})
+_RIGHT = frozenset({"corrected", "check", "repeated", "restored"})
 _SEEN_BY = {
     "weight": frozenset({"weight", "linear", "optimizer", "rest", "replicas"}),
     "optimizer": frozenset({"optimizer", "weight", "rest", "replicas"}),
