@@ -243,7 +243,7 @@ MODELS: dict[
     "convolutions": (
         lambda: nn.Sequential(Residual(), nn.Flatten(), nn.Linear(64, 3)),
         squares((2, 4, 4, 4)),
-        {"first.weight", "first.bias", "norm.weight", "norm.bias", "second.weight"},
+        {"first.weight", "first.bias", "second.weight"},
         {"convolution in 0.first", "convolution in 0.second"},
     ),
     "bilinear": (lambda: nn.Bilinear(4, 4, 4), squares((3, 4), (3, 4)), {"weight", "bias"}, set()),

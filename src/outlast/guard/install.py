@@ -13,7 +13,14 @@ from torch.nn import functional
 
 from outlast.guard.attention import AttentionChecks
 from outlast.guard.forward_patch import trains
-from outlast.guard.layers import EmbeddingChecks, NormChecks, norm_kind, why_no_embedding
+from outlast.guard.layers import (
+    ChannelNormChecks,
+    EmbeddingChecks,
+    NormChecks,
+    is_channel_norm,
+    norm_kind,
+    why_no_embedding,
+)
 from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
 from outlast.guard.loss import LossChecks, RepeatChecks
 from outlast.guard.policy import Coverage
@@ -188,10 +195,11 @@ def _install(
         module.product = CheckedProducts(watch, module, name)
         installed.undo.callback(lambda: setattr(module, "product", own))
         return LINEAR_OPERATIONS, ""
-    if norm_kind(module) is not None:
+    if norm_kind(module) is not None or is_channel_norm(module):
         if not policy.reaches("full", name):
             return (), f"policy {policy.level_of(name)}"
-        _replace_forward(installed, module, NormChecks(watch, module, name).forward)
+        kind = ChannelNormChecks if is_channel_norm(module) else NormChecks
+        _replace_forward(installed, module, kind(watch, module, name).forward)
         return _NORM_OPERATIONS, ""
     return (), "no check for this kind of module"
 

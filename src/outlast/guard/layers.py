@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -76,7 +77,7 @@ from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -262,6 +263,12 @@ def _eps_like(module: nn.Module) -> float | None:
     return None
 
 
+def is_channel_norm(module: nn.Module) -> bool:
+    """Whether it is a batch, group or instance norm of torch's own, on one rank."""
+    known = (nn.GroupNorm.forward, nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward)
+    return type(module).forward in known
+
+
 @dataclass(frozen=True)
 class _Row:
     """Statistics of rows: x - mean as (rows, D), r and t = |mean| r as (rows,)."""
@@ -311,7 +318,8 @@ class NormChecks(ForwardPatch):
         # Whose forward is written in torch operations may use x more than once.
         separate = self._kind != "layer" and not is_half(x.dtype)
         used: list[Tensor] = []
-        y = watched(self._compute, inputs, inputs, partial(self._backward, used), separate=separate)
+        check = partial(self._backward, used)
+        y = watched(self._calculation(), inputs, inputs, check, separate=separate)
         self.watch.touch("norm.output", self.name, y.data)
         flat_x = _rows(x)
         if self.watch.repeats_on(y.device):
@@ -363,6 +371,10 @@ class NormChecks(ForwardPatch):
             for name in shadows:
                 del module.__dict__[name]
         return output
+
+    def _calculation(self) -> Callable[..., Tensor]:
+        """The function of the inputs that one call computes, and computes again."""
+        return self._compute
 
     def _again(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -581,6 +593,57 @@ class NormChecks(ForwardPatch):
             variances.append(variance)
             scales.append(powers)
         return residual_test(torch.cat(differences), torch.cat(variances), torch.cat(scales))
+
+
+class ChannelNormChecks(NormChecks):
+    """Stands in for the ``forward`` of a batch, group or instance norm, computed twice on the CPU.
+
+    Second computations leave running statistics as they are; these are not checked themselves.
+    """
+
+    def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
+        super().__init__(watch, module, name)
+        self._kind = "layer"
+
+    def _applies(self, x: Tensor) -> bool:
+        weight, bias = self._parameters()
+        return (
+            self.watch.repeats_on(x.device)
+            and self.trains(x, weight, bias)
+            and x.numel() > 0
+            and not any(map(is_dtensor, (x, weight, bias)))
+        )
+
+    def _calculation(self) -> Callable[..., Tensor]:
+        is_first = True
+
+        def compute(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                return self._compute(x, weight, bias)
+            with self._buffers_apart():
+                return self._compute(x, weight, bias)
+
+        return compute
+
+    def _again(self, x: Tensor) -> Tensor:
+        with self._buffers_apart():
+            return super()._again(x)
+
+    @contextmanager
+    def _buffers_apart(self) -> Iterator[None]:
+        """Have the module write to copies of its buffers."""
+        buffers = self.module._buffers
+        copies = {
+            name: item if item is None else item.detach().clone() for name, item in buffers.items()
+        }
+        own = dict(buffers)
+        buffers.update(copies)
+        try:
+            yield
+        finally:
+            buffers.update(own)
 
 
 class _DxCheck:
