@@ -246,6 +246,29 @@ def test_the_last_bit_of_every_operation_is_put_right(dtype: torch.dtype, site: 
     assert all(map(torch.equal, clean, watched.parameters()))
 
 
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_wrong_log_sum_exp_leaves_no_trace(which: str) -> None:
+    torch.manual_seed(0)
+    handle = guard(nn.Linear(1, 1), policy="full")
+    tensors = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
+    try:
+        o = functional.scaled_dot_product_attention(*tensors)
+        node: Any = o.grad_fn
+        kept = node.saved_tensors[1]
+        if which == "first":
+            kept = node.next_functions[0][0]._saved_logsumexp
+        kept.data[0, 1, 3] += 0.1
+        found = torch.autograd.grad(o, tensors, torch.ones_like(o))
+    finally:
+        handle.remove()
+    plain = torch.autograd.grad(
+        functional.scaled_dot_product_attention(*tensors), tensors, torch.ones_like(o)
+    )
+    assert all(map(torch.equal, plain, found))
+    outcome = "corrected" if which == "first" else "check"
+    assert {each.outcome for each in handle.ledger.findings} == {outcome}
+
+
 @pytest.mark.parametrize("what", ["values", "output", "norm"])
 @pytest.mark.filterwarnings("ignore:not guarded")
 def test_what_changes_between_the_passes_is_detected_and_the_step_repeated(what: str) -> None:
@@ -276,3 +299,46 @@ def test_what_changes_between_the_passes_is_detected_and_the_step_repeated(what:
     handle.remove()
     assert {each.outcome for each in handle.ledger.findings} == {"repeated"}
     assert all(map(torch.equal, clean, watched.parameters()))
+
+
+@pytest.mark.parametrize(
+    "norm", ["batch", "batch, evaluated", "batch, frozen", "group", "instance"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:not guarded")
+def test_norms_of_channels_keep_their_statistics(norm: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer: nn.Module = {
+        "group": lambda: nn.GroupNorm(2, 4),
+        "instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    }.get(norm, lambda: nn.BatchNorm2d(4))()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), layer).to(dtype)
+    if "evaluated" in norm:
+        layer.eval()
+    if "frozen" in norm:
+        layer.requires_grad_(False)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD((each for each in model.parameters() if each.requires_grad), lr=0.1)
+    handle = guard(model, optimizer, "full")
+    done: list[str] = []
+
+    def fault_hook(site: str, module: str, numbers: Tensor) -> None:
+        if site == "norm.repeated":
+            done.append(site)
+            if len(done) in {1, 4, 9}:
+                flip(1, 3)(numbers.view(-1))
+
+    handle.watch.fault_hook = fault_hook
+    for count in range(3):
+        x = torch.randn(2, 3, 6, 6).to(dtype)
+        for own in (model, twin):
+            own.zero_grad()
+            own(x).float().square().sum().backward()
+        for own in (model, twin):
+            for each in own.parameters():
+                if each.grad is not None:
+                    each.data -= 0.01 * each.grad
+        assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values())), count
+    handle.remove()
+    assert len(done) > 9
+    assert [each.outcome for each in handle.ledger.findings] == ["corrected"] * 3

@@ -484,14 +484,15 @@ class _Call:
         query, key, value, _ = seen.kept
         sites = ("attention.dq", "attention.dk", "attention.dv", "attention.dmask")
 
-        def compute() -> Gradients:
-            if not sums:
-                return self.again(seen)[1]
-            made: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        second: Gradients
+        if sums:
+            made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 seen.dy, query, key, value, o, sums[0], 0.0, self.options["is_causal"],
                 scale=self.scale,
             )  # fmt: skip
-            return (*made, None)
+            second = (*made, None)
+        else:
+            second = self.again(seen)[1]
 
         def touched(gradients: Gradients, places: tuple[int, ...]) -> list[Tensor]:
             own = [(sites[i], item) for i in places if (item := gradients[i]) is not None]
@@ -500,13 +501,13 @@ class _Call:
         def changed() -> bool:
             return not same_bits(self.again(seen)[0], o)
 
-        gradients, second = list(seen.gradients), compute()
+        gradients = list(seen.gradients)
         for name, several in (("attention.dv", (_VALUE,)), ("attention.dk", (_KEY, _QUERY, 3))):
             places = tuple(i for i in several if gradients[i] is not None)
             if not places:
                 continue
-            # One second computation serves both comparisons.
-            computations = chain([second], iter(compute, None))
+            # One second computation serves both comparisons. The third owes nothing to its sums.
+            computations = chain([second], iter(lambda: self.again(seen)[1], None))
             right = repeated(
                 self.watch,
                 self.watch.ledger.site(self.name, name),
