@@ -24,20 +24,22 @@ from outlast.guard.inject import Fault, inject
 from outlast.guard.inject.fault import Pattern
 
 TOKENS = 4096
+WARM_UP = 1
+"""Pairs before those that count."""
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def overhead(plain: Callable[[int], Any], guarded: Callable[[int], Any], pairs: int) -> float:
     """Median over pairs of (CPU time of `guarded` / that of `plain`) - 1; both take the pair."""
     ratios = []
-    for pair in range(-2, pairs):
+    for pair in range(-WARM_UP, pairs):
         seconds = {}
         # Which goes first alternates: the second finds warmer caches.
         for work in (plain, guarded) if pair % 2 else (guarded, plain):
             begun = time.process_time()
             work(pair)
             seconds[work] = time.process_time() - begun
-        if pair >= 0:  # the first two warm up
+        if pair >= 0:
             ratios.append(seconds[guarded] / seconds[plain])
     return median(ratios) - 1.0
 
@@ -64,14 +66,14 @@ def linear_overhead(width: int, dtype: torch.dtype, pairs: int) -> float:
 def step_overhead(
     width: int, layers: int, autocast: torch.dtype | None, policy: str, pairs: int
 ) -> tuple[float, Guard]:
-    """A whole training step of a small GPT."""
+    """A whole training step of a small GPT; one pair is done with fewer samples."""
     torch.manual_seed(0)
     plain = GPT(width, layers)
     watched = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (plain, watched)]
     handle = guard(watched, optimizers[1], policy)
     text = Text()
-    batches = {pair: text.batch(16) for pair in range(-2, pairs)}
+    batches = {pair: text.batch(16 if pairs > 1 else 4) for pair in range(-WARM_UP, pairs)}
     figure = overhead(
         lambda pair: train_step(plain, optimizers[0], batches[pair], autocast),
         lambda pair: train_step(watched, optimizers[1], batches[pair], autocast),
@@ -98,13 +100,18 @@ def linear_bars(quick: bool) -> Iterator[Bar]:
 
 def step_bars(quick: bool) -> Iterator[Bar]:
     """Overhead of a training step by policy."""
-    pairs = 3 if quick else 15
+    pairs = 1 if quick else 15
     for name, autocast in {"fp32": None, "bf16": torch.bfloat16}.items():
         limit = 0.05 if name == "fp32" else 0.08
         for width, layers in ((384, 4),) if quick else ((384, 4), (768, 2)):
             figure, _ = step_overhead(width, layers, autocast, "linear", pairs)
             label = f"GPT step, every linear, {name}, d {width} L{layers}"
-            yield at_most(label, figure, "of CPU time", limit, "torch, unguarded")
+            if quick:
+                # One pair says that it runs, and not what it costs.
+                peer = "torch, unguarded"
+                yield Bar(label, round(figure, 4), "of CPU time", "reported", True, peer)
+            else:
+                yield at_most(label, figure, "of CPU time", limit, "torch, unguarded")
         if not quick:
             figure, _ = step_overhead(384, 4, autocast, "full", 7)
             limit = 0.15 if name == "fp32" else 0.30
@@ -112,7 +119,7 @@ def step_bars(quick: bool) -> Iterator[Bar]:
             yield at_most(label, figure, "of CPU time", limit, "torch, unguarded")
     yield at_most(
         "GPT step, policy light, time inside its checks",
-        light_share(5 if quick else 30),
+        light_share(2 if quick else 30),
         "of CPU time",
         0.001,
         "the step itself",
@@ -125,7 +132,7 @@ def light_share(steps: int) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     handle = guard(model, optimizer, "light")
     text = Text()
-    for _ in range(3):
+    for _ in range(2):
         train_step(model, optimizer, text.batch(16))
     before, begun = handle.seconds or 0.0, time.process_time()
     for _ in range(steps):
@@ -196,7 +203,7 @@ def alarm_bars(quick: bool) -> Iterator[Bar]:
 
 def recovery_bars(quick: bool) -> Iterator[Bar]:
     """A transient fault every fifth step: the same weights, and what one correction costs."""
-    steps = 20 if quick else 200
+    steps = 10 if quick else 200
     torch.manual_seed(0)
     clean = GPT(128, 2)
     faulty = copy.deepcopy(clean)
@@ -218,10 +225,11 @@ def recovery_bars(quick: bool) -> Iterator[Bar]:
         raise AssertionError("not every fault struck")
     label = f"{steps} steps with a fault every 5: tensors that differ from the clean run's"
     yield at_most(label, differing, f"tensors ({corrected} faults corrected)", 0, "the clean run")
-    yield at_most(
-        "cost of one correction", correction_cost(5 if quick else 20), "of a step", 0.05,
-        "going back to a checkpoint costs whole steps",
-    )  # fmt: skip
+    if not quick:
+        yield at_most(
+            "cost of one correction", correction_cost(20), "of a step", 0.05,
+            "going back to a checkpoint costs whole steps",
+        )  # fmt: skip
 
 
 def correction_cost(pairs: int) -> float:

@@ -42,6 +42,7 @@ def test_healthy_steps_have_no_finding_and_the_unguarded_bits(family: str, kind:
     train(cases[0], STEPS, guarded=False)
     handle = train(cases[1], STEPS, guarded=True)
     assert handle is not None
+    handle.remove()
     assert handle.ledger.findings == []
     assert handle.ledger.checks > 0
     plain, watched = (case.model.state_dict() for case in cases)
@@ -58,5 +59,6 @@ def test_an_unknown_operation_is_named_in_every_family(family: str, operation: s
         handle = train(case, 1, guarded=True)
     assert handle is not None
     uncovered = handle.uncovered()
+    handle.remove()
     assert uncovered
     assert [name for name in uncovered.operations if "blend" in name.lower()], str(uncovered)

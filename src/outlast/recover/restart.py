@@ -200,7 +200,8 @@ def fill(targets: Targets, state: CompleteState, peers: Group) -> int:
         raw = np.frombuffer(readers[piece.slot].bytes_of(entry), f"{kind}{itemsize}")
         # Of a tensor without dimensions, too, an array: a number would be converted by its value.
         within: tuple[Any, ...] = (*piece.box.within(entry.box), ...)
-        return raw.reshape(entry.box.shape)[within]
+        elements: NDArray[Any] = raw.reshape(entry.box.shape)[within]
+        return elements
 
     far: list[tuple[Filling, SlotPiece]] = []
     for filling, pieces in zip(fillings, wanted, strict=True):
