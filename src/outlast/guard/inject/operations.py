@@ -16,6 +16,7 @@ the gradient without protection, and what the guard makes of it.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import warnings
@@ -216,6 +217,8 @@ def faults_at(operations: Iterable[str] = PRODUCTS) -> Iterator[Kernels]:
     Raises:
         GuardError: For an unknown operation, or one that a guard has overridden already.
     """
+    # A guard whose model is gone keeps its kernels until it is collected.
+    gc.collect()
     kernels = Kernels(operations)
     try:
         yield kernels
