@@ -190,7 +190,7 @@ def coverage_bars(quick: bool) -> Iterator[Bar]:
 
 def harm_bars(quick: bool) -> Iterator[Bar]:
     """Faults in results of products and attention, by what they do to the gradient."""
-    count = 4 if quick else 64
+    count = 4 if quick else 32
     bounds = {"fp32": 0.995, "bf16": 0.90}
     for dtype, kind in DTYPES.items():
         great: list[Trial] = []

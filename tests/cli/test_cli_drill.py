@@ -243,6 +243,7 @@ def test_operations_of_the_job_are_struck_and_told_by_harm(tmp_path):
     assert json.loads(written.read_text()) == result
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_models_of_a_zoo_are_drilled_in_both_types(tmp_path):
     own = Path(__file__).parents[1] / "guard" / "zoo.py"

@@ -33,7 +33,7 @@ def _without_warnings_of_gaps():
         yield
 
 
-@pytest.mark.parametrize("kind", [*DTYPES, "autocast"])
+@pytest.mark.parametrize("kind", [*DTYPES, pytest.param("autocast", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_healthy_steps_have_no_finding_and_the_unguarded_bits(family: str, kind: str) -> None:
     cases = [FAMILIES[family](dtype=DTYPES.get(kind, torch.float32)) for _ in range(2)]
