@@ -334,7 +334,7 @@ class Guarded(Event):
         gaps: What has no check: names of parameters and operations, and what is said of them. Names
             that differ in numbers alone are one, and only the first are given.
         audits: As `outlast.guard.AuditReport`, and ``share`` of the micro-batches that are audited;
-            None where none are made.
+            empty where none are made.
     """
 
     kind: ClassVar[str] = "guarded"
@@ -351,7 +351,7 @@ class Guarded(Event):
     unwatched: int = 0
     flops: float | None = None
     gaps: dict[str, str] = field(default_factory=dict)
-    audits: dict[str, Any] | None = None
+    audits: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

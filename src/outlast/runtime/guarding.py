@@ -274,5 +274,5 @@ class RunGuard:
             unwatched=uncovered.unwatched,
             flops=uncovered.flops,
             gaps=dict(gaps[:_MOST_GAPS]),
-            audits=None if audits is None else {**asdict(audits), "share": audits.share},
+            audits={} if audits is None else {**asdict(audits), "share": audits.share},
         )
