@@ -297,13 +297,17 @@ def test_a_bit_of_a_buffer_is_put_right(moment: str, clean: Any, tmp_path: Path)
         assert_equal_bits(weights(job), weights(clean(1, *SHORT)))
 
 
+GPT2 = (
+    (
+        'model.settings={model_type="gpt2", vocab_size=256, n_embd=32, n_layer=2, n_head=2, '
+        "n_positions=32, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1}"
+    ),
+    "model.attention=eager",
+)
 LAYOUTS = {
     "Muon": (1, ("optimizer.name=muon",)),
     "bf16": (1, ("train.precision=bf16",)),
-    "accumulation, dropout": (
-        1,
-        ("train.micro_batch_size=3", "model.settings.attention_dropout=0.1"),
-    ),
+    "accumulation, dropout": (1, (*GPT2, "train.micro_batch_size=3")),
     "replay logs": (1, ("checkpoint.replay=exact",)),
     "pipeline": (2, ("parallel.pipeline=2", "parallel.pipeline_microbatches=4")),
 }
