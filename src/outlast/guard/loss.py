@@ -190,6 +190,8 @@ class RepeatChecks:
     ) -> Tensor:
         if "input" in options:
             args = (options.pop("input"), *args)
+        if not args or not isinstance(args[0], torch.Tensor):
+            return original(*args, **options)
         first, *others = args
         applies = (
             not getattr(_CALLS, "inside", False)
@@ -198,7 +200,6 @@ class RepeatChecks:
             and first.numel() > 0
             and self.watch.repeats_on(first.device)
             and not is_dtensor(first)
-            and not torch._C._are_functorch_transforms_active()
             # Those may be used several times; see `outlast.guard.autograd_hooks`.
             and not any(
                 isinstance(each, torch.Tensor) and (each.requires_grad or is_dtensor(each))

@@ -221,7 +221,7 @@ OPERATIONS: dict[str, Operation] = {
         "any bit that a transient fault has changed (CPU); any wrong value in Y above the "
         "detection point, a wrong mean or variance; an X that changed before the backward pass",
         "the same wrong value twice (CPU); errors of one row whose signed sum vanishes; an X that "
-        "was wrong before",
+        "was wrong before; running statistics; batch, group and instance norms elsewhere",
         corrects=True,
     ),
     "norm.dx": Operation(

@@ -289,7 +289,8 @@ class Watch:
 
         On the CPU, whose kernels give the same bits every time, and where nothing waits for it.
         """
-        return self.repeats and device.type == "cpu"
+        transformed = torch._C._are_functorch_transforms_active()
+        return self.repeats and device.type == "cpu" and not transformed
 
     def timed(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """``check(*args, **options)``, its time counted in `seconds`."""
