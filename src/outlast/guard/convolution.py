@@ -189,7 +189,8 @@ class Convolution:
         positions = prod(found.shape[2:])
         if bias is not None:
             wide = bias.double()
-            expected = expected + wide * prod([float(own.sum()) for own in signs])
+            total = torch.stack([own.sum() for own in signs]).double().prod()
+            expected = expected + wide * total
             by_square = by_square + positions * wide.square()
         dtype = _summing(found)
         bound = product_bound(rounding_of(found, dtype), terms, positions)

@@ -62,7 +62,6 @@ _PRODUCTS = (
 )
 """Kernels of matrix products; those of `mv`, `linear`, `matmul` and `einsum` call them."""
 _NORMS = ("native_batch_norm", "native_group_norm")
-_RECURRENT = ("mkldnn_rnn_layer",)
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
@@ -79,6 +78,10 @@ NODES = {
     "NativeGroupNorm": "norm.repeated",
 }
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
+_NODES_ON_CUDA = frozenset(
+    ("Mm", "Bmm", "Mv", "Addmm", "Addmv", "Baddbmm", "Convolution"),
+)
+"""What is computed twice needs kernels that give the same bits every time."""
 SUMMING = ("Add", "Sub", "Baddbmm")
 """Beginnings of the names of nodes that sum the gradient of what they have broadcast."""
 ANYWHERE = "operations"
@@ -100,7 +103,7 @@ class OperationChecks:
     Attributes:
         checked: FLOPs of operations that were checked, here or by their callers, since `begin`.
         unchecked: FLOPs of those that were not, by operation and reason.
-        nodes: Kinds of autograd's nodes whose operations are checked.
+        nodes: Kinds of autograd's nodes whose operations are checked, by type of device.
         calls: Of these, by the same names; of the last step as long as none has begun.
     """
 
@@ -114,7 +117,10 @@ class OperationChecks:
         self.unchecked: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         full = watch.policy.reaches("full")
-        self.nodes = frozenset(kind for kind, check in NODES.items() if full or "norm" not in check)
+        self.nodes = {
+            "cpu": frozenset(kind for kind, check in NODES.items() if full or "norm" not in check),
+            "cuda": _NODES_ON_CUDA,
+        }
         self._product_site = watch.ledger.site(ANYWHERE, "product")
 
     def install(self) -> None:
@@ -505,21 +511,31 @@ def _replace_kernels(library: Library, key: str) -> None:
             "convolution_backward",
             lambda checks, raw, args, _: checks.convolution_backward(raw, args),
         )
-        replace(
-            "_grouped_mm",
-            lambda checks, raw, args, options: checks.grouped_product(raw, args, options),
-        )
-        for name in _NORMS:
-            replace(name, _normalisation(slice(3, 5) if name == "native_batch_norm" else slice(0)))
-            replace(f"{name}_backward", _normalisation(slice(0)))
         replace("_trilinear", _trilinear)
-        replace("sum.dim_IntList", _bias_gradient)
-        for name in _RECURRENT:
-            replace(name, _recurrent(1.0))
-            replace(f"{name}_backward", _recurrent(2.0))
+        if key == "CPU":
+            replace(
+                "_grouped_mm",
+                lambda checks, raw, args, options: checks.grouped_product(raw, args, options),
+            )
+            for name in _NORMS:
+                updated = slice(3, 5) if name == "native_batch_norm" else slice(0)
+                replace(name, _normalisation(updated))
+                replace(f"{name}_backward", _normalisation(slice(0)))
+            replace("sum.dim_IntList", _bias_gradient)
+            replace("mkldnn_rnn_layer", _recurrent(1.0))
+            replace("mkldnn_rnn_layer_backward", _recurrent(2.0))
+        else:
+            # Where its groups end is known on the device only.
+            replace("_grouped_mm", _grouped_elsewhere)
         for name in _ATTENTION:
             replace(name, _attention(0, 1.0))
             replace(f"{name}_backward", _attention(1, 2.5))
+
+
+def _grouped_elsewhere(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+    a, b = args[:2]
+    checks.leave_out("_grouped_mm", 2.0 * a[..., 0].numel() * a.shape[-1] * b.shape[-1])
+    return raw(*args, **options)
 
 
 def _trilinear(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:

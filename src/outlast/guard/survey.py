@@ -43,7 +43,7 @@ from outlast.guard.policy import Coverage, Uncovered
 from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -237,12 +237,11 @@ class Survey:
         # A tensor, or the node of a `GradientEdge`.
         nodes = [getattr(root, "grad_fn", root) for root in tree_leaves(roots)]
         self._know_parameters()
+        operations = self.watch.operations
         graph = _Graph(
             [node for node in nodes if isinstance(node, Node)],
             self._variables(),
-            operations=frozenset()
-            if self.watch.operations is None
-            else self.watch.operations.nodes,
+            {} if operations is None else operations.nodes,
         )
         if graph.reaches(self.watch):
             graph.read(self._seen)
@@ -590,14 +589,14 @@ class _Graph:
     Args:
         roots: Where it begins.
         variables: Names of parameters, by the ids of the leaves that stand for them.
-        operations: Kinds of nodes that are checked wherever torch computes them.
+        nodes: Kinds of nodes that are checked wherever torch computes them, by type of device.
     """
 
     def __init__(
-        self, roots: Iterable[Node], variables: dict[int, str], operations: frozenset[str]
+        self, roots: Iterable[Node], variables: dict[int, str], nodes: Mapping[str, frozenset[str]]
     ) -> None:
         self._variables = variables
-        self._operations = operations
+        self._nodes = nodes
         # Every node with those that use what it has made.
         self._users: dict[Node, list[Node]] = {root: [] for root in roots}
         waiting = [*self._users]
@@ -656,7 +655,8 @@ class _Graph:
         place = bisect_right(self._spans, (number, float("inf"), "")) - 1
         if place >= 0 and number < self._spans[place][1]:
             return self._spans[place][2]
-        if _kind(node) in self._operations and _type(node) in TYPES:
+        kind = _kind(node)
+        if kind in NODES and _type(node) in TYPES and kind in self._nodes.get(_device(node), ()):
             return ANYWHERE
         return None
 
@@ -674,7 +674,7 @@ class _Graph:
                     uses.operations |= operations
                 elif kind in _MOVES:
                     waiting.append(user)
-                elif kind in _ADDS and self._operations and _is_plain_sum(user):
+                elif kind in _ADDS and _device(user) in self._nodes and _is_plain_sum(user):
                     if _shape(user, 0) == self._shape_of(node):
                         waiting.append(user)
                     else:
@@ -819,6 +819,14 @@ def _watch_of(node: Node) -> Watch | None:
         return layer.watch
     record = record_of(node)
     return None if record is None else record.watch
+
+
+def _device(node: Node) -> str:
+    """The type of the device on which a node has made something; empty where it is not known."""
+    try:
+        return str(node._input_metadata[0].device.type)
+    except (IndexError, RuntimeError):
+        return ""
 
 
 def _is_plain_sum(node: Node) -> bool:
