@@ -199,7 +199,9 @@ def fill(targets: Targets, state: CompleteState, peers: Group) -> int:
         kind = "u" if itemsize in (1, 2, 4, 8) else "V"
         raw = np.frombuffer(readers[piece.slot].bytes_of(entry), f"{kind}{itemsize}")
         # Of a tensor without dimensions, too, an array: a number would be converted by its value.
-        return raw.reshape(entry.box.shape)[(*piece.box.within(entry.box), ...)]
+        place: Any = (*piece.box.within(entry.box), ...)
+        part: NDArray[Any] = raw.reshape(entry.box.shape)[place]
+        return part
 
     far: list[tuple[Filling, SlotPiece]] = []
     for filling, pieces in zip(fillings, wanted, strict=True):
