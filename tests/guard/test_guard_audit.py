@@ -104,12 +104,14 @@ def small(dropout: float = 0.0) -> nn.Sequential:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:
-    before = torch.get_num_threads()
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
     Faults.armed = Faults.always = ""
     yield
     Faults.armed = Faults.always = ""
-    torch.set_num_threads(before)
+    torch.set_num_threads(before[0])
+    torch.use_deterministic_algorithms(before[1])
 
 
 class Training:
