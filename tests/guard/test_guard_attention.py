@@ -80,7 +80,7 @@ def test_numbers_are_the_same_and_clean_ones_pass(
     setting: str, dtype: torch.dtype, mean: float
 ) -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     for queries in (48, 200):
         tensors, dy, options = inputs(setting, dtype, mean, queries)
         plain, again = passes(tensors, dy, options), checked(watch, tensors, dy, options)
@@ -99,7 +99,7 @@ def test_a_wrong_gradient_is_put_right(
     setting: str, site: str, dtype: torch.dtype, share: float
 ) -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs(setting, dtype)
     plain = passes(tensors, dy, options)
     gradient = dict(zip(("attention.dq", "attention.dk", "attention.dv"), plain[1:], strict=True))
@@ -114,7 +114,7 @@ def test_a_wrong_gradient_is_put_right(
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 100.0])
 def test_a_wrong_output_is_put_right_before_it_is_used(value: float) -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs("causal")
     plain = passes(tensors, dy, options)
     watch.fault_hook = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].fill_(value))
@@ -125,7 +125,7 @@ def test_a_wrong_output_is_put_right_before_it_is_used(value: float) -> None:
 
 def test_a_wrong_output_between_the_values_is_found_going_back() -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs("full")
     watch.fault_hook = once("attention.output", lambda numbers: numbers[0, 2, 7, 1].add_(0.05))
     checked(watch, tensors, dy, options)
@@ -134,7 +134,7 @@ def test_a_wrong_output_between_the_values_is_found_going_back() -> None:
 
 def test_a_wrong_score_of_the_forward_pass_is_found_going_back() -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, _ = inputs("full")
     query, key, value = tensors
     with AttentionChecks(watch).replacing():
@@ -148,7 +148,7 @@ def test_a_wrong_score_of_the_forward_pass_is_found_going_back() -> None:
 
 @pytest.mark.parametrize("setting", ["causal", "dropout"])
 def test_infinite_gradients_are_no_fault(setting: str) -> None:
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs(setting)
     dy[0, 0, 3, 3] = torch.inf
     checked(watch, tensors, dy, options)
@@ -158,7 +158,7 @@ def test_infinite_gradients_are_no_fault(setting: str) -> None:
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
 def test_frozen_inputs(frozen: int) -> None:
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs("causal")
     tensors[frozen].requires_grad_(False)
     plain = passes(tensors, dy, options)
@@ -169,7 +169,7 @@ def test_frozen_inputs(frozen: int) -> None:
 
 def test_other_threads_and_errors_leave_the_function_as_it_was() -> None:
     original = functional.scaled_dot_product_attention
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs("causal")
     with pytest.raises(RuntimeError), AttentionChecks(watch).replacing():
         functional.scaled_dot_product_attention(tensors[0], tensors[1][..., :3], tensors[2])
@@ -186,7 +186,7 @@ def test_other_threads_and_errors_leave_the_function_as_it_was() -> None:
 
 
 def test_compiled_calls_are_left_alone() -> None:
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, _, _ = inputs("causal")
 
     def attend(*given: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def train(model: nn.Module, watch: Watch | None, steps: int, bf16: bool) -> list
 @pytest.mark.parametrize("bf16", [False, True])
 def test_training_on_real_text(norm: Any, again: bool, dropout: float, bf16: bool) -> None:
     runs = []
-    for watch in (None, Watch(Policy("full"), None)):
+    for watch in (None, Watch(Policy(), None)):
         torch.manual_seed(0)
         runs.append(train(TinyModel(norm, again, dropout), watch, 12, bf16))
     assert watch is not None
@@ -309,7 +309,7 @@ def test_an_output_that_changes_after_it_was_handed_on_is_harmful(
     setting: str, dtype: torch.dtype, fault: str
 ) -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs(setting, dtype)
     with AttentionChecks(watch).replacing():
         o = functional.scaled_dot_product_attention(*tensors, **options)
@@ -324,7 +324,7 @@ def test_a_wrong_output_that_was_used_is_never_corrected_or_excused(setting: str
     # Computed wrong, but between the values: with dropout there is no check of the forward pass.
     for size in (0.01, 0.05, 0.3, 1.0):
         torch.manual_seed(0)
-        watch = Watch(Policy("full"), None)
+        watch = Watch(Policy(), None)
         tensors, dy, options = inputs(setting)
         watch.fault_hook = once("attention.output", lambda o, add=size: o[0, 2, 7, 1].add_(add))
         checked(watch, tensors, dy, options)
@@ -336,7 +336,7 @@ def test_a_wrong_output_that_was_used_is_never_corrected_or_excused(setting: str
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_an_input_that_changes_before_the_backward_pass_is_harmful(which: int) -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs("causal")
     with AttentionChecks(watch).replacing():
         o = functional.scaled_dot_product_attention(*tensors, **options)
@@ -349,7 +349,7 @@ def test_an_input_that_changes_before_the_backward_pass_is_harmful(which: int) -
 def test_a_gradient_that_stays_wrong_is_no_rounding(setting: str) -> None:
     # 20 sigma: below four thresholds, up to which numbers were believed that came out again.
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs("causal" if setting == "heads behind tokens" else setting)
     if setting == "heads behind tokens":
         # As a projection gives them: (batch, tokens, heads, channels) in memory.
@@ -368,7 +368,7 @@ def test_a_gradient_that_stays_wrong_is_no_rounding(setting: str) -> None:
 
 def test_gradients_with_dropout_are_computed_again_with_the_same_numbers_dropped() -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     tensors, dy, options = inputs("dropout")
     plain = passes(tensors, dy, options)
     state = torch.get_rng_state()
@@ -381,7 +381,7 @@ def test_gradients_with_dropout_are_computed_again_with_the_same_numbers_dropped
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_but_healthy_attention_is_never_called_a_broken_device(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    watch = Watch(Policy("full"), None)
+    watch = Watch(Policy(), None)
     shapes = [(1, 1, 16), (2, 2, 64), (7, 7, 8), (48, 50, 4), (200, 3, 8), (64, 64, 16)]
     for queries, keys, channels in shapes:
         for mean, scale in ((0.0, 1.0), (30.0, 1.0), (1.0, 1e-4), (0.0, 0.0), (0.0, 100.0)):
@@ -479,7 +479,7 @@ def test_a_step_with_a_wrong_output_is_repeated_in_real_models(
 
 def test_the_random_state_is_what_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     random, plain = torch.get_rng_state(), functional.scaled_dot_product_attention
-    watch, options = Watch(Policy("full"), None), {"dropout_p": 0.5}
+    watch, options = Watch(Policy(), None), {"dropout_p": 0.5}
     call = _Call(watch, "attention", plain, options, 1.0, KeptOutput(), random)
     torch.rand(3)
     before = torch.get_rng_state()

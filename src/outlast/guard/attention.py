@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 
     from outlast.guard.autograd_hooks import Gradients
     from outlast.guard.findings import Site
-    from outlast.guard.policy import Level
     from outlast.guard.threshold import Bound
     from outlast.guard.watch import Watch
 
@@ -143,9 +142,7 @@ class AttentionChecks:
         given = (query, key, value)
         gqa = bool(options.get("enable_gqa"))
         policy = self.watch.policy
-        # Identities, which other devices need, cost more than a second computation.
-        level: Level = "linear" if self.watch.repeats_on(query.device) else "full"
-        if not policy.reaches(level, self._name() if policy.modules else None):
+        if policy.modules and not policy.reaches("full", self._name()):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
         if not _applies(given, gqa) or is_dtensor(attn_mask):
             return original(*given, attn_mask, dropout_p, is_causal, **options)

@@ -152,14 +152,12 @@ def install(watch: Watch, model: nn.Module) -> Installed:
             continue
         operations, why_not = _install(installed, watch, name, module)
         installed.coverage.append(Coverage(name, type(module).__name__, operations, why_not))
-    if watch.policy.reaches("linear"):
-        attention = AttentionChecks(watch)
-        installed.functions = [attention]
-        installed.undo.callback(attention.follow(model))
     if watch.policy.reaches("full"):
-        installed.functions += [LossChecks(watch), RepeatChecks(watch)]
-    for function in installed.functions:
-        installed.undo.enter_context(function.replacing())
+        attention = AttentionChecks(watch)
+        installed.functions = [attention, LossChecks(watch), RepeatChecks(watch)]
+        installed.undo.callback(attention.follow(model))
+        for function in installed.functions:
+            installed.undo.enter_context(function.replacing())
     missing = [coverage for coverage in installed.coverage if not coverage.operations]
     if missing and watch.operations is None and watch.policy.reaches("linear"):
         kinds = ", ".join(sorted({coverage.kind for coverage in missing}))

@@ -15,9 +15,8 @@ LEVELS: tuple[Level, ...] = ("off", "light", "linear", "full")
 """Each covers what the one before covers, and more.
 
 light: optimizer state and parameters at rest, a slice per step; norms of gradients and updates.
-linear: every matrix product, convolution, recurrent layer, attention and embedding, forward and
-    backward; gradient reductions.
-full: normalisation, softmax and loss as well, and the whole optimizer every step.
+linear: every linear layer and embedding, forward and backward; gradient reductions.
+full: attention, normalisation and loss as well, and the whole optimizer every step.
 """
 
 
@@ -253,9 +252,8 @@ OPERATIONS: dict[str, Operation] = {
         corrects=True,
     ),
     "attention.forward": Operation(
-        "linear",
-        "computed a second time with the same bits before it is used (CPU); elsewhere, for all of "
-        "attention at level full only, every O lies "
+        "full",
+        "computed a second time with the same bits before it is used (CPU); elsewhere every O lies "
         "between the smallest and largest V of its channel",
         "any bit that a transient fault has changed (CPU); elsewhere an O out of that range or not "
         "finite: high exponent bits",
@@ -264,7 +262,7 @@ OPERATIONS: dict[str, Operation] = {
         corrects=True,
     ),
     "attention.output": Operation(
-        "linear",
+        "full",
         "a 64-bit hash of O as it is handed on, and again going back; of Q, K and V with it (CPU)",
         "any bit of O (on the CPU, of Q, K and V) that changed after it was handed on",
         "an O that was wrong when it was handed on; without deterministic kernels, one that "
@@ -272,7 +270,7 @@ OPERATIONS: dict[str, Operation] = {
         corrects=False,
     ),
     "attention.dv": Operation(
-        "linear",
+        "full",
         "computed a second time with the same bits (CPU); elsewhere sum dV = sum dO (without "
         "dropout) and sum V dV = sum dO O, per channel of each head",
         "any bit that a transient fault has changed (CPU); above the detection point a wrong dV, a "
@@ -282,7 +280,7 @@ OPERATIONS: dict[str, Operation] = {
         corrects=True,
     ),
     "attention.dk": Operation(
-        "linear",
+        "full",
         "dK, dQ and the mask's gradient computed a second time with the same bits (CPU); elsewhere "
         "sum dK = 0 and sum Q dQ = sum K dK, per channel of each head",
         "any bit that a transient fault has changed (CPU); a wrong dQ or dK, a wrong D = sum dO O, "
