@@ -86,9 +86,7 @@ def step_overhead(
     text = Text()
     batches = {pair: text.batch(16 if pairs > 1 else 4) for pair in range(-WARM_UP, pairs)}
     figure = overhead(
-        unguarded(
-            watched, lambda pair: train_step(plain, optimizers[0], batches[pair], autocast)
-        ),
+        unguarded(watched, lambda pair: train_step(plain, optimizers[0], batches[pair], autocast)),
         lambda pair: train_step(watched, optimizers[1], batches[pair], autocast),
         pairs,
     )

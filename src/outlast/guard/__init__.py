@@ -1,7 +1,7 @@
 """Wrong values found and corrected while training (algorithm-based fault tolerance).
 
 from outlast.guard import guard
-handle = guard(model, optimizer)            # every linear layer, forward and backward
+handle = guard(model, optimizer)            # every product, forward and backward
 ...                                         # train as before, with the same bits
 handle.ledger.findings                      # what was wrong, where, and how it ended
 

@@ -38,6 +38,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from outlast.guard.autograd_hooks import (
@@ -291,8 +292,9 @@ class _Call:
                 )
                 sums[:] = [logsum]
             else:
-                # torch chooses the kernel by what needs a gradient.
-                with self.same_dropout(), torch.enable_grad():
+                # torch chooses the kernel by what needs a gradient. Activation checkpointing counts
+                # what is saved for one; this is not.
+                with self.same_dropout(), torch.enable_grad(), saved_tensors_hooks(_same, _same):
                     fresh = self.compute(*inputs).detach()
             return self.touched("attention.output", fresh)
 
@@ -518,6 +520,10 @@ class _Call:
             for i, item in zip(places, right, strict=True):
                 gradients[i] = item
         return tuple(gradients)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> ResidualTest:

@@ -15,7 +15,8 @@ LEVELS: tuple[Level, ...] = ("off", "light", "linear", "full")
 """Each covers what the one before covers, and more.
 
 light: optimizer state and parameters at rest, a slice per step; norms of gradients and updates.
-linear: every linear layer and embedding, forward and backward; gradient reductions.
+linear: every matrix product, convolution, recurrent layer and embedding, forward and backward;
+    gradient reductions.
 full: attention, normalisation and loss as well, and the whole optimizer every step.
 """
 

@@ -451,9 +451,9 @@ class GuardSection(ChangeableSection):
     """Checks of computations for silent data corruption."""
 
     policy: GuardLevel = "light"
-    """light: optimizer state and parameters at rest, a slice per step; linear: also every linear
-    layer, embedding and gradient reduction; full: also attention, norms, loss and the whole
-    optimizer"""
+    """light: optimizer state and parameters at rest, a slice per step; linear: also every matrix
+    product, convolution, embedding and gradient reduction; full: also attention, softmax, norms,
+    loss and the whole optimizer"""
     modules: dict[str, GuardLevel] = Field(default={})
     """levels by module name pattern, e.g. {'*.mlp.*' = 'linear'}; the last match counts"""
     correct: bool = True
