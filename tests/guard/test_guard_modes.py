@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from outlast.errors import GuardError
@@ -327,16 +327,39 @@ def test_sharded_layers_are_checked_with_unchanged_numbers(
 
 
 @pytest.mark.distributed
-def test_layers_split_by_tensor_parallelism_are_said_to_be_unguarded(ranks: Any) -> None:
-    def work() -> list[str]:
-        dist.init_process_group("gloo")
+def test_products_of_layers_split_by_tensor_parallelism_are_checked(ranks: Any) -> None:
+    def work(faulty: bool) -> tuple[Any, ...]:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        handle = guard(model)
-        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
-        with pytest.warns(UserWarning, match="0 is not guarded: split over ranks"):
-            model[0](torch.randn(2, 8)).sum().backward()
-        return [each.why_not for each in handle.coverage()]
+        parts = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), parts)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = guard(model, optimizer)
+        struck: list[str] = []
 
-    for split, uncalled in ranks(2)(work):
-        assert split == "split over ranks by tensor parallelism"
-        assert uncalled.startswith("not used in the step")
+        def strike(site: str, module: str, numbers: torch.Tensor) -> None:
+            if site == "product.output" and faulty and dist.get_rank() == 1:
+                struck.append(module)
+                if len(struck) == 3:
+                    numbers.view(-1)[1] += 5.0
+
+        handle.watch.fault_hook = strike
+        model(torch.randn(3, 8)).square().sum().backward()
+        optimizer.step()
+        weights = [item.full_tensor().tolist() for item in model.parameters()]
+        outcomes = [item.outcome for item in handle.ledger.findings]
+        parameters = set(handle.uncovered().parameters)
+        handle.remove()
+        return weights, outcomes, parameters, [each.operations for each in handle.coverage()]
+
+    def both() -> tuple[Any, ...]:
+        return work(False), work(True)
+
+    for rank, (clean, struck) in enumerate(ranks(2)(both)):
+        assert clean[0] == struck[0]
+        assert clean[1] == []
+        assert struck[1] == ["corrected"] * rank
+        assert all("product" in operations for operations in clean[3])
+        assert not any("weight" in name for name in clean[2])
