@@ -102,6 +102,7 @@ class CheckedProducts:
         return self._checks[name].multiply(x, weight, bias)
 
 
+_REPLACED = "its forward was replaced by something else"
 NO_CHECK = "no check for this kind of module"
 _EMBEDDING_OPERATIONS = ("embedding.forward", "embedding.dw")
 _NORM_OPERATIONS = ("norm.forward", "norm.dx", "norm.dw")
@@ -158,8 +159,14 @@ def install(watch: Watch, model: nn.Module) -> Installed:
         installed.undo.callback(attention.follow(model))
         for function in installed.functions:
             installed.undo.enter_context(function.replacing())
-    missing = [coverage for coverage in installed.coverage if not coverage.operations]
-    if missing and watch.operations is None and watch.policy.reaches("linear"):
+    # Products of modules of other kinds are checked where they are called.
+    by_operations = () if watch.operations is None else (NO_CHECK, _REPLACED)
+    missing = [
+        coverage
+        for coverage in installed.coverage
+        if not coverage.operations and coverage.why_not not in by_operations
+    ]
+    if missing and watch.policy.reaches("linear"):
         kinds = ", ".join(sorted({coverage.kind for coverage in missing}))
         warnings.warn(
             f"{len(missing)} of {len(installed.coverage)} modules with parameters are not "
@@ -177,7 +184,7 @@ def _install(
     if not policy.reaches("linear", name):
         return (), f"policy {policy.level_of(name)}"
     if "forward" in module.__dict__:
-        return (), "its forward was replaced by something else"
+        return (), _REPLACED
     transposed = _is_conv1d(module)
     if type(module).forward is nn.Linear.forward or transposed:
         checks = LinearChecks(watch, module, name, transposed=transposed)
