@@ -7,6 +7,7 @@ start from nothing takes seconds, and is tested where it matters (test_launch).
 import contextlib
 import gc
 import importlib
+import io
 import logging
 import multiprocessing
 import os
@@ -45,6 +46,18 @@ LOADED = (
 for _name in LOADED:
     importlib.import_module(_name)
 _started: list["Forked"] = []
+
+
+def command_here(arguments: list[str]) -> tuple[int, str]:
+    """Run `outlast` with these arguments in this process: its exit code and standard error."""
+    sys.argv = ["outlast", *arguments]
+    code, error = 0, io.StringIO()
+    with contextlib.redirect_stderr(error):
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return code, error.getvalue()
 
 
 class Forked:

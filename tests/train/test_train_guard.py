@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from forked import RanksFailedError, run_ranks
+from runs import command_here
 from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
-from outlast.cli.main import main
 from outlast.distributed.ranks import ranks_from
 from outlast.errors import EXIT_DATA_CORRUPTION, EXIT_DONE, EXIT_TO_BE_CONTINUED
 from outlast.guard.inject import inject, parse_faults
@@ -336,14 +333,7 @@ def _outlast(arguments: list[str], faults: list[str]) -> tuple[int, str]:
         inject(self.guard, parse_faults(faults))
 
     RunGuard.__init__ = init  # type: ignore[method-assign]
-    sys.argv = ["outlast", *arguments]
-    code, error = 0, io.StringIO()
-    with contextlib.redirect_stderr(error):
-        try:
-            main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    return code, error.getvalue()
+    return command_here(arguments)
 
 
 def test_the_program_ends_with_a_sentence_and_an_exit_code_of_its_own(tmp_path: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from forked import run_ranks
+from runs import command_here
 from tiny import assert_equal_bits, losses, tiny_job, train, weights
 
-from outlast.cli.main import main
 from outlast.errors import EXIT_DATA_CORRUPTION, EXIT_DONE
 from outlast.guard.scrubber import CheckBudget
 from outlast.job import to_toml
@@ -128,14 +126,7 @@ def _outlast(arguments: list[str], flips: list[Flip], blocks: int = 0) -> tuple[
     if blocks:
         # Every step, and as fast as any machine.
         CheckBudget.plan = lambda self, sizes, first: (0, min(first + blocks, len(sizes)))  # type: ignore[method-assign]
-    sys.argv = ["outlast", *arguments]
-    code, error = 0, io.StringIO()
-    with contextlib.redirect_stderr(error):
-        try:
-            main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    return code, error.getvalue()
+    return command_here(arguments)
 
 
 def run_with(

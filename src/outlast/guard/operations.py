@@ -103,8 +103,8 @@ class OperationChecks:
     Attributes:
         checked: FLOPs of operations that were checked, here or by their callers, since `begin`.
         unchecked: FLOPs of those that were not, by operation and reason.
+        calls: Of the operations that were not checked, by the same names.
         nodes: Kinds of autograd's nodes whose operations are checked, by type of device.
-        calls: Of these, by the same names; of the last step as long as none has begun.
     """
 
     def __init__(self, watch: Watch, model: nn.Module) -> None:

@@ -441,13 +441,13 @@ class Survey:
             warnings.warn(text, stacklevel=2)
         return worth
 
-    def _training_among(self, modules: Iterable[str]) -> bool:
+    def _training_among(self, modules: Sequence[str]) -> bool:
         """Return whether any trains: products of a frozen one are checked by themselves."""
         if self.watch.operations is None:
-            return any(True for _ in modules)
-        names = [self._modules[name] for name in modules if name in self._modules]
-        return len(names) < len([*modules]) or any(
-            parameter.requires_grad for module in names for parameter in module.parameters()
+            return bool(modules)
+        known = [self._modules[name] for name in modules if name in self._modules]
+        return len(known) < len(modules) or any(
+            parameter.requires_grad for module in known for parameter in module.parameters()
         )
 
     def _without_check(self) -> dict[str, int]:
@@ -821,12 +821,18 @@ def _watch_of(node: Node) -> Watch | None:
     return None if record is None else record.watch
 
 
+def _metadata(node: Node, place: int = 0) -> Any:
+    """Shape, type and device of a result of a node, or None where they are not known."""
+    try:
+        return node._input_metadata[place]
+    except (IndexError, RuntimeError):
+        return None
+
+
 def _device(node: Node) -> str:
     """The type of the device on which a node has made something; empty where it is not known."""
-    try:
-        return str(node._input_metadata[0].device.type)
-    except (IndexError, RuntimeError):
-        return ""
+    made = _metadata(node)
+    return "" if made is None else str(made.device.type)
 
 
 def _is_plain_sum(node: Node) -> bool:
@@ -836,11 +842,8 @@ def _is_plain_sum(node: Node) -> bool:
 
 def _type(node: Node) -> torch.dtype | None:
     """The type of what a node has made."""
-    try:
-        dtype: torch.dtype = node._input_metadata[0].dtype
-    except (IndexError, RuntimeError):
-        return None
-    return dtype
+    made = _metadata(node)
+    return None if made is None else made.dtype
 
 
 def _is_empty(node: Node) -> bool:
@@ -856,10 +859,8 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 def _shape(node: Node | None, place: int) -> tuple[int, ...] | None:
     """Of what a node has made, where it is made of plain numbers."""
-    if node is None:
+    made = None if node is None else _metadata(node, place)
+    if made is None:
         return None
-    try:
-        shape = tuple(node._input_metadata[place].shape)
-    except (IndexError, RuntimeError):
-        return None
+    shape = tuple(made.shape)
     return shape if all(type(size) is int for size in shape) else None
