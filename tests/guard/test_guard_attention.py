@@ -466,7 +466,9 @@ def test_a_step_with_a_wrong_output_is_repeated_in_real_models(
     state = {
         key: value.clone() for key, value in language_model(name, checkpointed).state_dict().items()
     }
-    for fault in (None, once("attention.output", lambda o: o[1, 1, 5, 3].add_(o.abs().max()))):
+    # GPT-2's has dropout, and so products of its own.
+    site = "product.output" if name == "gpt2" else "attention.output"
+    for fault in (None, once(site, lambda o: o.flatten()[77].add_(o.abs().max()))):
         model = language_model(name, checkpointed)
         model.load_state_dict(state)
         runs.append(guarded_steps(model, bf16, fault))

@@ -569,7 +569,7 @@ def test_a_norm_that_is_compiled_later_is_named_with_its_parameters() -> None:
     assert "in step 4: " in told[0]
 
 
-def test_attention_that_is_not_checked_any_more_is_named() -> None:
+def test_attention_may_change_its_kind() -> None:
     model = causal("Llama")
 
     def change(step: int) -> None:
@@ -578,11 +578,9 @@ def test_attention_that_is_not_checked_any_more_is_named() -> None:
 
     handle, told, _ = train(model, text_loss, steps=5, before=change)
     assert handle is not None
-    assert (
-        "in step 4: no check ran in model.layers.*.self_attn (2 of them, its attention" in told[0]
-    )
     # What takes its place is checked by its products and softmax.
-    assert len(told) == 1
+    assert not told
+    assert handle.uncovered().flops == 0.0
 
 
 @pytest.mark.parametrize("level", ["linear", "full"])
@@ -826,11 +824,17 @@ def test_a_query_whose_check_is_not_made_any_more_is_named() -> None:
     assert len(told) == 1
 
 
-def test_all_inputs_of_attention_are_watched_where_it_is_computed_twice() -> None:
-    for model, shape in ((LearnedQueries(set()), (2, 4, 8)), (Biased(), (2, 5, 8))):
+def test_all_products_of_attention_are_checked_where_it_is_not_fused() -> None:
+    for model, shape, left in (
+        (LearnedQueries(set()), (2, 4, 8), {"queries": "mul"}),
+        (Biased(), (2, 5, 8), {}),
+    ):
         handle, _, _ = train(model, squares(shape))
         assert handle is not None
-        assert not handle.uncovered().parameters
+        assert handle.uncovered().flops == 0.0
+        # The kernel multiplies the queries by its scale, which is not a product of matrices.
+        reasons = {name: f"{op}: no check for this kind of module" for name, op in left.items()}
+        assert handle.uncovered().parameters == reasons
 
 
 @pytest.mark.usefixtures("identities")

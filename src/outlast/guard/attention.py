@@ -1,4 +1,6 @@
-"""Scaled dot-product attention, checked from outside by identities of softmax and products.
+"""Scaled dot-product attention on devices, checked by identities of softmax and products.
+
+On the CPU `outlast.guard.operations` checks its products, fused or not.
 
 With P = softmax(s Q K^T + mask), O = P V and, going back, dV = P^T dO, dS = P * (dO V^T - D),
 D_i = sum_d dO_id O_id, dQ = s dS K and dK = s dS^T Q, each channel d of each head obeys::
@@ -34,11 +36,9 @@ import threading
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from outlast.guard.autograd_hooks import (
@@ -48,8 +48,6 @@ from outlast.guard.autograd_hooks import (
     corrected_output,
     floor_of,
     powers_squared,
-    repeated,
-    repeated_output,
     same_bits,
     stored,
     summing,
@@ -69,7 +67,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from outlast.guard.autograd_hooks import Gradients
-    from outlast.guard.findings import Site
     from outlast.guard.threshold import Bound
     from outlast.guard.watch import Watch
 
@@ -78,8 +75,6 @@ _MARGIN = 4.0
 """Times what rounding P or dS adds by the data's second moments: rows are not independent."""
 _BIAS = 16.0
 """Squared error, in roundings, that all rows share: exp of vector units is off to one side."""
-_FUSED = "ScaledDotProductFlashAttentionForCpuBackward0"
-"""Node of the CPU's fused kernel."""
 _KEY_BLOCK = 512
 """Keys that the CPU's backward pass takes at a time."""
 
@@ -145,7 +140,7 @@ class AttentionChecks:
         policy = self.watch.policy
         if policy.modules and not policy.reaches("full", self._name()):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
-        if not _applies(given, gqa) or is_dtensor(attn_mask):
+        if self.watch.repeats_on(query.device) or not _applies(given, gqa) or is_dtensor(attn_mask):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
         device = query.device.type
         if torch.is_autocast_enabled(device):
@@ -253,17 +248,12 @@ class _Call:
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         inputs = (query, key, value, mask)
-        # Of the inputs that identities see; all gradients are computed twice.
-        covering: dict[int, str] | None = None
-        if not self.watch.repeats_on(query.device):
-            covering = {_VALUE: "attention.dv"}
-            if key.requires_grad:
-                covering |= dict.fromkeys((_QUERY, _KEY), "attention.dk")
+        covering = {_VALUE: "attention.dv"}
+        if key.requires_grad:
+            covering |= dict.fromkeys((_QUERY, _KEY), "attention.dk")
         o = watched(self.compute, inputs, inputs, self.backward, covering=covering)
         self.watch.touch("attention.output", self.name, o.data)
         site = self.watch.ledger.site(self.name, "attention.forward")
-        if self.watch.repeats_on(o.device):
-            return self._run_again(site, o, inputs)
         if not self.dropout:
 
             def again() -> Tensor:
@@ -275,48 +265,17 @@ class _Call:
         self.digest = self._hashed(o), o.data_ptr()
         return self.kept.keep(o)
 
-    def _run_again(
-        self, site: Site, o: Tensor, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]
-    ) -> Tensor:
-        """Compute O a second time before it is used, and keep what the backward check needs."""
-        query, key, value, mask = inputs
-        fused = o.grad_fn is not None and o.grad_fn.name() == _FUSED and mask is None
-        fused = fused and query.dim() == key.dim() == 4 and query.shape[1] == key.shape[1]
-        sums: list[Tensor] = []
+    def _hashed(self, o: Tensor) -> Tensor:
+        return self.watch.timed(hash64, [stored(o)])
 
-        def again() -> Tensor:
-            if fused:
-                # The kernel itself also gives its log-sum-exp, which the backward one needs.
-                fresh, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    query, key, value, 0.0, self.options["is_causal"], scale=self.scale
-                )
-                sums[:] = [logsum]
-            else:
-                # torch chooses the kernel by what needs a gradient. Activation checkpointing counts
-                # what is saved for one; this is not.
-                with self.same_dropout(), torch.enable_grad(), saved_tensors_hooks(_same, _same):
-                    fresh = self.compute(*inputs).detach()
-            return self.touched("attention.output", fresh)
-
-        repeated_output(self.watch, site, o, again)
-        self.digest = self._hashed(o, query, key, value), o.data_ptr()
-        return self.kept.keep(o, *sums)
-
-    def _hashed(self, *tensors: Tensor) -> Tensor:
-        """Hash of O, and of Q, K and V as they were when it was made."""
-        ordered = [stored(tensor) for tensor in tensors]
-        return self.watch.timed(hash64, ordered)
-
-    def compare_output(self, o: Tensor, *inputs: Tensor) -> bool:
+    def compare_output(self, o: Tensor) -> bool:
         """Return whether O is still as the forward pass handed it on; otherwise note a finding.
-
-        So are the inputs that were hashed with it.
 
         After activation checkpointing it is another computation's, with the same bits where kernels
         are deterministic.
         """
         assert self.digest is not None
-        (before, address), now = self.digest, self._hashed(o, *inputs)
+        (before, address), now = self.digest, self._hashed(o)
         site = self.watch.ledger.site(self.name, "attention.output")
         exactly = o.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         if not exactly and o.data_ptr() != address:
@@ -417,14 +376,11 @@ class _Call:
         dq, dk, dv, dmask = seen.gradients
         if not kept:
             return seen.gradients
-        o, *sums = kept
+        (o,) = kept
         query, key, value, mask = seen.kept
-        repeats = self.watch.repeats_on(o.device)
-        if not self.compare_output(o, *((query, key, value) if repeats else ())):
+        if not self.compare_output(o):
             # What followed has used another O, so that the step must be run again.
             return seen.gradients
-        if repeats:
-            return self._backward_again(seen, o, sums)
         head = _Heads(self, (query, key, value), seen.dy, o)
         rows = _open_rows(mask, query, key)
 
@@ -480,50 +436,6 @@ class _Call:
             dk = both[0]
             dq = both[1] if dq is not None else None
         return dq, dk, dv, dmask
-
-    def _backward_again(self, seen: Seen, o: Tensor, sums: list[Tensor]) -> Gradients:
-        """Compute the gradients a second time, from the log-sum-exp of O's second computation."""
-        query, key, value, _ = seen.kept
-        sites = ("attention.dq", "attention.dk", "attention.dv", "attention.dmask")
-
-        second: Gradients
-        if sums:
-            made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                seen.dy, query, key, value, o, sums[0], 0.0, self.options["is_causal"],
-                scale=self.scale,
-            )  # fmt: skip
-            second = (*made, None)
-        else:
-            second = self.again(seen)[1]
-
-        def touched(gradients: Gradients, places: tuple[int, ...]) -> list[Tensor]:
-            own = [(sites[i], item) for i in places if (item := gradients[i]) is not None]
-            return [self.touched(*each) for each in own]
-
-        def changed() -> bool:
-            return not same_bits(self.again(seen)[0], o)
-
-        gradients = list(seen.gradients)
-        for name, several in (("attention.dv", (_VALUE,)), ("attention.dk", (_KEY, _QUERY, 3))):
-            places = tuple(i for i in several if gradients[i] is not None)
-            if not places:
-                continue
-            # One second computation serves both comparisons. The third owes nothing to its sums.
-            computations = chain([second], iter(lambda: self.again(seen)[1], None))
-            right = repeated(
-                self.watch,
-                self.watch.ledger.site(self.name, name),
-                touched(seen.gradients, places),
-                lambda: touched(next(computations), places),  # noqa: B023 - called at once
-                changed=changed,
-            )
-            for i, item in zip(places, right, strict=True):
-                gradients[i] = item
-        return tuple(gradients)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _judge_hull(value: Tensor, masked: bool, o: Tensor) -> ResidualTest:

@@ -12,6 +12,8 @@ kernel takes 2 us more). What `LinearChecks` checks itself is only counted here.
 
 *Convolutions* have those of `outlast.guard.convolution`.
 
+*Attention* that is fused has those of `outlast.guard.fused_attention`, at level ``full``.
+
 *Recurrent layers* of oneDNN are one operation without an identity: it is computed twice.
 
 Thresholds are those of `outlast.guard.threshold`; what exceeds one is computed again by the same
@@ -34,6 +36,7 @@ from torch.library import Library, get_kernel
 
 from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
+from outlast.guard.fused_attention import FusedAttention
 from outlast.guard.linear import unexplained
 from outlast.guard.product import check_multiplied
 from outlast.guard.residual import (
@@ -62,8 +65,8 @@ _PRODUCTS = (
 )
 """Kernels of matrix products; those of `mv`, `linear`, `matmul` and `einsum` call them."""
 _NORMS = ("native_batch_norm", "native_group_norm")
+_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 _ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
@@ -76,8 +79,11 @@ NODES = {
     "MkldnnRnnLayer": "recurrent",
     "NativeBatchNorm": "norm.repeated",
     "NativeGroupNorm": "norm.repeated",
+    "ScaledDotProductFlashAttentionForCpu": "attention.dv",
 }
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
+_FULL = ("norm", "attention")
+"""What level ``linear`` leaves unchecked among them."""
 _NODES_ON_CUDA = frozenset(
     ("Mm", "Bmm", "Mv", "Addmm", "Addmv", "Baddbmm", "Convolution"),
 )
@@ -118,7 +124,11 @@ class OperationChecks:
         self.calls: Counter[str] = Counter()
         full = watch.policy.reaches("full")
         self.nodes = {
-            "cpu": frozenset(kind for kind, check in NODES.items() if full or "norm" not in check),
+            "cpu": frozenset(
+                kind
+                for kind, check in NODES.items()
+                if full or check.partition(".")[0] not in _FULL
+            ),
             "cuda": _NODES_ON_CUDA,
         }
         self._product_site = watch.ledger.site(ANYWHERE, "product")
@@ -391,6 +401,94 @@ class OperationChecks:
         rows, worst = int(judged.exceeded), float(judged.worst)
         self.watch.find(site, judged.flags.device, rows, worst, outcome)
 
+    @computing("check")
+    def attention_output(
+        self, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Sequence[Tensor]:
+        """Compute the CPU's fused attention, checked: O and its log-sum-exp."""
+        call = FusedAttention.of(args, options)
+        made: Sequence[Tensor] = kernel(*args, **options)
+        out, logsum = made
+        if not self._count("attention", call.flops, self._why_not_attention(call)):
+            return made
+        watch = self.watch
+        watch.touch("attention.output", "attention", out)
+        signs = watch.signs.take("output", out.shape[-1], out.device)
+        judged = watch.timed(call.judge_output, out, logsum, signs)
+        if watch.wants(watch.ledger.site(ANYWHERE, "attention.forward"), judged, of_model=False):
+            # A wrong log-sum-exp makes P wrong, and so the check of O.
+            both = torch.cat([out, logsum[..., None].to(out.dtype)], dim=-1)
+            exact_sums = logsum.clone()
+
+            def again(fresh: Sequence[Tensor]) -> Tensor:
+                exact_sums.copy_(fresh[1])
+                return torch.cat([fresh[0], fresh[1][..., None].to(out.dtype)], dim=-1)
+
+            def judge(numbers: Tensor) -> ResidualTest:
+                return call.judge_output(numbers[..., :-1].contiguous(), exact_sums, signs)
+
+            self._settle(
+                ("attention", "attention.forward"),
+                (judged, both),
+                judge,
+                lambda: again(kernel(*args, **options)),
+                lambda left: call.beyond_rounding("o", left, both[..., :-1]),
+            )
+            out.copy_(both[..., :-1])
+            logsum.copy_(exact_sums)
+        return made
+
+    @computing("check")
+    def attention_gradients(
+        self, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Sequence[Tensor]:
+        """Compute the gradients of the CPU's fused attention, checked: dQ, dK and dV."""
+        dy, *inputs, out, logsum = args[:6]
+        call = FusedAttention.of((*inputs, *args[6:]), options)
+        made: Sequence[Tensor] = kernel(*args, **options)
+        if not self._count("attention", 2.5 * call.flops, self._why_not_attention(call)):
+            return made
+        watch = self.watch
+        sites = ("attention.dq", "attention.dk", "attention.dv")
+        for site, gradient in zip(sites, made, strict=True):
+            watch.touch(site, "attention", gradient)
+        signs = watch.signs.take("output", out.shape[-1], out.device)
+
+        def judge() -> list[ResidualTest]:
+            return call.judge_gradients(out, logsum, dy, made, signs)
+
+        of_output, *judged = watch.timed(judge)
+        if watch.wants(
+            watch.ledger.site(ANYWHERE, "attention.output"), of_output, of_model=False
+        ) and any(
+            call.beyond_rounding(name, of_output, numbers).exceeded
+            for name, numbers in (("o", out), ("l", logsum[..., None]))
+        ):
+            # What followed has used another O, or other inputs: the step must be run again.
+            output = watch.ledger.site(self._place("attention"), "attention.output")
+            rows, worst = int(of_output.exceeded), float(of_output.worst)
+            watch.find(output, out.device, rows, worst, "detected")
+            return made
+        for place, (site, test) in enumerate(zip(sites, judged, strict=True)):
+            if watch.wants(watch.ledger.site(ANYWHERE, site), test, of_model=False):
+
+                def judge_one(_: Tensor, place: int = place) -> ResidualTest:
+                    return judge()[1 + place]
+
+                def again(place: int = place) -> Tensor:
+                    gradients: Sequence[Tensor] = kernel(*args, **options)
+                    return gradients[place]
+
+                def beyond(left: ResidualTest, place: int = place) -> ResidualTest:
+                    name = ("dq", "dk", "dv")[place]
+                    return call.beyond_rounding(name, left, made[place], dy, out)
+
+                self._settle(("attention", site), (test, made[place]), judge_one, again, beyond)
+        return made
+
+    def _why_not_attention(self, call: FusedAttention) -> str:
+        return call.why_not() if self.watch.policy.reaches("full") else "without a check"
+
     def attention(self, flops: float, *, forward: bool) -> None:
         """Count a fused attention, which `AttentionChecks` may check."""
         if forward:
@@ -437,6 +535,21 @@ class OperationChecks:
         """
         judged, stored = found
         rows = stored.reshape(len(judged.flags), -1)
+        self._settle(
+            place, found, judge, again, lambda left: unexplained(left, rows, exact(left), terms)
+        )
+
+    def _settle(
+        self,
+        place: tuple[str, str],
+        found: tuple[ResidualTest, Tensor],
+        judge: Judge,
+        again: Callable[[], Tensor],
+        beyond: Callable[[ResidualTest], ResidualTest],
+    ) -> None:
+        """As `_correct`, where `beyond` tells which rows no rounding explains."""
+        judged, stored = found
+        rows = stored.reshape(len(judged.flags), -1)
 
         def written() -> Tensor:
             if rows.data_ptr() != stored.data_ptr():
@@ -449,7 +562,7 @@ class OperationChecks:
             rows,
             lambda first, last: again().reshape(rows.shape)[first:last],
             lambda: judge(written()),
-            beyond=lambda left: unexplained(left, rows, exact(left), terms),
+            beyond=beyond,
         )
         written()
 
@@ -527,6 +640,14 @@ def _replace_kernels(library: Library, key: str) -> None:
         else:
             # Where its groups end is known on the device only.
             replace("_grouped_mm", _grouped_elsewhere)
+        replace(
+            _FUSED,
+            lambda checks, raw, args, options: checks.attention_output(raw, args, options),
+        )
+        replace(
+            f"{_FUSED}_backward",
+            lambda checks, raw, args, options: checks.attention_gradients(raw, args, options),
+        )
         for name in _ATTENTION:
             replace(name, _attention(0, 1.0))
             replace(f"{name}_backward", _attention(1, 2.5))

@@ -215,7 +215,7 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_FILES = ("matmul.c", "sweep.c", "rows.h", "view.h")
+_FILES = ("attention.c", "matmul.c", "sweep.c", "rows.h", "view.h")
 # Sums in any order, but NaN and infinity as they are.
 _SUMS = ("-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-Wno-psabi")
 _FLAGS = (*_SUMS, *("-march=native", "-mprefer-vector-width=512", "-fopenmp", "-fno-math-errno"))
@@ -292,6 +292,38 @@ class NativeMultiply(ctypes.Structure):
     )
 
 
+class NativeHeads(ctypes.Structure):
+    """``heads`` of `attention.c`."""
+
+    _fields_ = _fields((_POINTER, "data"), (_INTEGER, "batch_stride head_stride row_stride"))
+
+
+class NativeRounding(ctypes.Structure):
+    """``rounding`` of `attention.c`."""
+
+    _fields_ = _fields((_REAL, "stored terms summed values constant"))
+
+
+class NativeAttention(ctypes.Structure):
+    """``attention`` of `attention.c`."""
+
+    _fields_ = _fields(
+        (NativeHeads, "q k v o dy dq dk dv"),
+        (_POINTER, "logsum"),
+        (_INTEGER, "logsum_batch logsum_head logsum_row"),
+        (_POINTER, "mask"),
+        (_INTEGER, "mask_batch mask_head mask_row"),
+        (_INTEGER, "type batches heads key_heads queries keys channels causal threads"),
+        (_REAL, "scale"),
+        (_POINTER, "signs"),
+        (NativeRounding, "by_key by_query"),
+        (_REAL, "unit spacing partial"),
+        (_INTEGER, "block"),
+        (_POINTER, "o_flags dq_flags dk_flags dv_flags"),
+        (NativeVerdict, "o_verdict dq_verdict dk_verdict dv_verdict"),
+    )
+
+
 class Library:
     """The loaded functions; each returns 0, 1 for an unknown type or 2 without memory."""
 
@@ -306,6 +338,8 @@ class Library:
         self.encode.argtypes = (ctypes.POINTER(NativeEncode),)
         self.multiply = loaded.outlast_multiply
         self.multiply.argtypes = (ctypes.POINTER(NativeMultiply),)
+        self.attention = loaded.outlast_attention
+        self.attention.argtypes = (ctypes.POINTER(NativeAttention),)
 
 
 @functools.cache
@@ -378,7 +412,7 @@ class NativeProduct:
             self._limits(x, inputs, outputs, encoding.columns_largest),
         )
         self._done(self._compiled.forward(ctypes.byref(call)))
-        return Projections(projections, squares), _judged(call.verdict, flags)
+        return Projections(projections, squares), judged_rows(call.verdict, flags)
 
     def backward(
         self, dy: Tensor, gradients: Gradients, encoding: Encoding, projections: Projections
@@ -418,8 +452,8 @@ class NativeProduct:
                 call.db = db.data_ptr()
         self._done(self._compiled.backward(ctypes.byref(call)))
         return (
-            None if dx is None else _judged(call.dx_verdict, dx_flags),
-            None if dw is None else _judged(call.dw_verdict, dw_flags),
+            None if dx is None else judged_rows(call.dx_verdict, dx_flags),
+            None if dw is None else judged_rows(call.dw_verdict, dw_flags),
         )
 
     def _limits(
@@ -494,7 +528,7 @@ def check_multiplied(  # noqa: PLR0917
     )
     if compiled.multiply(ctypes.byref(call)):
         raise MemoryError("no memory is left for the sums of a check")
-    return _judged(call.verdict, flags)
+    return judged_rows(call.verdict, flags)
 
 
 def _strided(matrices: Tensor) -> Tensor:
@@ -535,7 +569,8 @@ def threads_for(matrix: Tensor) -> int:
     return min(torch.get_num_threads(), max(matrix.numel() // _ELEMENTS_PER_THREAD, 1))
 
 
-def _judged(verdict: NativeVerdict, flags: Tensor) -> ResidualTest:
+def judged_rows(verdict: NativeVerdict, flags: Tensor) -> ResidualTest:
+    """What a native check has found in rows with these flags."""
     return ResidualTest(flags, verdict.exceeded, verdict.worst, verdict.total, verdict.widest)
 
 

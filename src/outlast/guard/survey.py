@@ -468,7 +468,7 @@ class Survey:
         sites = self.watch.ledger.sites.values()
         last: dict[str, int] = {}
         for site in sites:
-            if site.operation in _FUNCTIONS and site.last >= 0:
+            if site.operation in _FUNCTIONS and site.module != ANYWHERE and site.last >= 0:
                 last[site.module] = max(last.get(site.module, 0), site.last)
         return [name for name, period in last.items() if period < self._last_began]
 
