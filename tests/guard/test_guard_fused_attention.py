@@ -135,6 +135,34 @@ SITES = {
 }
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("site", SITES)
+def test_level_linear_finds_large_faults_going_back(site: str, dtype: str) -> None:
+    clean = step(Attends(TYPES[dtype]))
+    model = Attends(TYPES[dtype])
+    handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "linear")
+    size = 1.0 if site == "attention.output" else 3.0
+    handle.watch.fault_hook = once(site, lambda numbers: numbers[1, 2, 7, 3].add_(size))
+    assert all(map(torch.equal, clean, step(model, handle)))
+    expected = (
+        ("attention.output", "repeated") if site == "attention.output" else (site, "corrected")
+    )
+    assert expected in outcomes(handle)
+    assert handle.ledger.site("operations", "attention.sums").checks > 0
+
+
+def test_level_linear_counts_an_output_only_with_its_gradient() -> None:
+    model = Attends()
+    handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "linear")
+    with torch.no_grad():
+        model()
+    step(model)
+    handle._optimizers[0].step()
+    left = handle.uncovered()
+    assert [name for name in left.operations if name.startswith("attention whose gradients")]
+    assert 0.0 < left.flops < 0.1
+
+
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("site", SITES)
@@ -202,8 +230,9 @@ def test_infinite_gradients_are_no_fault() -> None:
 def test_attention_is_counted_as_checked_only_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for level, native, reason in (
         ("full", True, ""),
-        ("linear", True, "attention"),
+        ("linear", True, ""),
         ("full", False, "attention without a C compiler"),
+        ("linear", False, "attention without a C compiler"),
     ):
         model = Attends()
         handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
@@ -213,7 +242,8 @@ def test_attention_is_counted_as_checked_only_where_it_was(monkeypatch: pytest.M
             step(model, handle)
             handle._optimizers[0].step()
         checked = {each.operation for each in handle.ledger.sites.values() if each.checks}
-        assert ("attention.forward" in checked) == (reason == "")
+        check = "attention.forward" if level == "full" else "attention.sums"
+        assert (check in checked) == (reason == "")
         assert bool(handle.uncovered().flops) == bool(reason)
         assert any(name.startswith(reason) for name in handle.uncovered().operations) or not reason
         handle.remove()

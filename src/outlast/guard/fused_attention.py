@@ -40,7 +40,7 @@ from outlast.guard.residual import name_of
 from outlast.guard.threshold import DEVIATIONS, Bound, product_bound, unit_roundoff
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -115,6 +115,22 @@ class FusedAttention:
     ) -> list[ResidualTest]:
         """Check O as the backward pass has found it, and dQ, dK and dV."""
         return self._judge(out, logsum, dy, gradients, signs)
+
+    def judge_sums(
+        self, out: Tensor, logsum: Tensor, dy: Tensor, gradients: Sequence[Tensor]
+    ) -> ResidualTest:
+        """Check sums that hold without P; one row is (batches, heads of K, 4, channels).
+
+        For each channel of each head sum dV = sum dO, sum V dV = sum dO O, sum dK = 0 and sum Q dQ
+        = sum K dK. Their bounds are estimates: `judge_gradients` decides where one fails.
+        """
+        compiled = library()
+        assert compiled is not None
+        batches, heads, _, channels = self.key.shape
+        flags = torch.empty(4 * batches * heads * channels, dtype=torch.bool)
+        made = (out, dy, *gradients)
+        call = self._native(compiled.attention_sums, made, logsum, None, (flags, None, None, None))
+        return judged_rows(call.o_verdict, flags)
 
     def beyond_rounding(
         self,
@@ -211,24 +227,49 @@ class FusedAttention:
         gradients: Sequence[Tensor | None],
         signs: Tensor,
     ) -> list[ResidualTest]:
+        flags = [
+            None if item is None else torch.empty(item[..., 0].numel(), dtype=torch.bool)
+            for item in (out, *gradients)
+        ]
+        compiled = library()
+        assert compiled is not None
+        call = self._native(compiled.attention, (out, dy, *gradients), logsum, signs, flags)
+        verdicts = (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict)
+        return [
+            judged_rows(verdict, own)
+            for verdict, own in zip(verdicts, flags, strict=True)
+            if own is not None
+        ]
+
+    def _native(
+        self,
+        check: Callable[[Any], int],
+        made: Sequence[Tensor | None],
+        logsum: Tensor,
+        signs: Tensor | None,
+        flags: Sequence[Tensor | None],
+    ) -> NativeAttention:
+        """Call a native check of O, dO, dQ, dK and dV; its verdicts are in what is returned."""
         query, key = self.query, self.key
         batches, heads, queries, channels = query.shape
         keys = key.shape[2]
-        tensors = [query, key, self.value, out, dy, *gradients]
-        tensors = [None if item is None else _channels_last(item) for item in tensors]
+        # Copies must live as long as the call.
+        tensors = [
+            item if item is None or item.stride(3) == 1 else item.contiguous()
+            for item in (query, key, self.value, *made)
+        ]
         mask = self.mask
         if mask is not None:
             mask = mask.to(torch.float32).expand(batches, heads, queries, keys)
             mask = mask if mask.stride(3) == 1 else mask.contiguous()
-        flags = [
-            None if item is None else torch.empty(batches * heads * item.shape[2], dtype=torch.bool)
-            for item in (out, *gradients)
-        ]
         by_key, by_query, *others = _roundings(
             query.dtype, heads // key.shape[1], queries, keys, channels
         )
         call = NativeAttention(
-            *(NativeHeads() if item is None else _heads(item) for item in tensors),
+            *(
+                NativeHeads() if item is None else NativeHeads(item.data_ptr(), *item.stride()[:3])
+                for item in tensors
+            ),
             logsum.data_ptr(),
             *logsum.stride(),
             None if mask is None else mask.data_ptr(),
@@ -243,24 +284,17 @@ class FusedAttention:
             int(self.causal),
             threads_for(query),
             self.scale,
-            signs.data_ptr(),
+            None if signs is None else signs.data_ptr(),
             NativeRounding(*by_key),
             NativeRounding(*by_query),
             *others,
             *(None if item is None else item.data_ptr() for item in flags),
         )
-        verdicts = (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict)
-        for verdict in verdicts:
+        for verdict in (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict):
             verdict.limit = DEVIATIONS**2
-        compiled = library()
-        assert compiled is not None
-        if compiled.attention(ctypes.byref(call)):
+        if check(ctypes.byref(call)):
             raise MemoryError("no memory is left for the sums of a check")
-        return [
-            judged_rows(verdict, own)
-            for verdict, own in zip(verdicts, flags, strict=True)
-            if own is not None
-        ]
+        return call
 
 
 @functools.lru_cache(4096)
@@ -298,11 +332,3 @@ def _blockwise(bound: Bound, stored: float, blocks: int) -> Bound:
         by_power=bound.by_power + stored * 4.0 * blocks / 3.0,
         by_square=bound.by_square + stored * blocks / 6.0,
     )
-
-
-def _channels_last(heads: Tensor) -> Tensor:
-    return heads if heads.stride(3) == 1 else heads.contiguous()
-
-
-def _heads(tensor: Tensor) -> NativeHeads:
-    return NativeHeads(tensor.data_ptr(), *tensor.stride()[:3])

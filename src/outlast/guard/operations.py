@@ -12,7 +12,8 @@ kernel takes 2 us more). What `LinearChecks` checks itself is only counted here.
 
 *Convolutions* have those of `outlast.guard.convolution`.
 
-*Attention* that is fused has those of `outlast.guard.fused_attention`, at level ``full``.
+*Attention* that is fused has those of `outlast.guard.fused_attention`: at level ``full`` by rows,
+at level ``linear`` by sums that need no P, and by rows where such a sum fails.
 
 *Recurrent layers* of oneDNN are one operation without an identity: it is computed twice.
 
@@ -22,6 +23,7 @@ kernel with the same shapes, and compared with the product in float64 if its bit
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import traceback
 import warnings
@@ -45,6 +47,7 @@ from outlast.guard.residual import (
     equality_test,
     name_of,
 )
+from outlast.guard.threshold import DEVIATIONS
 from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
@@ -82,8 +85,8 @@ NODES = {
     "ScaledDotProductFlashAttentionForCpu": "attention.dv",
 }
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
-_FULL = ("norm", "attention")
-"""What level ``linear`` leaves unchecked among them."""
+_UNTIL_BACKWARD = "whose gradients were not computed"
+"""Why level ``linear`` has not checked a forward pass's output."""
 _NODES_ON_CUDA = frozenset(
     ("Mm", "Bmm", "Mv", "Addmm", "Addmv", "Baddbmm", "Convolution"),
 )
@@ -124,11 +127,7 @@ class OperationChecks:
         self.calls: Counter[str] = Counter()
         full = watch.policy.reaches("full")
         self.nodes = {
-            "cpu": frozenset(
-                kind
-                for kind, check in NODES.items()
-                if full or check.partition(".")[0] not in _FULL
-            ),
+            "cpu": frozenset(kind for kind, check in NODES.items() if full or "norm" not in check),
             "cuda": _NODES_ON_CUDA,
         }
         self._product_site = watch.ledger.site(ANYWHERE, "product")
@@ -409,10 +408,14 @@ class OperationChecks:
         call = FusedAttention.of(args, options)
         made: Sequence[Tensor] = kernel(*args, **options)
         out, logsum = made
-        if not self._count("attention", call.flops, self._why_not_attention(call)):
-            return made
         watch = self.watch
-        watch.touch("attention.output", "attention", out)
+        why_not = call.why_not()
+        if not why_not:
+            watch.touch("attention.output", "attention", out)
+            if not watch.policy.reaches("full"):
+                why_not = _UNTIL_BACKWARD
+        if not self._count("attention", call.flops, why_not):
+            return made
         signs = watch.signs.take("output", out.shape[-1], out.device)
         judged = watch.timed(call.judge_output, out, logsum, signs)
         if watch.wants(watch.ledger.site(ANYWHERE, "attention.forward"), judged, of_model=False):
@@ -446,7 +449,7 @@ class OperationChecks:
         dy, *inputs, out, logsum = args[:6]
         call = FusedAttention.of((*inputs, *args[6:]), options)
         made: Sequence[Tensor] = kernel(*args, **options)
-        if not self._count("attention", 2.5 * call.flops, self._why_not_attention(call)):
+        if not self._count("attention", 2.5 * call.flops, call.why_not()):
             return made
         watch = self.watch
         sites = ("attention.dq", "attention.dk", "attention.dv")
@@ -457,6 +460,16 @@ class OperationChecks:
         def judge() -> list[ResidualTest]:
             return call.judge_gradients(out, logsum, dy, made, signs)
 
+        if not watch.policy.reaches("full"):
+            self._count_output(call.flops)
+            sums = watch.timed(call.judge_sums, out, logsum, dy, made)
+            suspected = bool(sums.exceeded)
+            # What is suspected is not yet found.
+            worst = min(float(sums.worst), DEVIATIONS)
+            passed = dataclasses.replace(sums, exceeded=0, worst=worst)
+            watch.wants(watch.ledger.site(ANYWHERE, "attention.sums"), passed, of_model=False)
+            if not suspected:
+                return made
         of_output, *judged = watch.timed(judge)
         if watch.wants(
             watch.ledger.site(ANYWHERE, "attention.output"), of_output, of_model=False
@@ -486,8 +499,15 @@ class OperationChecks:
                 self._settle(("attention", site), (test, made[place]), judge_one, again, beyond)
         return made
 
-    def _why_not_attention(self, call: FusedAttention) -> str:
-        return call.why_not() if self.watch.policy.reaches("full") else "without a check"
+    def _count_output(self, flops: float) -> None:
+        """Count a forward pass's attention as checked, now that its gradients are."""
+        name = f"attention {_UNTIL_BACKWARD}"
+        if self.unchecked.get(name, 0.0) >= flops:
+            self.checked += flops
+            self.unchecked[name] -= flops
+            self.calls[name] -= 1
+            if not self.calls[name]:
+                del self.calls[name], self.unchecked[name]
 
     def attention(self, flops: float, *, forward: bool) -> None:
         """Count a fused attention, which `AttentionChecks` may check."""

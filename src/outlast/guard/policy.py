@@ -17,7 +17,7 @@ LEVELS: tuple[Level, ...] = ("off", "light", "linear", "full")
 light: optimizer state and parameters at rest, a slice per step; norms of gradients and updates.
 linear: every matrix product, convolution, recurrent layer and embedding, forward and backward;
     gradient reductions.
-full: attention, normalisation and loss as well, and the whole optimizer every step.
+full: attention by rows, normalisation and loss as well, and the whole optimizer every step.
 """
 
 
@@ -252,42 +252,62 @@ OPERATIONS: dict[str, Operation] = {
         "the same wrong values twice",
         corrects=True,
     ),
+    "attention.sums": Operation(
+        "linear",
+        "fused attention on the CPU, going back, per channel of each head: sum dV = sum dO, "
+        "sum V dV = sum dO O, sum dK = 0 and sum Q dQ = sum K dK; where one fails, the checks of "
+        "level full decide",
+        "a wrong dQ, dK or dV above the detection point, and an O that was wrong when it was used "
+        "(detected)",
+        "an O, or a dQ, where dO or Q is near 0; errors whose sums vanish (there are no random "
+        "signs here); an O that no gradient comes back to, and the first of two that activation "
+        "checkpointing computes",
+        corrects=True,
+    ),
     "attention.forward": Operation(
         "full",
-        "computed a second time with the same bits before it is used (CPU); elsewhere every O lies "
-        "between the smallest and largest V of its channel",
-        "any bit that a transient fault has changed (CPU); elsewhere an O out of that range or not "
-        "finite: high exponent bits",
-        "the same wrong value twice (CPU); elsewhere all errors within the range, and wrong "
+        "O v = P (V v) for random signs v over the channels, with P made again (CPU, fused); "
+        "elsewhere every O lies between the smallest and largest V of its channel",
+        "a wrong O or log-sum-exp above the detection point, before it is used (CPU); elsewhere an "
+        "O out of that range or not finite: high exponent bits",
+        "errors below the detection point (CPU); elsewhere all errors within the range, and wrong "
         "scores: attention.dv sees those later; dropout",
         corrects=True,
     ),
     "attention.output": Operation(
         "full",
-        "a 64-bit hash of O as it is handed on, and again going back; of Q, K and V with it (CPU)",
-        "any bit of O (on the CPU, of Q, K and V) that changed after it was handed on",
-        "an O that was wrong when it was handed on; without deterministic kernels, one that "
-        "activation checkpointing has computed again",
+        "the same going back, with O, Q, K, V and the log-sum-exp that are used there (CPU, "
+        "fused); elsewhere a 64-bit hash of O as it is handed on, and again going back",
+        "what changed of them after O was handed on, above the detection point (CPU); elsewhere "
+        "any bit of O",
+        "an O that was wrong when it was handed on, by less; elsewhere, without deterministic "
+        "kernels, one that activation checkpointing has computed again",
         corrects=False,
+    ),
+    "attention.dq": Operation(
+        "full",
+        "dQ v = s dS (K v), with dS made again (CPU, fused)",
+        "a wrong dQ above the detection point",
+        "errors below it; elsewhere than on the CPU: attention.dk",
+        corrects=True,
     ),
     "attention.dv": Operation(
         "full",
-        "computed a second time with the same bits (CPU); elsewhere sum dV = sum dO (without "
+        "dV v = P^T (dO v), with P made again (CPU, fused); elsewhere sum dV = sum dO (without "
         "dropout) and sum V dV = sum dO O, per channel of each head",
-        "any bit that a transient fault has changed (CPU); above the detection point a wrong dV, a "
-        "log-sum-exp that changed, and an O that was wrong when it was used (detected)",
-        "the same wrong value twice (CPU); scores that are wrong in both passes alike; errors "
-        "whose sums vanish (there are no random signs here); an O that was used and wrong by less",
+        "a wrong dV above the detection point; elsewhere also a log-sum-exp that changed, and an O "
+        "that was wrong when it was used (detected)",
+        "errors below it; elsewhere scores that are wrong in both passes alike; errors whose sums "
+        "vanish (there are no random signs here); an O that was used and wrong by less",
         corrects=True,
     ),
     "attention.dk": Operation(
         "full",
-        "dK, dQ and the mask's gradient computed a second time with the same bits (CPU); elsewhere "
-        "sum dK = 0 and sum Q dQ = sum K dK, per channel of each head",
-        "any bit that a transient fault has changed (CPU); a wrong dQ or dK, a wrong D = sum dO O, "
-        "above the detection point",
-        "the same wrong value twice (CPU); a dS that is wrong and still sums to zero; as above; a "
-        "dQ where Q is near 0, or whose keys are frozen; a gradient of the mask",
+        "dK v = s dS^T (Q v), with dS made again (CPU, fused); elsewhere sum dK = 0 and sum Q dQ = "
+        "sum K dK, per channel of each head",
+        "a wrong dK above the detection point; elsewhere also a wrong dQ or D = sum dO O",
+        "errors below it; elsewhere a dS that is wrong and still sums to zero; as above; a dQ "
+        "where Q is near 0, or whose keys are frozen; a gradient of the mask",
         corrects=True,
     ),
     "loss.forward": Operation(

@@ -340,6 +340,8 @@ class Library:
         self.multiply.argtypes = (ctypes.POINTER(NativeMultiply),)
         self.attention = loaded.outlast_attention
         self.attention.argtypes = (ctypes.POINTER(NativeAttention),)
+        self.attention_sums = loaded.outlast_attention_sums
+        self.attention_sums.argtypes = (ctypes.POINTER(NativeAttention),)
 
 
 @functools.cache

@@ -479,3 +479,146 @@ int outlast_attention(attention *a) {
   judged(&a->dv_verdict, a->dv_flags, found.dv, keys, &a->by_query);
   return free(sums), free(own), 0;
 }
+
+/* Numbers [c, c + 16) of a row, and zeros behind the last of d. */
+static inline __attribute__((always_inline)) lanes part_of(int64_t type, const void *row,
+                                                           int64_t c, int64_t d) {
+  if (type == FLOAT32) {
+    const float *a = (const float *)row + c;
+    return d - c < 16 ? rest_float32(a, d - c) : load(a);
+  }
+#ifdef __FLT16_MAX__
+  if (type == FLOAT16) {
+    const _Float16 *a = (const _Float16 *)row + c;
+    return d - c < 16 ? rest_float16(a, d - c) : from_float16(a);
+  }
+#endif
+  const uint16_t *a = (const uint16_t *)row + c;
+  return d - c < 16 ? rest_bfloat16(a, d - c) : from_bfloat16(a);
+}
+
+/* Sums over rows of x and y, per channel of each head: (heads, SUMS, channels). */
+enum { SUM, SQUARES, PRODUCT, PRODUCTS, OTHERS, SUMS, ROWS = 16 };
+
+/* All heads of some rows before the next: they lie side by side as a rule. */
+static inline __attribute__((always_inline)) void pair_of(int64_t type, const attention *a,
+                                                          int64_t b, const heads *x,
+                                                          const heads *y, int64_t count,
+                                                          int64_t rows, const float *seen,
+                                                          double *sums) {
+  const int64_t d = a->channels, size = type == FLOAT32 ? 4 : 2, group = count / a->key_heads;
+  for (int64_t first = 0; first < rows; first += ROWS) {
+    const int64_t last = first + ROWS < rows ? first + ROWS : rows;
+    for (int64_t n = 0; n < count; n++) {
+      const int64_t x_at = b * x->batch_stride + n * x->head_stride;
+      const int64_t y_at = b * y->batch_stride + n * y->head_stride;
+      double *own = sums + n / group * SUMS * d;
+      for (int64_t c = 0; c < d; c += 16) {
+        lanes found[SUMS] = {0};
+        for (int64_t i = first; i < last; i++) {
+          const lanes one =
+              part_of(type, (const char *)x->data + (x_at + i * x->row_stride) * size, c, d);
+          const lanes other =
+              part_of(type, (const char *)y->data + (y_at + i * y->row_stride) * size, c, d);
+          const lanes both = one * other;
+          found[SUM] += seen ? one * seen[n * rows + i] : one, found[SQUARES] += one * one;
+          found[PRODUCT] += both, found[PRODUCTS] += both * both, found[OTHERS] += other * other;
+        }
+        for (int k = 0; k < SUMS; k++)
+          for (int64_t m = 0; m < 16 && c + m < d; m++) own[k * d + c + m] += found[k][m];
+      }
+    }
+  }
+}
+
+static void pair(const attention *a, int64_t b, const heads *x, const heads *y, int64_t count,
+                 int64_t rows, const float *seen, double *sums) {
+  if (a->type == FLOAT32)
+    pair_of(FLOAT32, a, b, x, y, count, rows, seen, sums);
+  else if (a->type == BFLOAT16)
+    pair_of(BFLOAT16, a, b, x, y, count, rows, seen, sums);
+  else
+    pair_of(FLOAT16, a, b, x, y, count, rows, seen, sums);
+}
+
+static double sum_of(const double *values, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += values[i];
+  return sum;
+}
+
+/* Found, powers, expected and squares of one head's four identities, (4, channels), each `next` on,
+ * from its sums of dV with V, dK with K, dO with O and Q with dQ. */
+static void identities(const attention *a, const double *v, const double *k, const double *o,
+                       const double *q, double *found, int64_t next) {
+  const int64_t d = a->channels, group = a->heads / a->key_heads;
+  const double queries = (double)(group * a->queries), keys = (double)a->keys;
+  const double of_q = sum_of(q + SQUARES * d, d), of_dy = sum_of(o + SQUARES * d, d);
+  const double of_dv = sum_of(v + SQUARES * d, d), of_dk = sum_of(k + SQUARES * d, d);
+  /* Of the largest rows, guessed from the mean. */
+  const double largest = 4.0 / (queries * keys), scale = a->scale * a->scale;
+  const double drift = 1.0 + (double)d / 9.0, unit = a->unit * a->unit;
+  const double score = scale * largest * of_q * sum_of(k + OTHERS * d, d);
+  const double spread = unit * drift * largest * of_dy * sum_of(v + OTHERS * d, d);
+  const double error = unit * (400.0 / 3.0 + drift * score);
+  const double terms = a->by_query.terms + a->by_key.terms + error;
+  const double alike = a->by_query.values + error;
+  const double share_v = of_dy > 0 ? fmin(of_dv / of_dy, 1.0) : 0.0;
+  const double share_k = of_q > 0 ? of_dk / of_q : 0.0;
+  /* D is the rounded O's: what rows of dS sum to, and with Q columns of dK. */
+  const double dots = 2.0 * a->by_key.stored * sum_of(o + PRODUCTS * d, d) / queries + spread;
+  for (int64_t c = 0; c < d; c++, found++) {
+#define IDENTITY(m, left, right, power, square)                  \
+  found[m * d] = left, found[m * d + next] = power;               \
+  found[m * d + 2 * next] = right, found[m * d + 3 * next] = square
+    const double *dv = v + c, *dy = o + c, *dk = k + c, *dq = q + c;
+    const double sum = dy[SUM * d], product = dy[PRODUCT * d], other = dk[PRODUCT * d];
+    IDENTITY(0, dv[SUM * d], sum, dv[SQUARES * d],
+             terms * fmax(dv[SQUARES * d], share_v * dy[SQUARES * d]) + alike * sum * sum);
+    IDENTITY(1, dv[PRODUCT * d], product, dv[PRODUCTS * d],
+             a->by_key.stored * dy[PRODUCTS * d] + alike * product * product +
+                 terms * fmax(dv[PRODUCTS * d], dy[PRODUCTS * d]));
+    IDENTITY(2, dk[SUM * d], 0.0, dk[SQUARES * d],
+             terms * fmax(dk[SQUARES * d], share_k * dq[SQUARES * d]) +
+                 scale * dots * dq[SQUARES * d]);
+    IDENTITY(3, dq[PRODUCT * d], other, dk[PRODUCTS * d],
+             a->by_key.stored * dq[PRODUCTS * d] + alike * other * other +
+                 terms * fmax(dk[PRODUCTS * d], dq[PRODUCTS * d]));
+  }
+}
+
+/* The sums that hold without P, per channel of each head of keys:
+ *
+ *   sum_j dV = sum_i dO    sum_j V dV = sum_i dO O    sum_j dK = 0    sum_i Q dQ = sum_j K dK
+ *
+ * Results: `o_flags` (batches, key heads, 4, channels) and `o_verdict`. 0: done; 2: no memory. */
+int outlast_attention_sums(attention *a) {
+  const int64_t heads = a->key_heads, all = a->batches * heads * 4 * a->channels;
+  const int64_t size = heads * SUMS * a->channels, room = (4 * size + a->heads * a->queries) * 8;
+  double *found = malloc((size_t)(4 * all) * sizeof *found);
+  char *own = malloc((size_t)(a->threads * room));
+  if (!found || !own) return free(found), free(own), 2;
+#pragma omp parallel for num_threads(a->threads) schedule(static) if (a->threads > 1)
+  for (int64_t t = 0; t < a->threads; t++) {
+    double *v = (double *)(own + t * room), *k = v + size, *o = k + size, *q = o + size;
+    float *seen = (float *)(q + size);
+    for (int64_t b = a->batches * t / a->threads; b < a->batches * (t + 1) / a->threads; b++) {
+      memset(v, 0, (size_t)(4 * size) * sizeof *v);
+      for (int64_t m = 0; m < a->heads; m++)
+        for (int64_t i = 0; i < a->queries; i++)
+          seen[m * a->queries + i] = a->logsum[b * a->logsum_batch + m * a->logsum_head +
+                                               i * a->logsum_row] != -INFINITY;
+      pair(a, b, &a->dv, &a->v, heads, a->keys, NULL, v);
+      pair(a, b, &a->dk, &a->k, heads, a->keys, NULL, k);
+      pair(a, b, &a->dy, &a->o, a->heads, a->queries, seen, o);
+      pair(a, b, &a->q, &a->dq, a->heads, a->queries, NULL, q);
+      for (int64_t n = 0; n < heads; n++) {
+        const int64_t at = n * SUMS * a->channels;
+        identities(a, v + at, k + at, o + at, q + at,
+                   found + (b * heads + n) * 4 * a->channels, all);
+      }
+    }
+  }
+  judged(&a->o_verdict, a->o_flags, found, all, &a->by_query);
+  return free(found), free(own), 0;
+}
