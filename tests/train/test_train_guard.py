@@ -113,7 +113,7 @@ def test_no_level_changes_a_bit_of_the_training(layout: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_micro_batches_of_few_rows_raise_no_alarm(precision: str, tmp_path: Path) -> None:
-    settings = ("train.steps=20", f"train.precision={precision}", "train.micro_batch_size=3")
+    settings = ("train.steps=8", f"train.precision={precision}", "train.micro_batch_size=3")
     job = tiny_job(tmp_path, "few", *SHORT, *settings, "guard.policy=full", "guard.correct=false")
     assert train(job, 1) == EXIT_DONE
     assert found(job) == []
