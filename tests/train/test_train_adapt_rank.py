@@ -45,8 +45,6 @@ def changes(job: Job) -> list[RanksChanged]:
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        (1, LOW_RANK),
-        (2, LOW_RANK),
         (2, (*LOW_RANK, *SHARDED)),
         (3, (*LOW_RANK, "parallel.shard=3", "optimizer.name=muon")),
         (1, (*LOW_RANK, "train.activation_checkpointing=true", "guard.policy=full")),
