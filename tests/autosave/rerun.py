@@ -89,19 +89,30 @@ def run_plain(script: Path) -> str:
     return _run(script, compile(script.read_text(), str(script), "exec"), None)
 
 
+class Program:
+    """A program as it is rewritten, once for any number of runs."""
+
+    def __init__(self, script: Path) -> None:
+        files = read_program(script)
+        self.script = script
+        self.rewritten = rewrite(files, find_training(files))
+        self.code = compile(self.rewritten[0].tree, str(script), "exec")
+
+    def run(self, keeper: DictKeeper, saved: Captured | None = None) -> str:
+        """What it prints, up to where its keeper stops it."""
+        session = Session(self.rewritten, _Restoring(keeper, saved), Logs(resuming=False))
+        with (
+            rewritten_imports(self.rewritten, session),
+            resumable_loaders(),
+            visible_caches(frozenset(str(each.source.path) for each in self.rewritten)),
+            contextlib.closing(session),
+        ):
+            return _run(self.script, self.code, session)
+
+
 def run(script: Path, keeper: DictKeeper, saved: Captured | None = None) -> str:
     """What a program prints when it is rewritten, up to where its keeper stops it."""
-    files = read_program(script)
-    rewritten = rewrite(files, find_training(files))
-    session = Session(rewritten, _Restoring(keeper, saved), Logs(resuming=False))
-    code = compile(rewritten[0].tree, str(script), "exec")
-    with (
-        rewritten_imports(rewritten, session),
-        resumable_loaders(),
-        visible_caches(frozenset(str(each.source.path) for each in rewritten)),
-        contextlib.closing(session),
-    ):
-        return _run(script, code, session)
+    return Program(script).run(keeper, saved)
 
 
 def _run(script: Path, code: types.CodeType, session: Session | None) -> str:
@@ -135,11 +146,13 @@ def check_every_step(script: Path) -> int:
     """
     plain = run_plain(script)
     counting = DictKeeper()
-    assert run(script, counting) == plain
+    # Twice, as two processes would: the resumed program is not the one that was stopped.
+    first, second = Program(script), Program(script)
+    assert first.run(counting) == plain
     for step in counting.asked:
         keeper = DictKeeper(step)
-        begun = run(script, keeper)
+        begun = first.run(keeper)
         assert keeper.saved is not None
-        resumed = run(script, DictKeeper(), keeper.saved)
+        resumed = second.run(DictKeeper(), keeper.saved)
         assert begun + resumed == plain, f"saved after step {step}"
     return len(counting.asked)

@@ -65,7 +65,7 @@ def _commands(group, path=()):
         yield from _commands(command, (*path, name))
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", [60, pytest.param(120, marks=pytest.mark.slow)])
 def test_help_wraps_to_the_terminal(outlast, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     for path in _commands(typer.main.get_command(app)):

@@ -145,7 +145,6 @@ def test_each_extra_installs_what_the_source_says_it_does():
         assert {DISTRIBUTIONS.get(package, package) for package in packages} <= installs, extra
 
 
-@pytest.mark.smoke
 @pytest.mark.slow
 def test_a_run_is_killed_and_resumed_and_written_to_dcp_without_extras(core_only, tmp_path):
     assert core_only("train.py", "killed", "7").returncode == -9

@@ -20,6 +20,7 @@ from outlast.errors import CodingError
 
 STOPPED_SECONDS = 3.0
 DECISION_SECONDS = 30.0
+"""Longest time that anything waits for what other workers do without one."""
 
 
 class Code(GradientCode):
@@ -152,11 +153,12 @@ def work(
     return record
 
 
-def supervised(work, *args, stopped_seconds=STOPPED_SECONDS, **settings):
+def supervised(work, *args, stopped_seconds=STOPPED_SECONDS, through=0, **settings):
     """Run `work` in a child of this rank, which may kill or stop itself.
 
     The store lives in rank 0's supervisor, as it does in torchrun's agent, until all children have
-    ended. A child that is stopped continues after `stopped_seconds`.
+    ended. A child that is stopped continues after `stopped_seconds`, or as soon as `through` others
+    have called `get_through`.
 
     Returns:
         What `work` gave, or None for a child that was killed.
@@ -183,7 +185,13 @@ def supervised(work, *args, stopped_seconds=STOPPED_SECONDS, **settings):
         _, status = os.waitpid(child, os.WUNTRACED)
         if not os.WIFSTOPPED(status):
             break
-        time.sleep(stopped_seconds)
+        if through:
+            store = store or dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+            deadline = time.monotonic() + DECISION_SECONDS
+            while store.add("through", 0) < through and time.monotonic() < deadline:
+                time.sleep(0.02)
+        else:
+            time.sleep(stopped_seconds)
         os.kill(child, signal.SIGCONT)
     with os.fdopen(reading, "rb") as pipe:
         written = pipe.read()
@@ -197,6 +205,12 @@ def supervised(work, *args, stopped_seconds=STOPPED_SECONDS, **settings):
     if not well:
         raise AssertionError(result)
     return result
+
+
+def get_through():
+    """Tell the supervisors that this worker has done what it can do without a stopped one."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    dist.TCPStore(*address, is_master=False, wait_for_workers=False).add("through", 1)
 
 
 def stop():

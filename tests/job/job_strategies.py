@@ -61,6 +61,8 @@ KEYS_OF_THEIR_OWN = {
     "model.module": st.none(),
     "model.arguments": st.just({}),
     "model.initialize": st.sampled_from(["auto", "scratch"]),
+    "guard.audit": st.sampled_from(["auto", "off"])
+    | st.floats(0.0, 100.0, exclude_min=True).map("{}%".format),
 }
 
 

@@ -16,13 +16,9 @@ TOLERANCE = 2e-5
 
 LAYOUTS = {
     "replicate 2": (2, ["parallel.replicate=2"]),
-    "replicate 4": (4, ["parallel.replicate=4"]),
     "replicate 3, uneven": (3, ["train.micro_batch_size=3"]),
     "shard 2": (2, ["parallel.shard=2"]),
-    "shard 4": (4, ["parallel.shard=4"]),
     "tensor 2": (2, ["parallel.tensor=2"]),
-    "tensor 4": (4, ["parallel.tensor=4"]),
-    "pipeline 2": (2, ["parallel.pipeline=2", "parallel.pipeline_microbatches=4"]),
     "pipeline 4": (4, ["parallel.pipeline=4", "parallel.pipeline_microbatches=4"]),
     "interleaved 2": (
         2,

@@ -58,9 +58,7 @@ SLOW_SECONDS = 0.1
 REPETITION = ("coding.scheme=fractional_repetition", "coding.copies=2")
 SCHEMES = {
     "coverage": (COVERAGE,),
-    "fractional repetition": REPETITION,
     "cyclic repetition": ("coding.scheme=cyclic_repetition", "coding.copies=2"),
-    "cyclic MDS": ("coding.scheme=cyclic_mds", "coding.copies=2"),
     "graph": ("coding.scheme=graph", "coding.copies=2"),
     "server": (*REPETITION, "coding.protocol=server"),
     "gossip": ("coding.scheme=cyclic_mds", "coding.copies=2", "coding.protocol=gossip"),
@@ -216,7 +214,7 @@ def test_a_fixed_code_goes_on_with_an_error_that_is_good_enough(
     uncoded: list[float], tmp_path: Path
 ) -> None:
     commit = ('coding.lost="commit"', "coding.deadline_seconds=5.0", "coding.largest_error=0.5")
-    settings = (*SCHEMES["fractional repetition"], *commit)
+    settings = (*REPETITION, *commit)
     job = tiny_job(tmp_path, "coded", *SHORT, *settings)
     # One of the two groups as a whole: its two chunks of four are in no message.
     assert train_slowly(job, 4, 2, 3) == EXIT_DONE
@@ -448,11 +446,10 @@ def children_of(process: subprocess.Popen[str]) -> list[int]:
     ("coding", "victim"),
     [
         ((COVERAGE,), -1),
-        ((*REPETITION, "coding.copies=3", "coding.protocol=server"), -1),
         ((*REPETITION, "coding.copies=3", "coding.protocol=server"), 0),
         ((*REPETITION, "coding.copies=3", "coding.protocol=gossip"), 0),
     ],
-    ids=["coverage", "server", "server itself", "gossip"],
+    ids=["coverage", "server itself", "gossip"],
 )
 def test_a_killed_replica_is_restarted_with_its_group_and_the_run_ends(
     coding: tuple[str, ...], victim: int, tmp_path: Path

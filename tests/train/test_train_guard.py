@@ -44,13 +44,14 @@ LAYOUTS = {
     "Muon": (1, ("optimizer.name=muon",)),
     "activation checkpointing": (1, ("train.activation_checkpointing=true",)),
     "accumulation": (1, ("train.micro_batch_size=3",)),
-    "DDP": (2, ()),
     "DDP of three": (3, ()),
-    "DDP, Muon": (2, ("optimizer.name=muon",)),
     "FSDP2": (2, ("parallel.shard=2",)),
     "FSDP2, bf16": (2, ("parallel.shard=2", "train.precision=bf16")),
     "pipeline": (2, ("parallel.pipeline=2", "parallel.pipeline_microbatches=4")),
 }
+
+
+WITH_EVERY_LEVEL = ("alone", "DDP of three", "FSDP2")
 
 
 def records(job: Job) -> Run:
@@ -85,9 +86,10 @@ def train_with(job: Job, size: int, *faults: str) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_level_changes_a_bit_of_the_training(layout: str, tmp_path: Path) -> None:
     size, settings = LAYOUTS[layout]
+    levels = ("light", "linear", "full") if layout in WITH_EVERY_LEVEL else ("full",)
     jobs = {
         level: tiny_job(tmp_path, level, *SHORT, *settings, f"guard.policy={level}")
-        for level in ("off", "light", "linear", "full")
+        for level in ("off", *levels)
     }
     for level, job in jobs.items():
         assert train(job, size) == EXIT_DONE
@@ -103,15 +105,15 @@ def test_no_level_changes_a_bit_of_the_training(layout: str, tmp_path: Path) -> 
         products = {"linear.forward", "linear.dx", "linear.dw", "embedding.forward"}
         assert products <= totals.operations.keys() or level == "light"
         assert ("norm.forward" in totals.operations) == (level == "full")
-        if level == "linear" and "shard" in str(settings):
+        if level != "light" and "shard" in str(settings):
             assert {"reduce_scatter", "all_gather"} <= totals.operations.keys()
-        elif level == "linear" and layout.startswith("DDP"):
+        elif level != "light" and layout.startswith("DDP"):
             assert "all_reduce" in totals.operations
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_micro_batches_of_few_rows_raise_no_alarm(precision: str, tmp_path: Path) -> None:
-    settings = ("train.steps=20", f"train.precision={precision}", "train.micro_batch_size=3")
+    settings = ("train.steps=8", f"train.precision={precision}", "train.micro_batch_size=3")
     job = tiny_job(tmp_path, "few", *SHORT, *settings, "guard.policy=full", "guard.correct=false")
     assert train(job, 1) == EXIT_DONE
     assert found(job) == []
@@ -367,8 +369,7 @@ def _struck_in_memory(arguments: list[str], step: int, what: str) -> tuple[int, 
     return _outlast(arguments, [])
 
 
-@pytest.mark.parametrize("what", ["weight", "exp_avg", "exp_avg_sq"])
-@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize(("what", "step"), [("exp_avg_sq", 1), ("weight", 3), ("exp_avg", 4)])
 def test_a_run_restarts_by_itself_after_a_memory_fault(
     what: str, step: int, clean: Any, tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ class Flip:
     Attributes:
         step: Steps done.
         moment: ``stepped``: right after the optimizer's step, before anything is kept or saved;
-            ``kept``: after that; ``passed``: after the passes of the next step.
+            ``kept``: after that has begun; ``passed``: after the passes of the next step.
         what: ``weight``, ``buffer``, or a key of the optimizer's state.
         rank: Of the process.
         bits: One of these is drawn; none: the largest number of a matrix becomes larger still, by
@@ -170,8 +170,16 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.parametrize("what", ["weight", "exp_avg", "exp_avg_sq", "step"])
-@pytest.mark.parametrize(("moment", "back_to"), [("stepped", 4), ("kept", 5), ("passed", 5)])
+@pytest.mark.parametrize(
+    ("what", "moment", "back_to"),
+    [
+        ("weight", "stepped", 4),
+        ("exp_avg", "kept", 5),
+        ("exp_avg_sq", "passed", 5),
+        ("step", "kept", 5),
+        ("weight", "passed", 5),
+    ],
+)
 def test_a_run_goes_back_to_what_memory_held_before_the_fault(
     what: str, moment: str, back_to: int, clean: Any, tmp_path: Path
 ) -> None:
@@ -195,7 +203,7 @@ def test_random_faults_end_in_the_clean_bits(
     settings = (*SHORT, f"parallel.{layout}={size}")
     draw = random.Random(f"{layout} {size}")
     kinds = ("weight", "weight", "exp_avg", "exp_avg_sq", "step")
-    for number in range(4 if size == 1 else 2):
+    for number in range(3 if size == 1 else 1):
         flips = [
             Flip(
                 draw.randrange(1, 9 if moment != "passed" else 8),
@@ -210,8 +218,9 @@ def test_random_faults_end_in_the_clean_bits(
         code, error = run_with(job, tmp_path, flips, size)
         assert code == EXIT_DONE, (flips, error)
         assert {each.operation for each in found(job)} >= {"rest"}
-        # Before anything is in memory the run starts again.
-        early = any((flip.step, flip.moment) == (1, "stepped") for flip in flips)
+        # The run may start again before anything is in memory: keeping, which begins after a step,
+        # ends during the next one.
+        early = any(flip.step == 1 for flip in flips)
         outcomes = {each.outcome for each in found(job)}
         assert not outcomes & {"persistent", *(() if early else ("detected",))}
         assert_equal_bits(weights(job), weights(clean(size, *settings)))
@@ -227,21 +236,19 @@ LIGHT = (*LIGHT, "data.validation_fraction=0.0")
 def test_light_goes_back_to_a_checkpoint_from_before_its_slice_was_right(
     what: str, clean: Any, tmp_path: Path
 ) -> None:
-    for seed in range(2):
-        job = tiny_job(tmp_path, f"light{seed}", *LIGHT)
-        flip = Flip(26, "stepped", what, bits=(), seed=seed)
-        code, error = run_with(job, tmp_path, [flip], blocks=8)
-        assert code == EXIT_DONE, error
-        [event] = returns(job)
-        assert event.source == "shared"
-        assert event.step <= 26
-        assert_equal_bits(weights(job), weights(clean(1, *LIGHT)))
-        assert losses(job) == losses(clean(1, *LIGHT))
+    job = tiny_job(tmp_path, "light", *LIGHT)
+    code, error = run_with(job, tmp_path, [Flip(26, "stepped", what, bits=())], blocks=8)
+    assert code == EXIT_DONE, error
+    [event] = returns(job)
+    assert event.source == "shared"
+    assert event.step <= 26
+    assert_equal_bits(weights(job), weights(clean(1, *LIGHT)))
+    assert losses(job) == losses(clean(1, *LIGHT))
 
 
 @pytest.mark.slow
 def test_replicas_tell_light_of_any_bit(clean: Any, tmp_path: Path) -> None:
-    for seed in range(3):
+    for seed in range(2):
         job = tiny_job(tmp_path, f"light{seed}", *LIGHT)
         flip = Flip(26, "stepped", "weight", rank=1, seed=seed)
         code, error = run_with(job, tmp_path, [flip], 2, blocks=8)

@@ -47,7 +47,6 @@ KILL = ("--process-fault", "kill:step=20:rank=1")
 LAYOUTS = {
     # Three and more are summed in an order that has to be settled.
     "replicas": ("launch.nproc=3", "parallel.replicate=3"),
-    "shards": ("launch.nproc=2", "parallel.shard=2"),
     "shards of replicas": ("launch.nproc=4", "parallel.replicate=2", "parallel.shard=2"),
 }
 

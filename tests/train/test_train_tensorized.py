@@ -43,17 +43,13 @@ RULES = ("tensorize.spectral_limit=0.05", "tensorize.product_weight_decay=true")
 
 LAYOUTS = {
     "cola, replicate 2": (2, COLA, ["parallel.replicate=2"]),
-    "cola, shard 2": (2, COLA, ["parallel.shard=2"]),
-    "cola, pipeline 2": (2, COLA, ["parallel.pipeline=2", "parallel.pipeline_microbatches=4"]),
     "cola, recomputed": (1, COLA, ["train.activation_checkpointing=true"]),
     "cola, coding": (2, COLA, ["coding.scheme=coverage"]),
-    "btt, replicate 2": (2, BTT, ["parallel.replicate=2"]),
     "btt, shard 3": (3, BTT, ["parallel.shard=3"]),
     "btt, replicate 2 x shard 2": (4, BTT, ["parallel.replicate=2", "parallel.shard=2"]),
     "btt, pipeline 2": (2, BTT, ["parallel.pipeline=2", "parallel.pipeline_microbatches=4"]),
     "btt, coding and shards": (2, BTT, ["coding.scheme=coverage", "parallel.shard=2"]),
     "tt, shard 3": (3, TT, ["parallel.shard=3"]),
-    "cola, tensor 2": (2, COLA, ["parallel.tensor=2"]),
     "cola, shard 2 x tensor 2": (4, COLA, ["parallel.shard=2", "parallel.tensor=2"]),
     "lax, shard 2": (2, LAX, ["parallel.shard=2"]),
     "bounded, shard 2": (2, (*COLA, *RULES), ["parallel.shard=2"]),
@@ -119,9 +115,7 @@ def test_compiled_blocks_train_alike(form: tuple[str, ...], references: Any) -> 
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        (1, COLA),
         (1, (*BTT, "optimizer.name=muon")),
-        (2, (*BTT, "parallel.shard=2")),
         (2, (*COLA, *RULES, "parallel.shard=2")),
         (1, (*TT, "tensorize.mup=true")),
         (1, (*BTT, *RULES[1:], "checkpoint.replay=exact")),

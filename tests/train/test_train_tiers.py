@@ -143,9 +143,9 @@ def stage(folder: Path, processes: int, *settings: str) -> Staged:
     return Staged(job, whole, folder)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def staged_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Staged:
-    return stage(tmp_path_factory.mktemp(f"tiers-{request.param}"), request.param)
+@pytest.fixture(scope="module")
+def staged_once(tmp_path_factory: pytest.TempPathFactory) -> Staged:
+    return stage(tmp_path_factory.mktemp("tiers"), 3)
 
 
 @pytest.fixture
