@@ -51,6 +51,7 @@ from outlast.guard.product import (
 from outlast.guard.residual import (
     ResidualTest,
     bits,
+    compared_bits,
     equality_test,
     is_half,
     name_of,
@@ -597,6 +598,8 @@ class LinearChecks(ForwardPatch):
         fitting = encoding if later is None else replace(encoding, offset=0.0)
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         projections, judged = product.forward(flat_x, flat_y, self.seen(fitting))
+        if watch.repeats_product(y):
+            judged = compared_bits(judged, y, functional.linear(x, weight, bias))
         failed = watch.wants(self.forward_site, judged)
         watch.seconds += perf_counter() - end + start - began
         if failed:
@@ -662,6 +665,10 @@ class LinearChecks(ForwardPatch):
             projections = Projections(projections.dots - encoding.beta, projections.squares)
         made = Gradients(dx, dw, db)
         dx_judged, dw_judged = product.backward(flat_dy, made, encoding, projections)
+        if dx is not None and dx_judged is not None and watch.repeats_product(dx):
+            dx_judged = compared_bits(dx_judged, dx, _dx(flat_dy, weight, flat_x))
+        if dw is not None and dw_judged is not None and watch.repeats_product(dw):
+            dw_judged = compared_bits(dw_judged, dw, _dw(flat_dy, weight, flat_x))
         dx_failed = dx_judged is not None and watch.wants(self.dx_site, dx_judged)
         dw_failed = dw_judged is not None and watch.wants(self.dw_site, dw_judged)
         watch.seconds += perf_counter() - began

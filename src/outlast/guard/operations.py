@@ -38,6 +38,7 @@ from outlast.guard.linear import unexplained
 from outlast.guard.product import check_multiplied
 from outlast.guard.residual import (
     ResidualTest,
+    compared_bits,
     equal_bits,
     equality_test,
     name_of,
@@ -183,7 +184,7 @@ class OperationChecks:
         out = call.result()
         watch.touch("product.output", call.name, out)
         signs = watch.signs.take("output", call.columns, out.device)
-        judged = watch.timed(call.judge, out, signs)
+        judged = self._judged(out, lambda out: call.judge(out, signs), call.again)
         if watch.wants(self._product_site, judged, of_model=False):
             self._correct(
                 (call.name, "product"),
@@ -210,6 +211,9 @@ class OperationChecks:
             return call.judge(out, signs)
 
         judged = watch.timed(judge, out)
+        if watch.repeats_product(out):
+            again = call.rows(call.result())
+            judged = compared_bits(judged, call.rows(out), again)
         if watch.wants(self._product_site, judged, of_model=False):
             rows = call.rows(out)
             watch.correct(
@@ -273,7 +277,7 @@ class OperationChecks:
             sizes = [None if item is None else item.abs() for item in wide]
             return _flagged(left, *(kernel(*three, *args[3:]) for three in (wide, sizes)))
 
-        judged = watch.timed(judge, out)
+        judged = self._judged(out, judge, lambda: kernel(*args))
         if watch.wants(watch.ledger.site(ANYWHERE, "convolution"), judged, of_model=False):
             site = ("convolution", "convolution")
             terms = weight[:, 0].numel() if shape.transposed else weight[0].numel()
@@ -310,18 +314,27 @@ class OperationChecks:
                 continue
             operation = ("convolution.dx", "convolution.dw")[place]
             watch.touch(operation, "convolution", made[place])
+
+            def repeated(place: int = place) -> Sequence[Any]:
+                chosen = [place == 0, place == 1, place == 1 and db is not None]
+                found: Sequence[Any] = kernel(dy, x, weight, sizes, *rest, chosen)
+                return found
+
+            def again(place: int = place, repeated: Any = repeated) -> Tensor:
+                found = repeated()
+                if place == 1 and db is not None:
+                    made[2].copy_(found[2])
+                result: Tensor = found[place]
+                return result
+
             judged = watch.timed(judge, made[place])
+            if watch.repeats_product(made[place]):
+                found = repeated()
+                judged = compared_bits(judged, made[place], found[place])
+                if place == 1 and db is not None:
+                    judged = compared_bits(judged, db, found[2])
             if not watch.wants(watch.ledger.site(ANYWHERE, operation), judged, of_model=False):
                 continue
-
-            def again(place: int = place) -> Tensor:
-                with_bias = place == 1 and db is not None
-                chosen = [place == 0, place == 1, with_bias]
-                found = kernel(dy, x, weight, sizes, *rest, chosen)
-                if with_bias:
-                    made[2].copy_(found[2])
-                repeated: Tensor = found[place]
-                return repeated
 
             def exact(left: ResidualTest, place: int = place) -> tuple[Tensor, Tensor]:
                 chosen = [place == 0, place == 1, False]
@@ -415,6 +428,13 @@ class OperationChecks:
             return False
         self.checked += flops
         return flops > 0
+
+    def _judged(self, out: Tensor, judge: Judge, again: Callable[[], Tensor]) -> ResidualTest:
+        """Judge a result, by its bits as well where `Watch.repeats_product` says so."""
+        judged = self.watch.timed(judge, out)
+        if self.watch.repeats_product(out):
+            return compared_bits(judged, out, again())
+        return judged
 
     def _correct(  # noqa: PLR0917
         self,
