@@ -18,6 +18,7 @@ read about once.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -68,7 +69,14 @@ class Convolution:
             for given in (stride, padding, dilation)
         )
         self.transposed, self.groups = transposed, groups
+        self._sums: torch.dtype | None = None
         self._multiplied = prod(weight.shape[1:])
+
+    def in_double(self) -> Convolution:
+        """The same with sums in fp64 against the bounds of sums in fp32, for a second look."""
+        other = copy.copy(self)
+        other._sums = torch.float64
+        return other
 
     def flops(self, small: Tensor) -> float:
         """Of one product of this convolution; small: (batch, channels, positions...)."""
@@ -78,7 +86,7 @@ class Convolution:
         self, big: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the small side, by rows (batch, channels)."""
-        signs = _signs(watch, found.shape[2:], found)
+        signs = self._signs(watch, found.shape[2:], found)
         windows = []
         for axis, own in enumerate(signs):
             places, inside = self._places(axis, len(own), big.shape[2 + axis], own.device)
@@ -99,7 +107,7 @@ class Convolution:
         self, small: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the big side, by rows (batch, channels)."""
-        signs = _signs(watch, found.shape[2:], found)
+        signs = self._signs(watch, found.shape[2:], found)
         windows = []
         for axis, own in enumerate(signs):
             places, inside = self._places(axis, small.shape[2 + axis], len(own), own.device)
@@ -117,10 +125,10 @@ class Convolution:
         self, small: Tensor, big: Tensor, found: Tensor, bias: Tensor | None, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the weight's gradient, with the bias's, by rows of small channels."""
-        dtype = _summing(found)
+        dtype = self._sums or _summing(found)
         channels = found.shape[1]
         lengths = (channels, *self.kernel)
-        u, *taps = _signs(watch, lengths, found, side="input")
+        u, *taps = self._signs(watch, lengths, found, side="input")
         grouped = self._grouped(big.to(dtype))
         kernel = u.new_ones(())
         for along_one in taps:
@@ -153,13 +161,26 @@ class Convolution:
         if bias is not None:
             value, powers = value + bias.double(), powers + bias.double().square()
         bound = product_bound(
-            rounding_of(found, dtype), small.numel() // small.shape[1], rows.shape[1], alike=True
+            rounding_of(found, _summing(found)),
+            small.numel() // small.shape[1],
+            rows.shape[1],
+            alike=True,
         )
-        sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
+        sums = (
+            unit_roundoff(name_of(_summing(found))) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
+        )
         # Terms of one sample may all have one sign, and its neighbour's the other.
         alike = replace(bound, by_square=bound.by_square * prod(small.shape[2:]))
         variance = alike.variance(powers, by_square, value) + sums * by_square
         return residual_test(value - expected, variance, powers)
+
+    def _signs(
+        self, watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
+    ) -> list[Tensor]:
+        """Independent signs for every dimension of these lengths, in the type of the sums."""
+        drawn = watch.signs.take(side, sum(lengths), like.device).to(self._sums or _summing(like))
+        ends = itertools.accumulate(lengths)
+        return [drawn[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
     def _grouped(self, tensor: Tensor, axis: int = 1) -> Tensor:
         """`tensor` with the channels of `axis` as (groups, channels / groups)."""
@@ -210,15 +231,6 @@ def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def _summing(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _signs(
-    watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
-) -> list[Tensor]:
-    """Independent signs for every dimension of these lengths."""
-    drawn = watch.signs.take(side, sum(lengths), like.device).to(_summing(like))
-    ends = itertools.accumulate(lengths)
-    return [drawn[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:

@@ -35,7 +35,7 @@ from torch.library import Library, get_kernel
 from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.linear import unexplained
-from outlast.guard.product import check_multiplied
+from outlast.guard.product import check_multiplied, is_doubtful
 from outlast.guard.residual import (
     ResidualTest,
     compared_bits,
@@ -268,9 +268,11 @@ class OperationChecks:
             return out
         watch.touch("convolution.output", "convolution", out)
 
-        def judge(out: Tensor) -> ResidualTest:
+        def judged_by(shape: Convolution, out: Tensor) -> ResidualTest:
             project = shape.to_big if shape.transposed else shape.to_small
             return project(x, weight, bias, out, watch)
+
+        judge = _looking_twice(judged_by, shape)
 
         def exact(left: ResidualTest) -> tuple[Tensor, Tensor]:
             wide = [None if item is None else item.double() for item in (x, weight, bias)]
@@ -298,20 +300,21 @@ class OperationChecks:
         # The bias's gradient sums the output's, which is the small side of a plain convolution.
         db = made[2] if mask[2] and not shape.transposed else None
 
-        def judge_dx(dx: Tensor) -> ResidualTest:
+        def judged_dx(shape: Convolution, dx: Tensor) -> ResidualTest:
             project = shape.to_small if shape.transposed else shape.to_big
             return project(dy, weight, None, dx, watch)
 
-        def judge_dw(dw: Tensor) -> ResidualTest:
+        def judged_dw(shape: Convolution, dw: Tensor) -> ResidualTest:
             return shape.to_weight(small, big, dw, db, watch)
 
         terms = (
             weight[0].numel() if shape.transposed else weight[:, 0].numel(),
             small.numel() // small.shape[1],
         )
-        for place, judge in enumerate((judge_dx, judge_dw)):
+        for place, judged_by in enumerate((judged_dx, judged_dw)):
             if not mask[place]:
                 continue
+            judge = _looking_twice(judged_by, shape)
             operation = ("convolution.dx", "convolution.dw")[place]
             watch.touch(operation, "convolution", made[place])
 
@@ -616,6 +619,18 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of two results that a check has flagged."""
     expected, sizes = (item.reshape(len(judged.flags), -1)[judged.flags] for item in found)
     return expected, sizes
+
+
+def _looking_twice(
+    judged_by: Callable[[Convolution, Tensor], ResidualTest], shape: Convolution
+) -> Judge:
+    """A check that sums in fp64 where it fails by so little that its own sums may be the reason."""
+
+    def judge(out: Tensor) -> ResidualTest:
+        judged = judged_by(shape, out)
+        return judged_by(shape.in_double(), out) if is_doubtful(judged) else judged
+
+    return judge
 
 
 def _compared(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> ResidualTest:
