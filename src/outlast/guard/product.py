@@ -557,8 +557,11 @@ def second_look(judged: ResidualTest, row_of: Callable[[int], Row], signs: Tenso
         u^2 / 3 sum_j 4^e(y_j) + u_acc^2 / 3 sum_t (|p_t|^2 + |S_t|^2 + (v S_t)^2)
 
     for storing, rounding the terms (without FMA) and adding them; the last for sums of proportional
-    terms, which are rounded alike. What fails this as well is computed again. An error that passes
-    is below the threshold of this look, which the certificate counts like the first one's.
+    terms, which are rounded alike. A term that equals the one before it (equal tokens, a constant
+    feature) is also rounded like it, so errors of such terms add up: of them the squares of sums of
+    |S_t| and |v S_t| count, as in the worst case (Higham, Accuracy and Stability, 4.2). What fails
+    this as well is computed again. An error that passes is below the threshold of this look, which
+    the certificate counts like the first one's.
 
     Args:
         judged: The first look, which `is_doubtful`.
@@ -593,15 +596,22 @@ def _deviation(row: Row, v: Tensor) -> tuple[float, float]:
     rounding = rounding_of(row.stored)
     stored = row.stored.double()
     total = torch.zeros_like(stored) if row.added is None else row.added.double()
-    squares = torch.zeros((), dtype=torch.float64)
+    squares, repeated = torch.zeros((), dtype=torch.float64), torch.zeros_like(total)
+    along = torch.zeros_like(squares)
     parts = (torch.split(part, _TERMS_AT_A_TIME) for part in (row.left, row.right))
     for left, right in zip(*parts, strict=True):
         terms = left.double()[:, None] * right.double()
         squares += terms.square().sum()
+        again = (terms[1:] == terms[:-1]) & (terms[1:] != 0)
         terms[0] += total
         sums = terms.cumsum(0)
         squares += sums.square().sum() + (sums @ v).square().sum()
         total = sums[-1]
+        if bool(again.any()):
+            alike = sums[1:] * again
+            repeated += alike.abs().sum(0)
+            along += (alike @ v).abs().sum()
+    squares += repeated.square().sum() + along.square()
     powers = powers_of(stored).square().sum()
     bound = product_bound(rounding, 1, len(stored))
     unit = unit_roundoff(rounding.accumulated) ** 2 / 3.0
