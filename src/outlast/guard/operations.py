@@ -35,14 +35,16 @@ from torch.library import Library, get_kernel
 from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.linear import unexplained
-from outlast.guard.product import check_multiplied, is_doubtful
+from outlast.guard.product import check_multiplied, is_doubtful, rounding_of
 from outlast.guard.residual import (
     ResidualTest,
     compared_bits,
     equal_bits,
     equality_test,
     name_of,
+    residual_test,
 )
+from outlast.guard.threshold import product_bound
 from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
@@ -334,8 +336,6 @@ class OperationChecks:
             if watch.repeats_product(made[place]):
                 found = repeated()
                 judged = compared_bits(judged, made[place], found[place])
-                if place == 1 and db is not None:
-                    judged = compared_bits(judged, db, found[2])
             if not watch.wants(watch.ledger.site(ANYWHERE, operation), judged, of_model=False):
                 continue
 
@@ -350,7 +350,32 @@ class OperationChecks:
 
             given = (judged, made[place])
             self._correct(("convolution", operation), given, judge, again, exact, terms[place])
+        if mask[2]:
+            self._check_bias(
+                made[2],
+                big if shape.transposed else None,
+                lambda: kernel(dy, x, weight, sizes, *rest, [False, mask[1], True])[2],
+            )
         return made
+
+    def _check_bias(self, db: Tensor, dy: Tensor | None, again: Callable[[], Tensor]) -> None:
+        """Compare the gradient of a convolution's bias with its second computation.
+
+        Args:
+            db: (channels,).
+            dy: (batch, channels, positions...) of a transposed convolution, which has no identity
+                that holds `db`: then its sum in fp64 says whether that is needed.
+            again: Computes it again.
+        """
+        if db.device.type != "cpu":
+            # Whose host does not wait for it; see `_NODES_ON_CUDA`.
+            return
+        if not self.watch.repeats_product(db) and (dy is None or _is_sum(db, dy)):
+            return
+        two = [db], [again()]
+        judged = _compared(*two)
+        if int(judged.exceeded):
+            self._vote("convolution.dw", judged, two, lambda: [again()])
 
     @computing("check")
     def recurrent(self, kernel: Kernel, args: tuple[Any, ...], flops: float) -> Sequence[Any]:
@@ -619,6 +644,18 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of two results that a check has flagged."""
     expected, sizes = (item.reshape(len(judged.flags), -1)[judged.flags] for item in found)
     return expected, sizes
+
+
+def _is_sum(db: Tensor, dy: Tensor) -> bool:
+    """Whether db (channels,) is the sum of dy (batch, channels, positions...) but for rounding.
+
+    A wrong no costs a second computation only, so the bound need not hold for like terms.
+    """
+    wide = dy.double().transpose(0, 1).flatten(1)
+    total, squares = wide.sum(1), wide.square().sum(1)
+    bound = product_bound(rounding_of(db, torch.float64), wide.shape[1], 1)
+    variance = bound.variance(total.square(), squares)
+    return not int(residual_test(db.double() - total, variance, squares).exceeded)
 
 
 def _looking_twice(
