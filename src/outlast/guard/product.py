@@ -472,7 +472,29 @@ def check_multiplied(  # noqa: PLR0917
     """
     compiled = library() if a.device.type == "cpu" and a.dtype in NATIVE_TYPES else None
     if compiled is None or not compiled.knows(NATIVE_TYPES[a.dtype]):
-        return _check_multiplied(a, b, c, added, alpha, signs)
+        judged = _check_multiplied(a, b, c, added, alpha, signs)
+    else:
+        judged = _check_natively(compiled, a, b, c, added, alpha, signs)
+    if not is_doubtful(judged):
+        return judged
+
+    def row(number: int) -> Row:
+        batch, own = divmod(number, a.shape[1])
+        given = None if added is None else added[1] * added[0][batch, own].double()
+        return Row(c[batch, own], alpha * a[batch, own].double(), b[batch], given)
+
+    return second_look(judged, row, signs)
+
+
+def _check_natively(  # noqa: PLR0917
+    compiled: Library,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    added: tuple[Tensor, float] | None,
+    alpha: float,
+    signs: Tensor,
+) -> ResidualTest:
     (batches, rows, terms), columns = a.shape, c.shape[2]
     d, beta = (None, 0.0) if added is None else added
     a, b, c = _strided(a), _strided(b), _strided(c)
@@ -497,16 +519,7 @@ def check_multiplied(  # noqa: PLR0917
     )
     if compiled.multiply(ctypes.byref(call)):
         raise MemoryError("no memory is left for the sums of a check")
-    judged = _judged(call.verdict, flags)
-    if not is_doubtful(judged):
-        return judged
-
-    def row(number: int) -> Row:
-        batch, own = divmod(number, rows)
-        given = None if d is None else beta * d[batch, own].double()
-        return Row(c[batch, own], alpha * a[batch, own].double(), b[batch], given)
-
-    return second_look(judged, row, signs)
+    return _judged(call.verdict, flags)
 
 
 @dataclass(frozen=True)
@@ -540,8 +553,11 @@ _TERMS_AT_A_TIME = 1024
 
 def is_doubtful(judged: ResidualTest) -> bool:
     """Return whether rows have failed by so little that the check's own sums may be the reason."""
-    known = judged.flags.device.type == "cpu"
-    return known and int(judged.exceeded) > 0 and float(judged.worst) <= _DOUBTFUL
+    exceeded = judged.exceeded
+    if not isinstance(exceeded, int) and exceeded.device.type != "cpu":
+        # Not known yet, and not waited for.
+        return False
+    return bool(exceeded > 0) and float(judged.worst) <= _DOUBTFUL
 
 
 def second_look(judged: ResidualTest, row_of: Callable[[int], Row], signs: Tensor) -> ResidualTest:
