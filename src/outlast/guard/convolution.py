@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outlast.guard.product import rounding_of
+from outlast.guard.product import Row, rounding_of, second_look
 from outlast.guard.residual import ResidualTest, name_of, residual_test
 from outlast.guard.threshold import product_bound, unit_roundoff
 
@@ -125,6 +126,10 @@ class Convolution:
         self, small: Tensor, big: Tensor, found: Tensor, bias: Tensor | None, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the weight's gradient, with the bias's, by rows of small channels."""
+        if self._sums is not None and bias is not None:
+            # Apart, since the bias's gradient is a sum whose terms may all be the same.
+            judged = self.to_weight(small, big, found, None, watch)
+            return _with_bias(judged, bias, small)
         dtype = self._sums or _summing(found)
         channels = found.shape[1]
         lengths = (channels, *self.kernel)
@@ -220,6 +225,25 @@ class Convolution:
         sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + longest)
         variance = bound.variance(powers, by_square) + sums * (by_square + powers)
         return residual_test((value - expected).flatten(), variance.flatten(), powers.flatten())
+
+
+def _with_bias(judged: ResidualTest, db: Tensor, dy: Tensor) -> ResidualTest:
+    """`judged`, and channels whose db is not the sum of dy (batch, channels, positions...)."""
+    everywhere = torch.ones(len(db), dtype=torch.bool)
+    doubted = ResidualTest(everywhere, len(db), math.inf, 0.0, 0.0)
+    ones = torch.ones((dy.numel() // len(db), 1))
+
+    def row(channel: int) -> Row:
+        return Row(db[channel : channel + 1], dy[:, channel].flatten(), ones)
+
+    sums = second_look(doubted, row, ones[0])
+    flags = judged.flags | sums.flags
+    return replace(
+        judged,
+        flags=flags,
+        exceeded=int(flags.sum()),
+        worst=max(float(judged.worst), float(sums.worst)),
+    )
 
 
 def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
