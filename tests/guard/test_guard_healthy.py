@@ -132,6 +132,34 @@ def test_products_over_tokens_that_are_like_each_other(
         assert judged.exceeded == 0, judged.worst
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([8, 16, 32]),
+    # Terms that come again, but not at once, may end as rounding.
+    st.sampled_from([kind for kind in KINDS if kind not in {"1e19", "denormal", "equal rows"}]),
+    st.sampled_from(["all equal", "blocks", "sparse", "far from zero"]),
+    SEEDS,
+)
+def test_convolutions_over_positions_that_are_like_each_other(
+    size: int, of_x: str, of_dy: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    for layer in (nn.Conv2d(4, 8, 3, padding=1), nn.ConvTranspose2d(4, 6, 2, stride=2)):
+        handle = guard(layer, torch.optim.SGD(layer.parameters(), lr=0.0), "linear")
+        try:
+            x = rows_of(of_x, 16 * size, size, torch.float32, seed).view(4, 4, size, size)
+            y = layer(x.requires_grad_())
+            dy = rows_of(of_dy, y[..., 0].numel(), y.shape[3], torch.float32, seed + 1)
+            y.backward(dy.view(y.shape))
+            assert handle.ledger.findings == []
+            assert (
+                handle.ledger.checks
+                == sum(4 * each.shape[1] for each in (x, y)) + (layer.weight.shape[0])
+            )
+        finally:
+            handle.remove()
+
+
 @pytest.mark.parametrize("kinds", [("normal", "normal"), *ADVERSE])
 def test_a_second_look_passes_no_error_beyond_what_it_states(kinds: tuple[str, str]) -> None:
     for seed in range(20):

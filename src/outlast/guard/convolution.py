@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outlast.guard.product import Row, rounding_of, second_look
+from outlast.guard.product import Row, is_doubtful, rounding_of, second_look
 from outlast.guard.residual import ResidualTest, name_of, residual_test
 from outlast.guard.threshold import product_bound, unit_roundoff
 
@@ -126,11 +125,7 @@ class Convolution:
         self, small: Tensor, big: Tensor, found: Tensor, bias: Tensor | None, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the weight's gradient, with the bias's, by rows of small channels."""
-        if self._sums is not None and bias is not None:
-            # Apart, since the bias's gradient is a sum whose terms may all be the same.
-            judged = self.to_weight(small, big, found, None, watch)
-            return _with_bias(judged, bias, small)
-        dtype = self._sums or _summing(found)
+        dtype = _summing(found)
         channels = found.shape[1]
         lengths = (channels, *self.kernel)
         u, *taps = self._signs(watch, lengths, found, side="input")
@@ -161,23 +156,48 @@ class Convolution:
         expected = (dy * along[:, :, None]).sum(-1).double().sum(0).flatten()
         by_square = (dy.square() @ mass[..., None])[..., 0].double().sum(0).flatten()
         rows = found.to(dtype).flatten(1)
-        value = (rows @ (u[:, None] * kernel.flatten()).flatten()).double()
+        signs = (u[:, None] * kernel.flatten()).flatten()
+        value = (rows @ signs).double()
         powers = rows.square().sum(1).double()
         if bias is not None:
             value, powers = value + bias.double(), powers + bias.double().square()
         bound = product_bound(
-            rounding_of(found, _summing(found)),
-            small.numel() // small.shape[1],
-            rows.shape[1],
-            alike=True,
+            rounding_of(found, dtype), small.numel() // small.shape[1], rows.shape[1], alike=True
         )
-        sums = (
-            unit_roundoff(name_of(_summing(found))) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
-        )
+        sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + channels + prod(self.kernel))
         # Terms of one sample may all have one sign, and its neighbour's the other.
         alike = replace(bound, by_square=bound.by_square * prod(small.shape[2:]))
         variance = alike.variance(powers, by_square, value) + sums * by_square
-        return residual_test(value - expected, variance, powers)
+        judged = residual_test(value - expected, variance, powers)
+        if not is_doubtful(judged):
+            return judged
+        if bias is not None:
+            signs = torch.cat([signs, signs.new_ones(1)])
+        windows = self._windows(big, small.shape[2:], with_ones=bias is not None)
+
+        def row(channel: int) -> Row:
+            stored = found[channel].flatten()
+            if bias is not None:
+                stored = torch.cat([stored, bias[channel : channel + 1]])
+            group = channel * self.groups // small.shape[1]
+            return Row(stored, small[:, channel].flatten(), windows[group])
+
+        return second_look(judged, row, signs)
+
+    def _windows(self, big: Tensor, positions: Sequence[int], *, with_ones: bool) -> Tensor:
+        """What each position of the small side reads: (groups, batch positions, channels taps)."""
+        around = [each for each in reversed(self.padding) for _ in range(2)]
+        windows = self._grouped(functional.pad(big, around))
+        for axis, (taps, step, apart) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, strict=True)
+        ):
+            windows = windows.unfold(3 + axis, apart * (taps - 1) + 1, step)[..., ::apart]
+            windows = windows.narrow(3 + axis, 0, positions[axis])
+        count = len(positions)
+        places, taken = range(3, 3 + count), range(3 + count, 3 + 2 * count)
+        windows = windows.permute(1, 0, *places, 2, *taken)
+        windows = windows.reshape(self.groups, big.shape[0] * prod(positions), -1)
+        return functional.pad(windows, (0, 1), value=1.0) if with_ones else windows
 
     def _signs(
         self, watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
@@ -225,25 +245,6 @@ class Convolution:
         sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + longest)
         variance = bound.variance(powers, by_square) + sums * (by_square + powers)
         return residual_test((value - expected).flatten(), variance.flatten(), powers.flatten())
-
-
-def _with_bias(judged: ResidualTest, db: Tensor, dy: Tensor) -> ResidualTest:
-    """`judged`, and channels whose db is not the sum of dy (batch, channels, positions...)."""
-    everywhere = torch.ones(len(db), dtype=torch.bool)
-    doubted = ResidualTest(everywhere, len(db), math.inf, 0.0, 0.0)
-    ones = torch.ones((dy.numel() // len(db), 1))
-
-    def row(channel: int) -> Row:
-        return Row(db[channel : channel + 1], dy[:, channel].flatten(), ones)
-
-    sums = second_look(doubted, row, ones[0])
-    flags = judged.flags | sums.flags
-    return replace(
-        judged,
-        flags=flags,
-        exceeded=int(flags.sum()),
-        worst=max(float(judged.worst), float(sums.worst)),
-    )
 
 
 def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -306,17 +306,16 @@ class OperationChecks:
             project = shape.to_small if shape.transposed else shape.to_big
             return project(dy, weight, None, dx, watch)
 
-        def judged_dw(shape: Convolution, dw: Tensor) -> ResidualTest:
+        def judge_dw(dw: Tensor) -> ResidualTest:
             return shape.to_weight(small, big, dw, db, watch)
 
         terms = (
             weight[0].numel() if shape.transposed else weight[:, 0].numel(),
             small.numel() // small.shape[1],
         )
-        for place, judged_by in enumerate((judged_dx, judged_dw)):
+        for place, judge in enumerate((_looking_twice(judged_dx, shape), judge_dw)):
             if not mask[place]:
                 continue
-            judge = _looking_twice(judged_by, shape)
             operation = ("convolution.dx", "convolution.dw")[place]
             watch.touch(operation, "convolution", made[place])
 
