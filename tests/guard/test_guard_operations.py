@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outlast.guard import Guard, guard
+from outlast.guard.inject.fault import Pattern
+from outlast.guard.inject.operations import PRODUCTS, OperationFault, faults_at
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -182,6 +184,76 @@ def test_a_wrong_number_in_any_result_is_put_right_before_it_is_used(name: str, 
         assert same(passes(twin, handle), plain), calls[place]
         assert [item.outcome for item in handle.ledger.findings] == ["corrected"], calls[place]
         handle.remove()
+
+
+@pytest.mark.parametrize("case", [*CASES, "linear"])
+def test_the_last_bit_of_a_small_product_in_bf16_is_seen_at_level_full(case: str) -> None:
+    x = torch.randn(12, 16, dtype=torch.bfloat16, requires_grad=True)
+    if case == "linear":
+        model: nn.Module = nn.Linear(16, 24).to(torch.bfloat16)
+    else:
+        model = Uses(*[CASES[case][0], *CASES[case][1]]).to(torch.bfloat16)  # type: ignore[arg-type]
+
+    def passes_of(own: nn.Module) -> list[Tensor]:
+        own.zero_grad()
+        made = own(x) if case == "linear" else own()
+        made.float().square().mean().backward()
+        return [
+            made.detach(),
+            *(each.grad.clone() for each in own.parameters() if each.grad is not None),
+        ]
+
+    with faults_at(PRODUCTS) as kernels:
+        plain: list[Tensor] = []
+        calls = kernels.record(lambda: plain.extend(passes_of(model)))
+        # The numbers of ``mv`` are those of the product that it calls, which is checked.
+        calls = [call for call in calls if call.operation != "mv"]
+        handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "full")
+        try:
+            for call in calls:
+                before = len(handle.ledger.findings)
+                kernels.arm(OperationFault(call, 1, Pattern(bits=(0,))))
+                found = passes_of(model)
+                assert kernels.strikes == 1, call
+                assert same(found, plain), call
+                outcomes = [each.outcome for each in handle.ledger.findings[before:]]
+                assert outcomes == ["corrected"], call
+        finally:
+            kernels.arm(None)
+            handle.remove()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_bias_of_a_transposed_convolution_is_put_right(dtype: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose2d(3, 5, 3).to(TYPES[dtype])
+    x = torch.randn(2, 3, 200, 150).to(TYPES[dtype])
+    # Beyond what is computed twice because it is small, but for the bias itself.
+    weight = torch.randn(2, 5, 202, 152).to(TYPES[dtype])
+
+    def passes_of() -> Tensor:
+        layer.zero_grad()
+        (layer(x) * weight).sum().backward()
+        assert layer.bias is not None
+        assert layer.bias.grad is not None
+        return layer.bias.grad.clone()
+
+    with faults_at(["convolution_backward"]) as kernels:
+        plain: list[Tensor] = []
+        calls = kernels.record(lambda: plain.append(passes_of()))
+        handle = guarded(layer)
+        try:
+            clean = passes_of()
+            assert torch.equal(clean, plain[0])
+            assert not handle.ledger.findings
+            call = next(call for call in calls if call.shape == (5,))
+            kernels.arm(OperationFault(call, 2, Pattern(bits=(14 if dtype == "bf16" else 30,))))
+            assert torch.equal(passes_of(), plain[0])
+            assert kernels.strikes == 1
+            assert [each.outcome for each in handle.ledger.findings] == ["corrected"]
+        finally:
+            kernels.arm(None)
+            handle.remove()
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])

@@ -18,6 +18,7 @@ read about once.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outlast.guard.product import rounding_of
+from outlast.guard.product import Row, is_doubtful, rounding_of, second_look
 from outlast.guard.residual import ResidualTest, name_of, residual_test
 from outlast.guard.threshold import product_bound, unit_roundoff
 
@@ -68,7 +69,14 @@ class Convolution:
             for given in (stride, padding, dilation)
         )
         self.transposed, self.groups = transposed, groups
+        self._sums: torch.dtype | None = None
         self._multiplied = prod(weight.shape[1:])
+
+    def in_double(self) -> Convolution:
+        """The same with sums in fp64 against the bounds of sums in fp32, for a second look."""
+        other = copy.copy(self)
+        other._sums = torch.float64
+        return other
 
     def flops(self, small: Tensor) -> float:
         """Of one product of this convolution; small: (batch, channels, positions...)."""
@@ -78,7 +86,7 @@ class Convolution:
         self, big: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the small side, by rows (batch, channels)."""
-        signs = _signs(watch, found.shape[2:], found)
+        signs = self._signs(watch, found.shape[2:], found)
         windows = []
         for axis, own in enumerate(signs):
             places, inside = self._places(axis, len(own), big.shape[2 + axis], own.device)
@@ -99,7 +107,7 @@ class Convolution:
         self, small: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the big side, by rows (batch, channels)."""
-        signs = _signs(watch, found.shape[2:], found)
+        signs = self._signs(watch, found.shape[2:], found)
         windows = []
         for axis, own in enumerate(signs):
             places, inside = self._places(axis, small.shape[2 + axis], len(own), own.device)
@@ -120,7 +128,7 @@ class Convolution:
         dtype = _summing(found)
         channels = found.shape[1]
         lengths = (channels, *self.kernel)
-        u, *taps = _signs(watch, lengths, found, side="input")
+        u, *taps = self._signs(watch, lengths, found, side="input")
         grouped = self._grouped(big.to(dtype))
         kernel = u.new_ones(())
         for along_one in taps:
@@ -148,7 +156,8 @@ class Convolution:
         expected = (dy * along[:, :, None]).sum(-1).double().sum(0).flatten()
         by_square = (dy.square() @ mass[..., None])[..., 0].double().sum(0).flatten()
         rows = found.to(dtype).flatten(1)
-        value = (rows @ (u[:, None] * kernel.flatten()).flatten()).double()
+        signs = (u[:, None] * kernel.flatten()).flatten()
+        value = (rows @ signs).double()
         powers = rows.square().sum(1).double()
         if bias is not None:
             value, powers = value + bias.double(), powers + bias.double().square()
@@ -159,7 +168,44 @@ class Convolution:
         # Terms of one sample may all have one sign, and its neighbour's the other.
         alike = replace(bound, by_square=bound.by_square * prod(small.shape[2:]))
         variance = alike.variance(powers, by_square, value) + sums * by_square
-        return residual_test(value - expected, variance, powers)
+        judged = residual_test(value - expected, variance, powers)
+        if not is_doubtful(judged):
+            return judged
+        if bias is not None:
+            signs = torch.cat([signs, signs.new_ones(1)])
+        windows = self._windows(big, small.shape[2:], with_ones=bias is not None)
+
+        def row(channel: int) -> Row:
+            stored = found[channel].flatten()
+            if bias is not None:
+                stored = torch.cat([stored, bias[channel : channel + 1]])
+            group = channel * self.groups // small.shape[1]
+            return Row(stored, small[:, channel].flatten(), windows[group])
+
+        return second_look(judged, row, signs)
+
+    def _windows(self, big: Tensor, positions: Sequence[int], *, with_ones: bool) -> Tensor:
+        """What each position of the small side reads: (groups, batch positions, channels taps)."""
+        around = [each for each in reversed(self.padding) for _ in range(2)]
+        windows = self._grouped(functional.pad(big, around))
+        for axis, (taps, step, apart) in enumerate(
+            zip(self.kernel, self.stride, self.dilation, strict=True)
+        ):
+            windows = windows.unfold(3 + axis, apart * (taps - 1) + 1, step)[..., ::apart]
+            windows = windows.narrow(3 + axis, 0, positions[axis])
+        count = len(positions)
+        places, taken = range(3, 3 + count), range(3 + count, 3 + 2 * count)
+        windows = windows.permute(1, 0, *places, 2, *taken)
+        windows = windows.reshape(self.groups, big.shape[0] * prod(positions), -1)
+        return functional.pad(windows, (0, 1), value=1.0) if with_ones else windows
+
+    def _signs(
+        self, watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
+    ) -> list[Tensor]:
+        """Independent signs for every dimension of these lengths, in the type of the sums."""
+        drawn = watch.signs.take(side, sum(lengths), like.device).to(self._sums or _summing(like))
+        ends = itertools.accumulate(lengths)
+        return [drawn[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
     def _grouped(self, tensor: Tensor, axis: int = 1) -> Tensor:
         """`tensor` with the channels of `axis` as (groups, channels / groups)."""
@@ -210,15 +256,6 @@ def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def _summing(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def _signs(
-    watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
-) -> list[Tensor]:
-    """Independent signs for every dimension of these lengths."""
-    drawn = watch.signs.take(side, sum(lengths), like.device).to(_summing(like))
-    ends = itertools.accumulate(lengths)
-    return [drawn[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
 
 def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:

@@ -44,13 +44,17 @@ from outlast.guard.product import (
     Gradients,
     NativeProduct,
     Projections,
+    Row,
     TorchProduct,
+    is_doubtful,
     library,
     rounding_of,
+    second_look,
 )
 from outlast.guard.residual import (
     ResidualTest,
     bits,
+    compared_bits,
     equality_test,
     is_half,
     name_of,
@@ -597,6 +601,14 @@ class LinearChecks(ForwardPatch):
         fitting = encoding if later is None else replace(encoding, offset=0.0)
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         projections, judged = product.forward(flat_x, flat_y, self.seen(fitting))
+        if is_doubtful(judged) and not self._weight_changed(weight, encoding):
+            judged = second_look(
+                judged,
+                lambda row: Row(flat_y[row], flat_x[row], weight.t(), bias),
+                encoding.output_signs,
+            )
+        if watch.repeats_product(y):
+            judged = compared_bits(judged, y, functional.linear(x, weight, bias))
         failed = watch.wants(self.forward_site, judged)
         watch.seconds += perf_counter() - end + start - began
         if failed:
@@ -662,15 +674,58 @@ class LinearChecks(ForwardPatch):
             projections = Projections(projections.dots - encoding.beta, projections.squares)
         made = Gradients(dx, dw, db)
         dx_judged, dw_judged = product.backward(flat_dy, made, encoding, projections)
+        operands = (flat_dy, flat_x, weight)
+        if dx_judged is not None and is_doubtful(dx_judged):
+            dx_judged = self._look_at_dx(operands, made, encoding, dx_judged)
+        if dw_judged is not None and is_doubtful(dw_judged):
+            dw_judged = self._look_at_dw(operands, made, (encoding, projections), dw_judged)
+        if dx is not None and dx_judged is not None and watch.repeats_product(dx):
+            dx_judged = compared_bits(dx_judged, dx, _dx(flat_dy, weight, flat_x))
+        if dw is not None and dw_judged is not None and watch.repeats_product(dw):
+            dw_judged = compared_bits(dw_judged, dw, _dw(flat_dy, weight, flat_x))
         dx_failed = dx_judged is not None and watch.wants(self.dx_site, dx_judged)
         dw_failed = dw_judged is not None and watch.wants(self.dw_site, dw_judged)
         watch.seconds += perf_counter() - began
-        operands, kept = (flat_dy, flat_x, weight), (encoding, projections)
+        kept = encoding, projections
         if dx_failed and dx is not None and dx_judged is not None:
             self._correct_dx(operands, dx, kept, dx_judged)
         if dw_failed and dw is not None and dw_judged is not None:
             self._correct_dw(operands, Gradients(None, dw, db), kept, dw_judged)
         return Gradients(None if dx is None else dx.view(x.shape), dw, db)
+
+    def _look_at_dx(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        made: Gradients,
+        encoding: Encoding,
+        judged: ResidualTest,
+    ) -> ResidualTest:
+        (dy, _, weight), dx = operands, made.dx
+        if dx is None or self._weight_changed(weight, encoding):
+            return judged
+        return second_look(judged, lambda row: Row(dx[row], dy[row], weight), encoding.input_signs)
+
+    def _look_at_dw(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor],
+        made: Gradients,
+        kept: tuple[Encoding, Projections],
+        judged: ResidualTest,
+    ) -> ResidualTest:
+        (dy, x, _), dw, db = operands, made.dw, made.db
+        signs, dots = kept[0].input_signs, kept[1].dots
+        beta = kept[0].beta if db is not None else 0.0
+        if dw is None or bool(compared(x, signs, dots - beta).exceeded):
+            return judged
+        if db is None or not beta:
+            return second_look(judged, lambda row: Row(dw[row], dy[:, row], x), signs)
+        # The bias's gradient is a further column, of an input that is one.
+        wide = torch.cat([x, x.new_ones((len(x), 1))], 1)
+
+        def row(number: int) -> Row:
+            return Row(torch.cat([dw[number], db[number : number + 1]]), dy[:, number], wide)
+
+        return second_look(judged, row, torch.cat([signs, signs.new_tensor([beta])]))
 
     def _correct_dx(
         self,
@@ -782,13 +837,17 @@ class LinearChecks(ForwardPatch):
 
     def compare_weight(self, weight: Tensor, encoding: Encoding, judged: ResidualTest) -> bool:
         """After a wrong product: has the weight changed since it was encoded?"""
+        changed = self._weight_changed(weight, encoding)
+        if changed:
+            self._find(self.watch.ledger.site(self.name, "weight"), judged, "detected")
+        return changed
+
+    def _weight_changed(self, weight: Tensor, encoding: Encoding) -> bool:
         sums = encoding.right[: len(weight)]
         changed = bool(compared(weight, encoding.input_signs, sums).exceeded)
         if changed and len(encoding.left):
             sums = encoding.left[: weight.shape[1]]
             changed = bool(compared(weight.t(), encoding.output_signs, sums).exceeded)
-        if changed:
-            self._find(self.watch.ledger.site(self.name, "weight"), judged, "detected")
         return changed
 
     def _input_changed(self, x: Tensor, signs: Tensor, dots: Tensor, judged: ResidualTest) -> bool:

@@ -40,14 +40,16 @@ from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.fused_attention import FusedAttention
 from outlast.guard.linear import unexplained
-from outlast.guard.product import check_multiplied
+from outlast.guard.product import check_multiplied, is_doubtful, rounding_of
 from outlast.guard.residual import (
     ResidualTest,
+    compared_bits,
     equal_bits,
     equality_test,
     name_of,
+    residual_test,
 )
-from outlast.guard.threshold import DEVIATIONS
+from outlast.guard.threshold import DEVIATIONS, product_bound
 from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
@@ -192,7 +194,7 @@ class OperationChecks:
         out = call.result()
         watch.touch("product.output", call.name, out)
         signs = watch.signs.take("output", call.columns, out.device)
-        judged = watch.timed(call.judge, out, signs)
+        judged = self._judged(out, lambda out: call.judge(out, signs), call.again)
         if watch.wants(self._product_site, judged, of_model=False):
             self._correct(
                 (call.name, "product"),
@@ -219,6 +221,9 @@ class OperationChecks:
             return call.judge(out, signs)
 
         judged = watch.timed(judge, out)
+        if watch.repeats_product(out):
+            again = call.rows(call.result())
+            judged = compared_bits(judged, call.rows(out), again)
         if watch.wants(self._product_site, judged, of_model=False):
             rows = call.rows(out)
             watch.correct(
@@ -273,16 +278,18 @@ class OperationChecks:
             return out
         watch.touch("convolution.output", "convolution", out)
 
-        def judge(out: Tensor) -> ResidualTest:
+        def judged_by(shape: Convolution, out: Tensor) -> ResidualTest:
             project = shape.to_big if shape.transposed else shape.to_small
             return project(x, weight, bias, out, watch)
+
+        judge = _looking_twice(judged_by, shape)
 
         def exact(left: ResidualTest) -> tuple[Tensor, Tensor]:
             wide = [None if item is None else item.double() for item in (x, weight, bias)]
             sizes = [None if item is None else item.abs() for item in wide]
             return _flagged(left, *(kernel(*three, *args[3:]) for three in (wide, sizes)))
 
-        judged = watch.timed(judge, out)
+        judged = self._judged(out, judge, lambda: kernel(*args))
         if watch.wants(watch.ledger.site(ANYWHERE, "convolution"), judged, of_model=False):
             site = ("convolution", "convolution")
             terms = weight[:, 0].numel() if shape.transposed else weight[0].numel()
@@ -303,7 +310,7 @@ class OperationChecks:
         # The bias's gradient sums the output's, which is the small side of a plain convolution.
         db = made[2] if mask[2] and not shape.transposed else None
 
-        def judge_dx(dx: Tensor) -> ResidualTest:
+        def judged_dx(shape: Convolution, dx: Tensor) -> ResidualTest:
             project = shape.to_small if shape.transposed else shape.to_big
             return project(dy, weight, None, dx, watch)
 
@@ -314,23 +321,30 @@ class OperationChecks:
             weight[0].numel() if shape.transposed else weight[:, 0].numel(),
             small.numel() // small.shape[1],
         )
-        for place, judge in enumerate((judge_dx, judge_dw)):
+        for place, judge in enumerate((_looking_twice(judged_dx, shape), judge_dw)):
             if not mask[place]:
                 continue
             operation = ("convolution.dx", "convolution.dw")[place]
             watch.touch(operation, "convolution", made[place])
+
+            def repeated(place: int = place) -> Sequence[Any]:
+                chosen = [place == 0, place == 1, place == 1 and db is not None]
+                found: Sequence[Any] = kernel(dy, x, weight, sizes, *rest, chosen)
+                return found
+
+            def again(place: int = place, repeated: Any = repeated) -> Tensor:
+                found = repeated()
+                if place == 1 and db is not None:
+                    made[2].copy_(found[2])
+                result: Tensor = found[place]
+                return result
+
             judged = watch.timed(judge, made[place])
+            if watch.repeats_product(made[place]):
+                found = repeated()
+                judged = compared_bits(judged, made[place], found[place])
             if not watch.wants(watch.ledger.site(ANYWHERE, operation), judged, of_model=False):
                 continue
-
-            def again(place: int = place) -> Tensor:
-                with_bias = place == 1 and db is not None
-                chosen = [place == 0, place == 1, with_bias]
-                found = kernel(dy, x, weight, sizes, *rest, chosen)
-                if with_bias:
-                    made[2].copy_(found[2])
-                repeated: Tensor = found[place]
-                return repeated
 
             def exact(left: ResidualTest, place: int = place) -> tuple[Tensor, Tensor]:
                 chosen = [place == 0, place == 1, False]
@@ -343,7 +357,32 @@ class OperationChecks:
 
             given = (judged, made[place])
             self._correct(("convolution", operation), given, judge, again, exact, terms[place])
+        if mask[2]:
+            self._check_bias(
+                made[2],
+                big if shape.transposed else None,
+                lambda: kernel(dy, x, weight, sizes, *rest, [False, mask[1], True])[2],
+            )
         return made
+
+    def _check_bias(self, db: Tensor, dy: Tensor | None, again: Callable[[], Tensor]) -> None:
+        """Compare the gradient of a convolution's bias with its second computation.
+
+        Args:
+            db: (channels,).
+            dy: (batch, channels, positions...) of a transposed convolution, which has no identity
+                that holds `db`: then its sum in fp64 says whether that is needed.
+            again: Computes it again.
+        """
+        if db.device.type != "cpu":
+            # Whose host does not wait for it; see `_NODES_ON_CUDA`.
+            return
+        if not self.watch.repeats_product(db) and (dy is None or _is_sum(db, dy)):
+            return
+        two = [db], [again()]
+        judged = _compared(*two)
+        if int(judged.exceeded):
+            self._vote("convolution.dw", judged, two, lambda: [again()])
 
     @computing("check")
     def recurrent(self, kernel: Kernel, args: tuple[Any, ...], flops: float) -> Sequence[Any]:
@@ -533,6 +572,13 @@ class OperationChecks:
             return False
         self.checked += flops
         return flops > 0
+
+    def _judged(self, out: Tensor, judge: Judge, again: Callable[[], Tensor]) -> ResidualTest:
+        """Judge a result, by its bits as well where `Watch.repeats_product` says so."""
+        judged = self.watch.timed(judge, out)
+        if self.watch.repeats_product(out):
+            return compared_bits(judged, out, again())
+        return judged
 
     def _correct(  # noqa: PLR0917
         self,
@@ -737,6 +783,30 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of two results that a check has flagged."""
     expected, sizes = (item.reshape(len(judged.flags), -1)[judged.flags] for item in found)
     return expected, sizes
+
+
+def _is_sum(db: Tensor, dy: Tensor) -> bool:
+    """Whether db (channels,) is the sum of dy (batch, channels, positions...) but for rounding.
+
+    A wrong no costs a second computation only, so the bound need not hold for like terms.
+    """
+    wide = dy.double().transpose(0, 1).flatten(1)
+    total, squares = wide.sum(1), wide.square().sum(1)
+    bound = product_bound(rounding_of(db, torch.float64), wide.shape[1], 1)
+    variance = bound.variance(total.square(), squares)
+    return not int(residual_test(db.double() - total, variance, squares).exceeded)
+
+
+def _looking_twice(
+    judged_by: Callable[[Convolution, Tensor], ResidualTest], shape: Convolution
+) -> Judge:
+    """A check that sums in fp64 where it fails by so little that its own sums may be the reason."""
+
+    def judge(out: Tensor) -> ResidualTest:
+        judged = judged_by(shape, out)
+        return judged_by(shape.in_double(), out) if is_doubtful(judged) else judged
+
+    return judge
 
 
 def _compared(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> ResidualTest:

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import TYPE_CHECKING, Protocol
@@ -47,10 +48,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from outlast.guard.residual import ResidualTest, name_of, residual_test, rows_contiguous
-from outlast.guard.threshold import Bound, Rounding, product_bound, unit_roundoff
+from outlast.guard.threshold import DEVIATIONS, Bound, Rounding, product_bound, unit_roundoff
 from outlast.hardware.native import load
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from outlast.guard.watch import RandomSigns
@@ -505,7 +508,29 @@ def check_multiplied(  # noqa: PLR0917
     """
     compiled = library() if a.device.type == "cpu" and a.dtype in NATIVE_TYPES else None
     if compiled is None or not compiled.knows(NATIVE_TYPES[a.dtype]):
-        return _check_multiplied(a, b, c, added, alpha, signs)
+        judged = _check_multiplied(a, b, c, added, alpha, signs)
+    else:
+        judged = _check_natively(compiled, a, b, c, added, alpha, signs)
+    if not is_doubtful(judged):
+        return judged
+
+    def row(number: int) -> Row:
+        batch, own = divmod(number, a.shape[1])
+        given = None if added is None else added[1] * added[0][batch, own].double()
+        return Row(c[batch, own], alpha * a[batch, own].double(), b[batch], given)
+
+    return second_look(judged, row, signs)
+
+
+def _check_natively(  # noqa: PLR0917
+    compiled: Library,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    added: tuple[Tensor, float] | None,
+    alpha: float,
+    signs: Tensor,
+) -> ResidualTest:
     (batches, rows, terms), columns = a.shape, c.shape[2]
     d, beta = (None, 0.0) if added is None else added
     a, b, c = _strided(a), _strided(b), _strided(c)
@@ -531,6 +556,122 @@ def check_multiplied(  # noqa: PLR0917
     if compiled.multiply(ctypes.byref(call)):
         raise MemoryError("no memory is left for the sums of a check")
     return judged_rows(call.verdict, flags)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a product, and what it is computed from.
+
+    Attributes:
+        stored: (columns,).
+        left: (terms,).
+        right: (terms, columns).
+        added: (columns,), or None.
+    """
+
+    stored: Tensor
+    left: Tensor
+    right: Tensor
+    added: Tensor | None = None
+
+
+_DOUBTFUL = 64.0
+"""Deviations that the rounding of a check's own sums in fp32 can explain.
+
+Of 64 equal terms, which a lane adds one after the other, the partial sums have 64^3 / 3 squares of
+a term, where the bound has 64 * 32: 6.5 deviations are one. Signs that point along the terms' mean
+make up to 3 of it, and the rounding itself 3 deviations.
+"""
+_MOST_TERMS = 1 << 28
+"""Of all rows of a second look: a few seconds."""
+_TERMS_AT_A_TIME = 1024
+
+
+def is_doubtful(judged: ResidualTest) -> bool:
+    """Return whether rows have failed by so little that the check's own sums may be the reason."""
+    exceeded = judged.exceeded
+    if not isinstance(exceeded, int) and exceeded.device.type != "cpu":
+        # Not known yet, and not waited for.
+        return False
+    return bool(exceeded > 0) and float(judged.worst) <= _DOUBTFUL
+
+
+def second_look(judged: ResidualTest, row_of: Callable[[int], Row], signs: Tensor) -> ResidualTest:
+    """Judge flagged rows anew by sums in fp64, before anything is made of them.
+
+    The sums of the first look round like those of the product. Their bound takes the terms as they
+    are on average over signs; where the terms are like each other (tokens that share their mean,
+    padding) partial sums grow with their number, not with its root, and the signed sum of a row may
+    point along them (as Higham and Mary say, the probabilistic bounds are those of errors of mean
+    zero that are independent). In fp64 nothing is left of that, and the partial sums S_t themselves
+    can be afforded for a few rows. The product's own rounding has the variance::
+
+        u^2 / 3 sum_j 4^e(y_j) + u_acc^2 / 3 sum_t (|p_t|^2 + |S_t|^2 + (v S_t)^2)
+
+    for storing, rounding the terms (without FMA) and adding them; the last for sums of proportional
+    terms, which are rounded alike. A term that equals the one before it (equal tokens, a constant
+    feature) is also rounded like it, so errors of such terms add up: of them the squares of sums of
+    |S_t| and |v S_t| count, as in the worst case (Higham, Accuracy and Stability, 4.2). What fails
+    this as well is computed again. An error that passes is below the threshold of this look, which
+    the certificate counts like the first one's.
+
+    Args:
+        judged: The first look, which `is_doubtful`.
+        row_of: Gives a row by its number.
+        signs: (columns,).
+    """
+    flags = judged.flags.clone()
+    worst, widest = 0.0, float(judged.widest)
+    v = signs.double()
+    spent = 0
+    for number in judged.flags.nonzero()[:, 0].tolist():
+        row = row_of(number)
+        spent += row.right.numel()
+        if spent > _MOST_TERMS:
+            break
+        ratio, width = _deviation(row, v)
+        if ratio <= DEVIATIONS:
+            flags[number] = False
+            worst, widest = max(worst, ratio), max(widest, DEVIATIONS * width)
+    left = int(flags.sum())
+    return replace(
+        judged,
+        flags=flags,
+        exceeded=left,
+        worst=float(judged.worst) if left else worst,
+        widest=widest,
+    )
+
+
+def _deviation(row: Row, v: Tensor) -> tuple[float, float]:
+    """The difference of a row in standard deviations, and the latter as a share of the row."""
+    rounding = rounding_of(row.stored)
+    stored = row.stored.double()
+    total = torch.zeros_like(stored) if row.added is None else row.added.double()
+    squares, repeated = torch.zeros((), dtype=torch.float64), torch.zeros_like(total)
+    along = torch.zeros_like(squares)
+    parts = (torch.split(part, _TERMS_AT_A_TIME) for part in (row.left, row.right))
+    for left, right in zip(*parts, strict=True):
+        terms = left.double()[:, None] * right.double()
+        squares += terms.square().sum()
+        again = (terms[1:] == terms[:-1]) & (terms[1:] != 0)
+        terms[0] += total
+        sums = terms.cumsum(0)
+        squares += sums.square().sum() + (sums @ v).square().sum()
+        total = sums[-1]
+        if bool(again.any()):
+            alike = sums[1:] * again
+            repeated += alike.abs().sum(0)
+            along += (alike @ v).abs().sum()
+    squares += repeated.square().sum() + along.square()
+    powers = powers_of(stored).square().sum()
+    bound = product_bound(rounding, 1, len(stored))
+    unit = unit_roundoff(rounding.accumulated) ** 2 / 3.0
+    variance = unit_roundoff(rounding.stored) ** 2 / 3.0 * powers + unit * squares + bound.floor
+    ratio = ((stored - total) @ v).abs() / variance.sqrt()
+    share = (variance / powers).sqrt() if powers > 0 else variance.new_zeros(())
+    # Numbers that are not finite are for the first look.
+    return (float(ratio), float(share)) if bool(torch.isfinite(ratio)) else (math.inf, 0.0)
 
 
 def _strided(matrices: Tensor) -> Tensor:

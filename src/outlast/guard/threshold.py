@@ -19,8 +19,11 @@ is the random walk. ``squares`` = sum over outputs and terms of p_t^2.
 variance 2 u_in^2 / 3 sum_t p_t^2.
 
 A difference beyond `DEVIATIONS` standard deviations is looked into: 9e-9 of clean checks would be,
-were the differences normal (sums of uniform errors have lighter tails). Only the worst case of
-rounding (`outlast.guard.linear`) decides that numbers which come out the same again are wrong.
+were the differences normal (sums of uniform errors have lighter tails). Where terms are like each
+other the model fails, as its authors say: their partial sums are larger than those of exchangeable
+ones, and so are a check's own. `outlast.guard.product.second_look` judges such rows anew, by the
+partial sums that they have. Only the worst case of rounding (`outlast.guard.linear`) decides that
+numbers which come out the same again are wrong.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.guard.findings import HARMFUL, LASTING, Finding, Ledger, Outcome, Site
-from outlast.guard.residual import equal_bits
+from outlast.guard.residual import equal_bits, is_half
 from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
@@ -160,6 +160,15 @@ def _tile(flags: Tensor) -> tuple[int, int]:
 _LATE_DEVIATIONS = 7.5
 """Where nothing is computed again at once, so that a false alarm costs all ranks a step."""
 
+REPEATED_BELOW = 1 << 16
+"""Numbers of a 16-bit result that level ``full`` computes twice, at most.
+
+A row's sum holds the rounding of all its numbers, so bf16 hides an error of 0.0088 sqrt(columns)
+root mean squares: 0.0088 / sqrt(rows) of the whole result, which is much where rows are few. Sums
+over parts of a row would hide less, but to find 2e-4 of so small a result the parts must be of less
+than 34 numbers, and the sums in fp32 then cost more than the product itself.
+"""
+
 _NUMERIC = frozenset({"linear", "norm", "attention", "loss", "embedding", "product", "convolution"})
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -291,6 +300,15 @@ class Watch:
         """
         transformed = torch._C._are_functorch_transforms_active()
         return self.repeats and device.type == "cpu" and not transformed
+
+    def repeats_product(self, result: Tensor) -> bool:
+        """Whether a product with this result is also computed twice; see `REPEATED_BELOW`."""
+        return (
+            is_half(result.dtype)
+            and result.numel() <= REPEATED_BELOW
+            and self.policy.reaches("full")
+            and self.repeats_on(result.device)
+        )
 
     def timed(self, check: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """``check(*args, **options)``, its time counted in `seconds`."""
