@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import equal_bits, equality_test
+from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -249,8 +250,12 @@ class _PartsRecord(Record):
             self._parts, self._kept = [], ()
             self.exact = all(len(part) <= 2 for part in parts)
             with torch.no_grad():
-                totals = [torch.stack(part).sum(dim=0) if part else None for part in parts]
-                self.arrived(kept, tuple(totals))
+                self.arrived(kept, _totals(parts))
+
+
+@computing("check")
+def _totals(parts: list[list[Tensor]]) -> Gradients:
+    return tuple(torch.stack(part).sum(dim=0) if part else None for part in parts)
 
 
 class _PartsOutput(torch.autograd.Function):
@@ -351,14 +356,14 @@ def watched(
         i for i, tensor_in in enumerate(inputs) if tensor_in is not None and tensor_in.requires_grad
     )
     if not wanted or not torch.is_grad_enabled():
-        return compute(*inputs)
+        return _seen(compute, *inputs)
     passed = list(inputs)
     first = inputs[wanted[0]]
     assert first is not None
     if separate:
         parts = _PartsRecord(compute, check, inputs, wanted, first.device.type)
         parts.first = _next_node()
-        y = compute(*inputs)
+        y = _seen(compute, *inputs)
         parts.end = _next_node()
         parts.hook(y)
         output: Tensor = _PartsOutput.apply(parts, y, *keep)  # type: ignore[no-untyped-call]
@@ -370,10 +375,18 @@ def watched(
     for index, view in zip(wanted, hooked, strict=True):
         passed[index] = view
     record.first = _next_node()
-    y = compute(*passed)
+    y = _seen(compute, *passed)
     record.end = _next_node()
     record.follow(y)
     return y
+
+
+def _seen(compute: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    before, CALLING.watched = CALLING.watched, True
+    try:
+        return compute(*inputs)
+    finally:
+        CALLING.watched = before
 
 
 def record_of(node: Node) -> Record | None:

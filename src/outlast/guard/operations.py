@@ -104,6 +104,7 @@ class OperationChecks:
         checked: FLOPs of operations that were checked, here or by their callers, since `begin`.
         unchecked: FLOPs of those that were not, by operation and reason.
         calls: Of the operations that were not checked, by the same names.
+        total: FLOPs of operations that were checked, and of those that were not, since ever.
         nodes: Kinds of autograd's nodes whose operations are checked, by type of device.
     """
 
@@ -116,6 +117,7 @@ class OperationChecks:
         self.checked = 0.0
         self.unchecked: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
+        self.total = [0.0, 0.0]
         full = watch.policy.reaches("full")
         self.nodes = {
             "cpu": frozenset(kind for kind, check in NODES.items() if full or "norm" not in check),
@@ -407,6 +409,7 @@ class OperationChecks:
             self._begun, self.checked = True, 0.0
             self.unchecked.clear()
             self.calls.clear()
+        self.total[bool(why_not)] += flops
         if why_not:
             name = name.partition(".")[0]
             name = name if why_not == "without a check" else f"{name} {why_not}"
@@ -468,6 +471,16 @@ class OperationChecks:
         return name
 
 
+def checking() -> OperationChecks | None:
+    """The guard that checks what this thread computes now, if any."""
+    if CALLING.purpose != "check":
+        for reference in reversed(_installed):
+            checks = reference()
+            if checks is not None and checks.wants():
+                return checks
+    return None
+
+
 def release_kernels() -> None:
     """Put torch's kernels back if no guard is left, whose model may be gone without `remove`."""
     global _library  # noqa: PLW0603
@@ -486,11 +499,9 @@ def _replace_kernels(library: Library, key: str) -> None:
             return
 
         def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
-            if CALLING.purpose != "check":
-                for reference in reversed(_installed):
-                    checks = reference()
-                    if checks is not None and checks.wants():
-                        return stand_in(checks, partial(raw, keyset), args, options)
+            checks = checking()
+            if checks is not None:
+                return stand_in(checks, partial(raw, keyset), args, options)
             return raw(keyset, *args, **options)
 
         library.impl(  # type: ignore[no-untyped-call]
