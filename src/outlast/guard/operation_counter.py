@@ -81,6 +81,7 @@ _PRODUCTS = frozenset(
 )
 _OF_TORCH = frozenset(("aten", "prims", "quantized"))
 _SUMS = frozenset(("add", "add_"))
+_SUM_OF_GRADIENTS = "sum of gradients"
 _ENGINE = "_engine_run_backward"
 FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "outlast.guard")
 """Whose autograd functions multiply nothing themselves."""
@@ -214,7 +215,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = self._places.get(node._sequence_nr(), "")
             custom = custom or _custom_of(node)
             if name in _SUMS and not re.match(r"(Add|Sub|Addmm|Baddbmm)Backward", node.name()):
-                name, checked = "sum of gradients", False
+                name, checked = _SUM_OF_GRADIENTS, False
             elif not checked:
                 check = next((own for of in self.graphs if (own := of(node)) is not None), "")
         if self.optimizer:
@@ -285,7 +286,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def fallen(before: StepCoverage, now: StepCoverage) -> dict[str, str]:
-    """Operations that were checked, or not there, in the step before, and have no check now.
+    """Operations without a check that had one in the step before, or compute anew.
 
     Returns:
         By operation and place, which share of the step it is; empty where no more than `_FALLS` of
@@ -298,12 +299,12 @@ def fallen(before: StepCoverage, now: StepCoverage) -> dict[str, str]:
     found: dict[str, tuple[float, float]] = {}
     for (name, place), (flops, size, without, without_bytes) in now.places.items():
         earlier = before.places.get((name, place), (0.0, 0.0, 0.0, 0.0))
-
-        def part(own: float, rest: float) -> float:
-            return own / (own + rest) if own + rest else 0.0
-
-        grown = part(without, flops) > part(earlier[2], earlier[0]) + 1e-9
-        grown |= part(without_bytes, size) > part(earlier[3], earlier[1]) + 1e-9
+        grown = _part(without, flops) > _part(earlier[2], earlier[0]) + 1e-9
+        # What only moves numbers had to be checked to lose its check.
+        if earlier[1]:
+            grown |= _part(without_bytes, size) > _part(earlier[3], earlier[1]) + 1e-9
+        # Gradients are added to those of before, where these were not set to None.
+        grown &= name != _SUM_OF_GRADIENTS
         if grown:
             label = f"{name} in {place}" if place else name
             found[label] = without / max(now.flops, 1.0), without_bytes / max(now.bytes, 1.0)
@@ -314,6 +315,10 @@ def fallen(before: StepCoverage, now: StepCoverage) -> dict[str, str]:
         label: f"{100 * flops:.2g} % of the FLOPs, {100 * size:.2g} % of the bytes"
         for label, (flops, size) in ordered
     }
+
+
+def _part(own: float, rest: float) -> float:
+    return own / (own + rest) if own + rest else 0.0
 
 
 class _other_modes:  # noqa: N801 - a context
