@@ -110,7 +110,7 @@ def test_shares_of_operations_and_lost_checks_are_recorded(tmp_path: Path) -> No
     warned = [event for _, event in records(job).of(CoverageWarned)]
     assert {event.found_on for event in warned} == {0}
     (fell,) = (item for item in warned if item.message.startswith("not checked any more"))
-    assert fell.step == 6
+    assert fell.step == 5
     assert "norm" in fell.message
     assert any(item.message.startswith("not guarded in step 5") for item in warned)
     last = [event for _, event in records(job).of(Guarded)][-1]

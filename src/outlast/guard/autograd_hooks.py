@@ -148,12 +148,14 @@ class Record:
         # On the node rather than the tensor: after all hooks that may still change the gradient.
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             self.dy = gradients[output]
+            CALLING.spans.add((self.first, self.end))
 
         y.grad_fn.register_prehook(note)
 
     def arrived(self, kept: tuple[Any, ...], gradients: Gradients) -> Gradients:
         """Check gradients of the wanted inputs; returns them, perhaps corrected."""
         dy, self.dy = self.dy, None
+        CALLING.spans.discard((self.first, self.end))
         if dy is None or all(gradient is None for gradient in gradients):
             return gradients
         every: list[Tensor | None] = [None] * self.inputs
@@ -231,6 +233,7 @@ class _PartsRecord(Record):
     def begin(self, dy: Tensor | None, kept: tuple[Any, ...]) -> None:
         """A backward pass arrives at the output."""
         self.dy, self._kept = dy, kept
+        CALLING.spans.add((self.first, self.end))
         self._parts = [[] for _ in self.wanted]
         self._waiting = self._nodes
 
@@ -522,6 +525,8 @@ def repeated(
     *,
     changed: Callable[[], bool] | None = None,
     replaceable: bool = True,
+    place: Callable[[], Site] | None = None,
+    of_model: bool = True,
 ) -> list[Tensor]:
     """Compute tensors a second time and compare all bits; where these differ, a third time decides.
 
@@ -535,6 +540,8 @@ def repeated(
         again: Computes them again, with the same bits unless something was wrong.
         changed: See `corrected`.
         replaceable: Whether the tensors have not been used yet; else wrong ones are ``detected``.
+        place: Finds the site that a finding names, if another one than that which counts.
+        of_model: See `Watch.wants`.
 
     Returns:
         The tensors, or what was put in their place.
@@ -551,7 +558,7 @@ def repeated(
     second = computed()
     equal = torch.tensor(agree(tensors, second))
     judged = equality_test(equal, torch.ones_like(equal))
-    if not watch.wants(site, judged):
+    if not watch.wants(site, judged, of_model=of_model):
         return list(tensors)
     outcome: Outcome = "detected"
     right = list(tensors)
@@ -563,7 +570,8 @@ def repeated(
             confirmed = all(agree(second, third))
             outcome = "corrected" if confirmed else "persistent"
             right = third if confirmed else right
-    watch.find(site, tensors[0].device, int(judged.exceeded), math.inf, outcome)
+    found_at = site if place is None else place()
+    watch.find(found_at, tensors[0].device, int(judged.exceeded), math.inf, outcome)
     return right
 
 

@@ -12,7 +12,8 @@ kernel takes 2 us more). What `LinearChecks` checks itself is only counted here.
 
 *Convolutions* have those of `outlast.guard.convolution`.
 
-*Recurrent layers* of oneDNN are one operation without an identity: it is computed twice.
+*Recurrent layers* of oneDNN are one operation without an identity: it is computed twice, and so are
+normalisation, softmax and losses at level ``full``, on the CPU.
 
 Thresholds are those of `outlast.guard.threshold`; what exceeds one is computed again by the same
 kernel with the same shapes, and compared with the product in float64 if its bits stay the same.
@@ -25,6 +26,7 @@ import traceback
 import warnings
 import weakref
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,22 +34,17 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library, get_kernel
 
+from outlast.guard.autograd_hooks import repeated
 from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.linear import unexplained
 from outlast.guard.product import check_multiplied
-from outlast.guard.residual import (
-    ResidualTest,
-    equal_bits,
-    equality_test,
-    name_of,
-)
+from outlast.guard.residual import ResidualTest, name_of
 from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from outlast.guard.findings import Outcome
     from outlast.guard.watch import Watch
 
     Kernel = Callable[..., Any]
@@ -62,6 +59,25 @@ _PRODUCTS = (
 )
 """Kernels of matrix products; those of `mv`, `linear`, `matmul` and `einsum` call them."""
 _NORMS = ("native_batch_norm", "native_group_norm")
+_TWICE = {
+    "norm.repeated": (
+        *("native_layer_norm", "native_layer_norm_backward"),
+        *("_fused_rms_norm", "_fused_rms_norm_backward"),
+    ),
+    "softmax.forward": ("_softmax", "_log_softmax"),
+    "softmax.dlogits": ("_softmax_backward_data", "_log_softmax_backward_data"),
+    "loss.forward": (
+        *("nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss"),
+        "binary_cross_entropy",
+    ),
+    "loss.dlogits": (
+        *("nll_loss_backward", "nll_loss2d_backward", "mse_loss_backward"),
+        *("smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward"),
+    ),
+}
+"""Cheap kernels that are computed twice where no check stands around the function that calls them.
+
+Such a check sees more: inputs that have changed between the passes."""
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
@@ -74,10 +90,15 @@ NODES = {
     **dict.fromkeys(("GroupedMm", "Linear"), "product"),
     "Convolution": "convolution",
     "MkldnnRnnLayer": "recurrent",
-    "NativeBatchNorm": "norm.repeated",
-    "NativeGroupNorm": "norm.repeated",
+    **dict.fromkeys(("NativeBatchNorm", "NativeGroupNorm"), "norm.repeated"),
+    **dict.fromkeys(("NativeLayerNorm", "FusedRmsNorm"), "norm.repeated"),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), "softmax.dlogits"),
+    **dict.fromkeys(("NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss"), "loss.dlogits"),
+    **dict.fromkeys(("HuberLoss", "BinaryCrossEntropy"), "loss.dlogits"),
 }
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
+_LINEAR = frozenset(("product", "convolution", "recurrent"))
+"""Those of level ``linear``."""
 _NODES_ON_CUDA = frozenset(
     ("Mm", "Bmm", "Mv", "Addmm", "Addmv", "Baddbmm", "Convolution"),
 )
@@ -120,7 +141,7 @@ class OperationChecks:
         self.total = [0.0, 0.0]
         full = watch.policy.reaches("full")
         self.nodes = {
-            "cpu": frozenset(kind for kind, check in NODES.items() if full or "norm" not in check),
+            "cpu": frozenset(kind for kind, check in NODES.items() if full or check in _LINEAR),
             "cuda": _NODES_ON_CUDA,
         }
         self._product_site = watch.ledger.site(ANYWHERE, "product")
@@ -234,7 +255,6 @@ class OperationChecks:
             args: Its arguments.
             updated: Those among them that it writes to: running statistics.
         """
-        watch = self.watch
         before = [None if item is None else item.clone() for item in args[updated]]
 
         def compute() -> list[Tensor | None]:
@@ -244,14 +264,7 @@ class OperationChecks:
             return [*kernel(*given), *fresh]
 
         results: Sequence[Any] = kernel(*args)
-        made = [*results, *args[updated]]
-        for item in made:
-            if item is not None:
-                watch.touch("norm.repeated", "normalisation", item)
-        again = compute()
-        judged = _compared(made, again)
-        if watch.wants(watch.ledger.site(ANYWHERE, "norm.repeated"), judged, of_model=False):
-            self._vote("norm.repeated", judged, (made, again), compute)
+        self._repeat("norm.repeated", "normalisation", [*results, *args[updated]], compute)
         return results
 
     @computing("check")
@@ -341,57 +354,61 @@ class OperationChecks:
     @computing("check")
     def recurrent(self, kernel: Kernel, args: tuple[Any, ...], flops: float) -> Sequence[Any]:
         """Compute a recurrent layer, or its gradients, twice; a third time decides."""
-        watch = self.watch
-        made: Sequence[Any] = kernel(*args)
-        if not self._count("recurrent", flops, _why_not(*args[:2])):
+
+        def compute() -> Sequence[Any]:
+            # The forward pass's memory for the backward pass is in part not written to.
+            with _filled_memory():
+                made: Sequence[Any] = kernel(*args)
             return made
-        # The forward pass's fourth output is memory for the backward pass, in part not written to.
-        compared = 3 if len(made) == 4 else len(made)
-        for item in made[:compared]:
-            watch.touch("recurrent.output", "recurrent", item)
-        again = kernel(*args)
-        judged = _compared(made[:compared], again[:compared])
-        if watch.wants(watch.ledger.site(ANYWHERE, "recurrent"), judged, of_model=False):
-            computed = made[:compared], again[:compared]
-            self._vote("recurrent", judged, computed, lambda: kernel(*args)[:compared])
+
+        if not self._count("recurrent", flops, _why_not(*args[:2])):
+            return kernel(*args)  # type: ignore[no-any-return]
+        made = compute()
+        self._repeat("recurrent", "recurrent", made, compute, site="recurrent.output")
         return made
 
     @computing("check")
-    def bias_gradient(self, kernel: Kernel, args: tuple[Any, ...], options: Any) -> Tensor:
-        """Compute a sum in the backward pass of a product's bias twice; a third time decides."""
-        watch = self.watch
-        made: Tensor = kernel(*args, **options)
-        watch.touch("bias.gradient", "sum", made)
-        again = kernel(*args, **options)
-        judged = _compared([made], [again])
-        if watch.wants(watch.ledger.site(ANYWHERE, "bias.gradient"), judged, of_model=False):
-            computed = [made], [again]
-            self._vote("bias.gradient", judged, computed, lambda: [kernel(*args, **options)])
+    def twice(
+        self, check: str, name: str, kernel: Kernel, args: tuple[Any, ...], options: Any
+    ) -> Any:
+        """Compute a cheap operation twice; a third time decides."""
+        made = kernel(*args, **options)
+        several = isinstance(made, (tuple, list))
+
+        def compute() -> Sequence[Any]:
+            again = kernel(*args, **options)
+            return again if several else [again]
+
+        self._repeat(check, name, made if several else [made], compute)
         return made
 
-    def _vote(
+    def _repeat(
         self,
-        operation: str,
-        judged: ResidualTest,
-        computed: tuple[Sequence[Tensor | None], Sequence[Tensor | None]],
+        check: str,
+        name: str,
+        made: Sequence[Tensor | None],
         compute: Callable[[], Sequence[Tensor | None]],
+        *,
+        site: str = "",
     ) -> None:
-        """Let a third computation decide between two, and put the right one in place."""
-        made, again = computed
-        outcome: Outcome = "detected"
-        if self.watch.policy.correct:
-            third = compute()
-            if not _compared(again, third).exceeded:
-                outcome = "corrected"
-                for wrong, right in zip(made, again, strict=True):
-                    if wrong is not None and right is not None:
-                        wrong.copy_(right)
-            elif not _compared(made, third).exceeded:
-                # The second computation was the wrong one.
-                outcome = "check"
-        site = self.watch.ledger.site(self._place(operation), operation)
-        rows, worst = int(judged.exceeded), float(judged.worst)
-        self.watch.find(site, judged.flags.device, rows, worst, outcome)
+        """Compare results with those of a second computation, and put them right in place."""
+        watch, ledger = self.watch, self.watch.ledger
+        results = [item for item in made if item is not None]
+        for item in results:
+            if item.is_floating_point():
+                watch.touch(site or check, name, item)
+        right = watch.timed(
+            repeated,
+            watch,
+            ledger.site(ANYWHERE, check),
+            results,
+            compute,
+            place=lambda: ledger.site(self._place(name), check),
+            of_model=False,
+        )
+        for wrong, item in zip(results, right, strict=True):
+            if item is not wrong:
+                wrong.copy_(item)
 
     def attention(self, flops: float, *, forward: bool) -> None:
         """Count a fused attention, which `AttentionChecks` may check."""
@@ -532,6 +549,9 @@ def _replace_kernels(library: Library, key: str) -> None:
                 updated = slice(3, 5) if name == "native_batch_norm" else slice(0)
                 replace(name, _normalisation(updated))
                 replace(f"{name}_backward", _normalisation(slice(0)))
+            for check, names in _TWICE.items():
+                for name in names:
+                    replace(name, _twice(check, name))
             replace("sum.dim_IntList", _bias_gradient)
             replace("mkldnn_rnn_layer", _recurrent(1.0))
             replace("mkldnn_rnn_layer_backward", _recurrent(2.0))
@@ -561,7 +581,27 @@ def _bias_gradient(checks: OperationChecks, raw: Kernel, args: Any, options: Any
     node = torch._C._current_autograd_node()
     if CALLING.purpose == "checked" or node is None or not node.name().startswith(SUMMING):
         return raw(*args, **options)
-    return checks.bias_gradient(raw, args, options)
+    return checks.twice("bias.gradient", "sum", raw, args, options)
+
+
+def _twice(check: str, name: str) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
+    def compute(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+        if not checks.watch.policy.reaches("full") or _is_watched():
+            return raw(*args, **options)
+        return checks.twice(check, name, raw, args, options)
+
+    return compute
+
+
+def _is_watched() -> bool:
+    """Return whether a check stands around the function that computes this, or its gradient."""
+    if CALLING.purpose or CALLING.watched:
+        return True
+    node = torch._C._current_autograd_node() if CALLING.spans else None
+    if node is None:
+        return False
+    number = node._sequence_nr()
+    return any(first <= number < end for first, end in CALLING.spans)
 
 
 def _normalisation(updated: slice) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
@@ -609,15 +649,19 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     return expected, sizes
 
 
-def _compared(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> ResidualTest:
-    """Judge whether two computations gave the same bits, per tensor."""
-    equal = [
-        equal_bits(a, b).all()
-        for a, b in zip(first, second, strict=True)
-        if a is not None and b is not None and a.is_floating_point()
-    ]
-    found = torch.stack(equal)
-    return equality_test(found, torch.ones_like(found))
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Have kernels begin with memory of the same contents, whatever they leave of it."""
+    before = torch._C._get_deterministic_algorithms()
+    warns = torch._C._get_deterministic_algorithms_warn_only()
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)
 
 
 class _Product:

@@ -250,10 +250,12 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "norm.repeated": Operation(
         "full",
-        "batch and group normalisation, their running statistics and their gradients, computed a "
-        "second time, bit for bit; a third time decides",
+        "batch and group normalisation, running statistics, layer and RMS norms that are not of a "
+        "module that norm.forward knows, and their gradients, computed a second time, bit for bit; "
+        "a third time decides (on the CPU)",
         "any wrong bit",
-        "the same wrong values twice",
+        "the same wrong values twice; an input that was wrong before; norms that are written in "
+        "element-wise operations",
         corrects=True,
     ),
     "attention.forward": Operation(
@@ -317,8 +319,7 @@ OPERATIONS: dict[str, Operation] = {
         "full",
         "softmax and log_softmax computed a second time have the same bits (on the CPU)",
         "any bit that a transient fault has changed, before it is used",
-        "the same wrong value twice; an input that was wrong before; other devices; softmax inside "
-        "of torch's own C++ functions",
+        "the same wrong value twice; an input that was wrong before; other devices",
         corrects=True,
     ),
     "softmax.dlogits": Operation(

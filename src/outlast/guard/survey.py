@@ -69,6 +69,8 @@ _OF_OPERATIONS = {
     "convolution": frozenset(("convolution.dw",)),
     "recurrent": frozenset(("recurrent",)),
     "norm.repeated": frozenset(("norm.repeated",)),
+    "softmax.dlogits": frozenset(("softmax.dlogits",)),
+    "loss.dlogits": frozenset(("loss.dlogits",)),
 }
 """The same of operations that are checked wherever they are computed."""
 _WITH_BIAS = frozenset(("Addmm", "Baddbmm"))

@@ -172,10 +172,15 @@ class _Calling(threading.local):
         purpose: Empty for the model's own operations; ``check`` for a check's sums; ``checked`` for
             a product whose caller checks it, ``attention`` for an attention.
         watched: Whether it is computed within a function whose result is checked from outside.
+        spans: Numbers of autograd's nodes whose gradients are checked from outside, and that are
+            being computed.
     """
 
     purpose = ""
     watched = False
+
+    def __init__(self) -> None:
+        self.spans: set[tuple[int, int]] = set()
 
 
 CALLING = _Calling()
