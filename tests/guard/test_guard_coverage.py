@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import FAMILIES, UNKNOWN_OPERATIONS, with_unknown
 
-from outlast.guard import Guard, guard
+from outlast.guard import Guard, guard, operation_counter
 from outlast.guard.policy import Coverages, StepCoverage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not guarded:UserWarning")
@@ -233,6 +234,50 @@ def test_a_model_that_goes_takes_its_mode_along() -> None:
     del model
     gc.collect()
     assert modes() == 0
+
+
+@pytest.mark.distributed
+def test_workers_of_a_data_loader_are_not_counted() -> None:
+    model = Branches()
+    handle = guard(model, torch.optim.AdamW(model.parameters()), "full")
+    loader = DataLoader(Lengths(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert [int(item) for item in loader] == [0]
+    assert modes() == 1
+    handle.remove()
+
+
+class Lengths(Dataset[Tensor]):
+    """How many modes its process has."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(torch._C._len_torch_dispatch_stack() - _EARLIER)
+
+
+def test_an_error_of_the_counting_is_said_once_and_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> float:
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(operation_counter, "_bytes", fail)
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = guard(model, optimizer, "full")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimizer.zero_grad()
+            class_loss(model).backward()
+            optimizer.step()
+    (said,) = (str(item.message) for item in caught)
+    assert said == "the step's operations are not counted: AttributeError: no such thing"
+    assert handle.coverage().step is None
+    assert said in str(handle.coverage())
+    assert not handle.uncovered().parameters
+    handle.remove()
 
 
 def test_passes_that_are_repeated_count_once() -> None:

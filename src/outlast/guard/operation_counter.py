@@ -21,8 +21,10 @@ pass.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outlast.guard.operations import checking
@@ -89,6 +92,18 @@ _FALLS = 1e-3
 """Share of the step, in FLOPs or bytes, from which on a loss of checks is worth a warning."""
 
 
+_COUNTING: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
+
+
+def _end_in_child() -> None:
+    """Count nothing in a process that was forked, as of a data loader, and has these modes."""
+    for counter in [*_COUNTING]:
+        counter.end()
+
+
+os.register_at_fork(after_in_child=_end_in_child)
+
+
 @dataclass
 class _Row:
     """One kind of operation in one place, with one fate.
@@ -144,9 +159,11 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See this thread's operations from now on, below all modes that it has."""
         with _other_modes():
             torch._C._push_on_torch_dispatch_stack(self)
+        _COUNTING.add(self)
 
     def end(self) -> None:
         """See no more; from another thread, or within an operation, it only counts no more."""
+        _COUNTING.discard(self)
         self._is_over = True
         with _other_modes(self):
             pass
@@ -360,6 +377,8 @@ def _base(func: Any) -> str:
 
 def _custom_of(node: Any) -> str:
     """The name of a function of `torch.autograd.Function` that is nobody's but the user's."""
+    if not isinstance(node, FunctionCtx):
+        return ""
     owner = getattr(node, "_forward_cls", None)
     if owner is None or owner.__module__.startswith(FRAMEWORKS):
         return ""

@@ -222,6 +222,8 @@ class Survey:
         self.depth = 0
         self.on_warning: Callable[[str], None] | None = None
         self._counter: OperationCounter | None = None
+        # Why operations are not counted any more.
+        self._uncounted = ""
         self._step: StepCoverage | None = None
         # Why it is not known what is covered: an error of what reads torch's graph.
         self._unknown = ""
@@ -248,10 +250,11 @@ class Survey:
 
     def _count(self) -> None:
         """Count operations from now on, where they are checked at all."""
-        if self.watch.operations is not None and not self._unknown:
+        if self.watch.operations is not None and not (self._unknown or self._uncounted):
             self._counter = OperationCounter(self.watch, self._model)
             # A model may go, and its guard with it, in the middle of a step.
-            weakref.finalize(self, self._counter.end)
+            self._leave = weakref.finalize(self, self._counter.end)
+            self._leave.atexit = False
             self._counter.begin()
 
     def finish(self) -> None:
@@ -260,7 +263,7 @@ class Survey:
 
     def _count_no_more(self) -> None:
         if self._counter is not None:
-            self._counter.end()
+            self._leave()
             self._counter = None
 
     def _counted(self) -> bool:
@@ -270,7 +273,10 @@ class Survey:
             return False
         self._count_no_more()
         if counter.why_not:
-            raise RuntimeError(counter.why_not)
+            self._step = None
+            self._uncounted = f"the step's operations are not counted: {counter.why_not}"
+            self._warn(self._uncounted)
+            return False
         before, since, step = self._step, self._step_began, self.watch.step + 1
         now = counter.result(step, lambda name: self._made(name, None, since))
         if not now.flops:
@@ -391,7 +397,7 @@ class Survey:
     def coverage(self) -> Coverages:
         """Every module that holds parameters, with the checks that were made in it."""
         self._judge_all()
-        why_not = self._unknown
+        why_not = self._unknown or self._uncounted
         if not why_not and self._step is not None and self._shown.compiled:
             why_not = "kernels that a compiler has made are not counted"
         found = Coverages((), None if self._unknown else self._step, why_not)
@@ -708,7 +714,8 @@ class _Graph:
             if _is_empty(node):
                 continue
             kind, check = _kind(node), self._check(node)
-            flops = _flops(node, kind)
+            # Where operations are checked, those that run are counted.
+            flops = 0.0 if self._nodes else _flops(node, kind)
             seen.unknown |= flops is None or kind == _COMPILED
             seen.compiled |= kind == _COMPILED
             if check is not None:
