@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import FAMILIES, UNKNOWN_OPERATIONS, with_unknown
 
 from outlast.guard import Guard, guard, operation_counter
+from outlast.guard.inject import inject, parse_faults
 from outlast.guard.policy import Coverages, StepCoverage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not guarded:UserWarning")
@@ -170,7 +171,11 @@ def test_a_path_that_changes_is_said_with_the_share_that_fell_out() -> None:
 
 
 def test_a_check_that_is_lost_is_said_though_its_operation_stays() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    class OwnRMSNorm(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+
+    model = nn.Sequential(nn.Linear(64, 64), OwnRMSNorm(64, eps=1e-6), nn.Linear(64, 64))
 
     def lose(step: int) -> None:
         if step == 4:
@@ -178,7 +183,8 @@ def test_a_check_that_is_lost_is_said_though_its_operation_stays() -> None:
 
     told = [text for text in warned(model, 6, lose) if "not checked any more" in text]
     assert len(told) == 1
-    assert "in step 5: native_layer_norm in * (" in told[0]
+    assert "in step 5: mul in * (" in told[0]
+    assert "pow in * (" in told[0]
 
 
 def test_only_surveyed_steps_are_counted() -> None:
@@ -228,10 +234,13 @@ def test_modes_of_others_may_come_and_go_in_any_order() -> None:
 
 
 def test_a_model_that_goes_takes_its_mode_along() -> None:
+    """Also where hooks of its guard hold it."""
     model = Branches()
-    guard(model, torch.optim.AdamW(model.parameters()), "full")
+    handle = guard(model, torch.optim.AdamW(model.parameters()), "full")
+    inject(handle, parse_faults(["linear.output:module=left:bit=30:step=5"]))
     assert modes() == 1
-    del model
+    class_loss(model).backward()
+    del model, handle
     gc.collect()
     assert modes() == 0
 

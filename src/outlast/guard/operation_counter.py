@@ -138,12 +138,13 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, watch: Watch, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.watch = watch
+        # Torch holds the mode, which is to hold no model alive, and so no hook of its guard.
+        self._watch = weakref.ref(watch)
         self._names = {
             id(module): name or "the model itself" for name, module in model.named_modules()
         }
         self.optimizer = ""
-        self.graphs: list[CheckOf] = []
+        self.graphs: list[weakref.WeakMethod[CheckOf]] = []
         self.why_not = ""
         self._rows: dict[tuple[str, str, str, bool], _Row] = {}
         # By the number of autograd's node: where its operation was called.
@@ -187,9 +188,11 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **kwargs)
             # What a subclass is made of is dispatched again.
             return NotImplemented
-        operations = self.watch.operations
+        watch = self._watch()
+        operations = None if watch is None else watch.operations
         if (
             self._is_over
+            or watch is None
             or operations is None
             or checking() is not operations
             or getattr(func, "namespace", "") in _COLLECTIVES
@@ -197,7 +200,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        made, (checked_before, other_before) = self.watch.made, operations.total
+        made, (checked_before, other_before) = watch.made, operations.total
         out = func(*args, **kwargs)
         try:
             products = operations.total[0] - checked_before
@@ -211,7 +214,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif products or others:
                 self._count(func, products + others, size, checked=not others)
             elif _base(func) not in _PRODUCTS or not _is_empty(args):
-                checked = self.watch.made > made or CALLING.watched or CALLING.purpose == "checked"
+                checked = watch.made > made or CALLING.watched or CALLING.purpose == "checked"
                 self._count(func, _flops(func, args, kwargs, out), size, checked=checked)
         except Exception as error:
             # Of what counts, which must not end a training.
@@ -234,7 +237,8 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in _SUMS and not re.match(r"(Add|Sub|Addmm|Baddbmm)Backward", node.name()):
                 name, checked = _SUM_OF_GRADIENTS, False
             elif not checked:
-                check = next((own for of in self.graphs if (own := of(node)) is not None), "")
+                graphs = (alive for graph in self.graphs if (alive := graph()) is not None)
+                check = next((own for of in graphs if (own := of(node)) is not None), "")
         if self.optimizer:
             name, place, custom = f"{self.optimizer}'s update", "", ""
         elif func.namespace not in _OF_TORCH:

@@ -222,6 +222,8 @@ class Survey:
         self.depth = 0
         self.on_warning: Callable[[str], None] | None = None
         self._counter: OperationCounter | None = None
+        # Of the backward passes that run.
+        self._graphs: list[_Graph] = []
         # Why operations are not counted any more.
         self._uncounted = ""
         self._step: StepCoverage | None = None
@@ -265,6 +267,7 @@ class Survey:
         if self._counter is not None:
             self._leave()
             self._counter = None
+            self._graphs.clear()
 
     def _counted(self) -> bool:
         """Read the counts of a step that ends; whether less is checked than in the one before."""
@@ -319,12 +322,14 @@ class Survey:
         if graph.reaches(self.watch):
             graph.read(self._seen)
             if self._counter is not None:
-                self._counter.graphs.append(graph.own_check)
+                self._graphs.append(graph)
+                self._counter.graphs.append(weakref.WeakMethod(graph.own_check))
 
     def passed(self) -> None:
         """End a backward pass: without an optimizer, the first one is judged."""
         if self._counter is not None and not self.depth:
             self._counter.graphs.clear()
+            self._graphs.clear()
         if self._due and not self._optimizers and not self.depth and self._seen.uses:
             self._judge_all()
             self._safely(self._tell)
