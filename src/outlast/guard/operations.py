@@ -60,10 +60,7 @@ _PRODUCTS = (
 """Kernels of matrix products; those of `mv`, `linear`, `matmul` and `einsum` call them."""
 _NORMS = ("native_batch_norm", "native_group_norm")
 _TWICE = {
-    "norm.repeated": (
-        *("native_layer_norm", "native_layer_norm_backward"),
-        *("_fused_rms_norm", "_fused_rms_norm_backward"),
-    ),
+    "norm.repeated": ("native_layer_norm", "native_layer_norm_backward"),
     "softmax.forward": ("_softmax", "_log_softmax"),
     "softmax.dlogits": ("_softmax_backward_data", "_log_softmax_backward_data"),
     "loss.forward": (
@@ -91,7 +88,7 @@ NODES = {
     "Convolution": "convolution",
     "MkldnnRnnLayer": "recurrent",
     **dict.fromkeys(("NativeBatchNorm", "NativeGroupNorm"), "norm.repeated"),
-    **dict.fromkeys(("NativeLayerNorm", "FusedRmsNorm"), "norm.repeated"),
+    "NativeLayerNorm": "norm.repeated",
     **dict.fromkeys(("Softmax", "LogSoftmax"), "softmax.dlogits"),
     **dict.fromkeys(("NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss"), "loss.dlogits"),
     **dict.fromkeys(("HuberLoss", "BinaryCrossEntropy"), "loss.dlogits"),
