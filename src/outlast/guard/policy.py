@@ -251,8 +251,8 @@ OPERATIONS: dict[str, Operation] = {
     "norm.repeated": Operation(
         "full",
         "batch and group normalisation, running statistics, layer norms that are not of a module "
-        "that norm.forward knows, and their gradients, computed a second time, bit for bit; a third "
-        "time decides (on the CPU)",
+        "that norm.forward knows, and their gradients, computed a second time, bit for bit; a "
+        "third time decides (on the CPU)",
         "any wrong bit",
         "the same wrong values twice; an input that was wrong before; norms that are written in "
         "element-wise operations",
