@@ -484,3 +484,111 @@ def test_healthy_convolutions_of_any_geometry_have_no_finding(
         )
     finally:
         handle.remove()
+
+
+def _with_kernel(handle: Guard, wrong: Callable[[int, list[Tensor]], None]) -> Any:
+    """One oneDNN layer under `handle`, whose kernel `wrong` changes, by how often it was called."""
+    calls: list[int] = []
+    checks = handle.watch.operations
+    assert checks is not None
+    recurrent = checks.recurrent
+
+    def faulty(kernel: Any, args: Any, flops: float) -> Any:
+        def struck(*given: Any) -> Any:
+            made = kernel(*given)
+            calls.append(len(calls))
+            wrong(calls[-1], list(made))
+            return made
+
+        return recurrent(struck, args, flops)
+
+    checks.recurrent = faulty  # type: ignore[method-assign]
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return model_layer(self, x)
+
+
+def _lstm() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return _Recurrent(), torch.randn(3, 7, 16)
+
+
+@pytest.mark.parametrize("memory", range(4))
+def test_every_output_of_a_recurrent_kernel_is_compared_and_put_right(memory: int) -> None:
+    """Also the memory that its backward pass reads, of which it leaves a part as it was."""
+    layer, x = _lstm()
+    expected = _step(copy.deepcopy(layer), x)
+    handle = guarded(layer, policy="linear")
+
+    def wrong(call: int, made: list[Tensor]) -> None:
+        if call == 0:
+            # A byte of what was written; the rest of that memory is filled.
+            bytes_of = made[memory].view(torch.uint8).reshape(-1)
+            place = int((bytes_of != 255).nonzero()[5])
+            bytes_of[place] ^= 64
+
+    _with_kernel(handle, wrong)
+    found = _step(layer, x, handle)
+    assert [item.outcome for item in handle.ledger.findings] == ["corrected"]
+    assert same(found, expected)
+
+
+def test_a_kernel_that_differs_in_all_three_computations_is_persistently_wrong() -> None:
+    layer, x = _lstm()
+    handle = guarded(layer, policy="linear")
+    _with_kernel(handle, lambda call, made: made[0].view(-1)[3].add_(call + 1.0))
+    with torch.no_grad():
+        layer(x)
+    assert [item.outcome for item in handle.ledger.findings] == ["persistent"]
+
+
+def _by_name(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """What no module and no patched function announces."""
+    x = _layer_norm(x, (8,), weight, bias)
+    x = torch._C._nn.cross_entropy_loss(_softmax(x, -1) + x, torch.arange(6) % 8)
+    return x.square()
+
+
+_layer_norm, _softmax = functional.layer_norm, torch._C._special.special_softmax
+
+
+@pytest.mark.parametrize(
+    "site", ["norm.repeated", "softmax.forward", "softmax.dlogits", "loss.forward", "loss.dlogits"]
+)
+def test_kernels_that_no_function_announces_are_computed_twice(site: str) -> None:
+    x = torch.randn(6, 8)
+    model = Uses(lambda weight, bias: _by_name(x, weight, bias), (8,), (8,))
+    plain = passes(model)
+    model.zero_grad()
+    handle = guarded(model, policy="full")
+    struck = []
+
+    def strike(place: str, module: str, numbers: Tensor) -> None:
+        if place == site and not struck:
+            struck.append(module)
+            numbers.view(-1)[0] += 0.5
+
+    handle.watch.fault_hook = strike
+    assert same(passes(model, handle), plain)
+    assert struck
+    assert [(item.operation, item.outcome) for item in handle.ledger.findings] == [
+        (site, "corrected")
+    ]
+    assert not handle.uncovered().operations
+
+
+def test_what_a_function_computes_twice_is_not_computed_four_times() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1), nn.Linear(8, 8))
+    handle = guarded(model, policy="full")
+    loss = functional.cross_entropy(model(torch.randn(6, 8)), torch.arange(6))
+    loss.backward()
+    made = {site.operation for site in handle.ledger.sites.values() if site.checks}
+    assert {"norm.forward", "norm.dx", "softmax.forward", "loss.dlogits"} <= made
+    sites = [site for site in handle.ledger.sites.values() if site.module == "operations"]
+    assert {site.operation for site in sites if site.checks} <= {"product", "bias.gradient"}

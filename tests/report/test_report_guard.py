@@ -9,7 +9,7 @@ from report_runs import run_with
 from test_report import page_of, visible
 
 from outlast import records
-from outlast.records import CorruptionDetected, Guarded, guard_totals, read_run
+from outlast.records import CorruptionDetected, CoverageWarned, Guarded, guard_totals, read_run
 
 if TYPE_CHECKING:
     from report_runs import RunMaker
@@ -203,6 +203,15 @@ def test_what_no_check_has_watched_is_named_apart_from_what_is_checked_at_rest(
     )
     assert "Checks watched 75 % of the last step's gradient. Apart from that" in unknown
     assert "Every module with parameters has a check" not in unknown
+
+
+def test_shares_of_all_operations_and_lost_checks_are_shown(new_run: Any) -> None:
+    shares = "97.3 % of the step's FLOPs checked (94.0 % of its bytes); not checked: gelu (2.7 %)"
+    lost = CoverageWarned(6, 0, "not checked any more in step 6: mul in norm (2 % of the FLOPs)")
+    event = guarded(50, trained=8, parameters=8, coverage=shares)
+    section = guard_section(run_with(new_run(), event, lost))
+    assert f"Of all operations: {shares}." in section
+    assert f"6 {lost.message}" in section
 
 
 def test_a_record_without_these_shares_says_nothing_of_them(new_run: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +18,7 @@ from outlast.guard.inject import inject, parse_faults
 from outlast.job import to_toml
 from outlast.records import (
     CorruptionDetected,
+    CoverageWarned,
     Guarded,
     MemberLost,
     Run,
@@ -81,6 +83,40 @@ def train_with(job: Job, size: int, *faults: str) -> int:
     codes = run_ranks(size, _faulty, job, list(faults))
     assert len(set(codes)) == 1
     return int(codes[0])
+
+
+def _losing_checks(job: Job) -> int:
+    """Work on `job`, whose norms lose their checks behind the fourth step."""
+    plain = RunGuard.__init__
+
+    def init(self: RunGuard, *args: Any) -> None:
+        plain(self, *args)
+        model, (optimizer, *_) = args[2], args[3]
+
+        def lose(*_: object) -> None:
+            if self.guard.watch.step == 4:
+                for module in model.modules():
+                    if type(module).__name__.endswith("Norm"):
+                        module.forward = partial(type(module).forward, module)
+
+        optimizer.register_step_post_hook(lose)
+
+    RunGuard.__init__ = init  # type: ignore[method-assign]
+    return work(Start(job), ranks_from(os.environ))
+
+
+def test_shares_of_operations_and_lost_checks_are_recorded(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "losing", *SHORT, "train.steps=8", "guard.policy=full")
+    assert run_ranks(1, _losing_checks, job) == [EXIT_DONE]
+    warned = [event for _, event in records(job).of(CoverageWarned)]
+    assert {event.found_on for event in warned} == {0}
+    (fell,) = (item for item in warned if item.message.startswith("not checked any more"))
+    assert fell.step == 5
+    assert "norm" in fell.message
+    assert any(item.message.startswith("not guarded in step 5") for item in warned)
+    last = [event for _, event in records(job).of(Guarded)][-1]
+    assert "of the step's FLOPs checked" in last.coverage
+    assert "silu (" in last.coverage
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -398,6 +398,8 @@ def _unwatched(totals: GuardTotals) -> str:
     if last.gaps:
         others = f" and {len(last.gaps) - 3} others" if len(last.gaps) > 3 else ""
         said += f", not {', '.join([*last.gaps][:3])}{others}"
+    if last.coverage:
+        said += f"; {last.coverage}"
     return f"{said}; at rest {last.at_rest / max(last.parameters, 1):.1%} of the weights"
 
 

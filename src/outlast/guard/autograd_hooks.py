@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import equal_bits, equality_test
+from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -147,12 +148,14 @@ class Record:
         # On the node rather than the tensor: after all hooks that may still change the gradient.
         def note(gradients: tuple[Tensor | None, ...]) -> None:
             self.dy = gradients[output]
+            CALLING.spans.add((self.first, self.end))
 
         y.grad_fn.register_prehook(note)
 
     def arrived(self, kept: tuple[Any, ...], gradients: Gradients) -> Gradients:
         """Check gradients of the wanted inputs; returns them, perhaps corrected."""
         dy, self.dy = self.dy, None
+        CALLING.spans.discard((self.first, self.end))
         if dy is None or all(gradient is None for gradient in gradients):
             return gradients
         every: list[Tensor | None] = [None] * self.inputs
@@ -230,6 +233,7 @@ class _PartsRecord(Record):
     def begin(self, dy: Tensor | None, kept: tuple[Any, ...]) -> None:
         """A backward pass arrives at the output."""
         self.dy, self._kept = dy, kept
+        CALLING.spans.add((self.first, self.end))
         self._parts = [[] for _ in self.wanted]
         self._waiting = self._nodes
 
@@ -249,8 +253,12 @@ class _PartsRecord(Record):
             self._parts, self._kept = [], ()
             self.exact = all(len(part) <= 2 for part in parts)
             with torch.no_grad():
-                totals = [torch.stack(part).sum(dim=0) if part else None for part in parts]
-                self.arrived(kept, tuple(totals))
+                self.arrived(kept, _totals(parts))
+
+
+@computing("check")
+def _totals(parts: list[list[Tensor]]) -> Gradients:
+    return tuple(torch.stack(part).sum(dim=0) if part else None for part in parts)
 
 
 class _PartsOutput(torch.autograd.Function):
@@ -351,14 +359,14 @@ def watched(
         i for i, tensor_in in enumerate(inputs) if tensor_in is not None and tensor_in.requires_grad
     )
     if not wanted or not torch.is_grad_enabled():
-        return compute(*inputs)
+        return _seen(compute, *inputs)
     passed = list(inputs)
     first = inputs[wanted[0]]
     assert first is not None
     if separate:
         parts = _PartsRecord(compute, check, inputs, wanted, first.device.type)
         parts.first = _next_node()
-        y = compute(*inputs)
+        y = _seen(compute, *inputs)
         parts.end = _next_node()
         parts.hook(y)
         output: Tensor = _PartsOutput.apply(parts, y, *keep)  # type: ignore[no-untyped-call]
@@ -370,10 +378,18 @@ def watched(
     for index, view in zip(wanted, hooked, strict=True):
         passed[index] = view
     record.first = _next_node()
-    y = compute(*passed)
+    y = _seen(compute, *passed)
     record.end = _next_node()
     record.follow(y)
     return y
+
+
+def _seen(compute: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    before, CALLING.watched = CALLING.watched, True
+    try:
+        return compute(*inputs)
+    finally:
+        CALLING.watched = before
 
 
 def record_of(node: Node) -> Record | None:
@@ -509,6 +525,8 @@ def repeated(
     *,
     changed: Callable[[], bool] | None = None,
     replaceable: bool = True,
+    place: Callable[[], Site] | None = None,
+    of_model: bool = True,
 ) -> list[Tensor]:
     """Compute tensors a second time and compare all bits; where these differ, a third time decides.
 
@@ -522,6 +540,8 @@ def repeated(
         again: Computes them again, with the same bits unless something was wrong.
         changed: See `corrected`.
         replaceable: Whether the tensors have not been used yet; else wrong ones are ``detected``.
+        place: Finds the site that a finding names, if another one than that which counts.
+        of_model: See `Watch.wants`.
 
     Returns:
         The tensors, or what was put in their place.
@@ -538,7 +558,7 @@ def repeated(
     second = computed()
     equal = torch.tensor(agree(tensors, second))
     judged = equality_test(equal, torch.ones_like(equal))
-    if not watch.wants(site, judged):
+    if not watch.wants(site, judged, of_model=of_model):
         return list(tensors)
     outcome: Outcome = "detected"
     right = list(tensors)
@@ -550,7 +570,8 @@ def repeated(
             confirmed = all(agree(second, third))
             outcome = "corrected" if confirmed else "persistent"
             right = third if confirmed else right
-    watch.find(site, tensors[0].device, int(judged.exceeded), math.inf, outcome)
+    found_at = site if place is None else place()
+    watch.find(found_at, tensors[0].device, int(judged.exceeded), math.inf, outcome)
     return right
 
 

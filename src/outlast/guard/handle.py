@@ -24,7 +24,7 @@ from outlast.guard.install import install
 from outlast.guard.policy import Level, Policy, policy_of
 from outlast.guard.scrubber import Scrubber
 from outlast.guard.survey import Survey
-from outlast.guard.watch import Watch
+from outlast.guard.watch import Watch, computing
 from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from outlast.guard.audit_schedule import AuditReport
     from outlast.guard.collectives import ReplicatedReduction, ShardedReduction
     from outlast.guard.findings import Finding, Ledger
-    from outlast.guard.policy import Coverage, Uncovered
+    from outlast.guard.policy import Coverages, Uncovered
 
 
 T = TypeVar("T")
@@ -335,6 +335,7 @@ class Guard:
         except BaseException:
             self._undo.close()
             raise
+        self._survey.begin()
 
     @property
     def ledger(self) -> Ledger:
@@ -356,6 +357,15 @@ class Guard:
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     @property
+    def on_warning(self) -> Callable[[str], None] | None:
+        """Told what has no check, where a step shows it, instead of a warning of Python's."""
+        return self._survey.on_warning
+
+    @on_warning.setter
+    def on_warning(self, told: Callable[[str], None] | None) -> None:
+        self._survey.on_warning = told
+
+    @property
     def checks_collectives(self) -> bool:
         """True if sums over other processes are checked, too."""
         return self._reduction is not None
@@ -364,10 +374,11 @@ class Guard:
         """By check: how many were made, how well rounding explains them, and what was missed."""
         return certificates(self.ledger)
 
-    def coverage(self) -> list[Coverage]:
+    def coverage(self) -> Coverages:
         """Every module that holds parameters, with the checks made in the last step, or why none.
 
-        Before the first step these are the checks that are expected.
+        Before the first step these are the checks that are expected. As a string: which share of
+        the FLOPs and bytes of the last surveyed step was checked, and the operations that were not.
         """
         return self._survey.coverage()
 
@@ -449,6 +460,7 @@ class Guard:
             DataCorruptionError: On all ranks, when the last step's numbers are no longer what it
                 has left, and no replica had them.
         """
+        self._survey.finish()
         if self.scrubber is not None:
             self.scrubber.finish()
         self.watch.settle()
@@ -519,6 +531,7 @@ class Guard:
         self.watch.redraw()
         self._begin()
 
+    @computing("check")
     def verdict(self) -> Verdict:
         """Return whether the step may be applied; all ranks ask together, before the update.
 
@@ -593,6 +606,7 @@ class Guard:
     def _begin(self) -> None:
         self._approved = False
         self.watch.begin()
+        self._survey.begin()
         if self._buffers is not None:
             self.watch.timed(self._buffers.begin)
         if self._reduction is not None:
@@ -650,6 +664,7 @@ class Guard:
         self._model._outlast_installed = self._installed
         self._undo.callback(lambda: delattr(self._model, "_outlast_installed"))
 
+    @computing("check")
     def _before(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         """An optimizer is about to use the gradients of the passes since the last step."""
         # torch passes the optimizer itself as the first argument.
@@ -671,12 +686,16 @@ class Guard:
         self.watch.timed(self._survey.judge, optimizer)
         if self.replays is not None and self.replays.due:
             self.replays.budget.spend(self.replays.updates.before(optimizer))
+        self._survey.stepping(optimizer)
 
+    @computing("check")
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         if self.replays is not None and self.replays.due:
             self.replays.budget.spend(self.replays.updates.after(optimizer))
 
+    @computing("check")
     def _after(self, optimizer: Optimizer, *_: object) -> None:
+        self._survey.stepping(None)
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):
             # What was found since the verdict is the next one's.

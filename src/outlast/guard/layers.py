@@ -73,6 +73,7 @@ from outlast.guard.residual import (
     residual_test,
 )
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
+from outlast.guard.watch import computing
 from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
@@ -370,6 +371,7 @@ class NormChecks(ForwardPatch):
         self.watch.touch("norm.output", self.name, y)
         return y
 
+    @computing("check")
     def _recognise(self, x: Tensor) -> None:
         """Find which formula a class that looks like RMSNorm has, by its output for random rows."""
         generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,8 @@ kernel takes 2 us more). What `LinearChecks` checks itself is only counted here.
 *Attention* that is fused has those of `outlast.guard.fused_attention`: at level ``full`` by rows,
 at level ``linear`` by sums that need no P, and by rows where such a sum fails.
 
-*Recurrent layers* of oneDNN are one operation without an identity: it is computed twice.
+*Recurrent layers* of oneDNN are one operation without an identity: it is computed twice, and so are
+normalisation, softmax and losses at level ``full``, on the CPU.
 
 Thresholds are those of `outlast.guard.threshold`; what exceeds one is computed again by the same
 kernel with the same shapes, and compared with the product in float64 if its bits stay the same.
@@ -25,10 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import traceback
 import warnings
 import weakref
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library, get_kernel
 
+from outlast.guard.autograd_hooks import repeated
 from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.fused_attention import FusedAttention
@@ -44,8 +48,6 @@ from outlast.guard.product import check_multiplied, is_doubtful, rounding_of
 from outlast.guard.residual import (
     ResidualTest,
     compared_bits,
-    equal_bits,
-    equality_test,
     name_of,
     residual_test,
 )
@@ -53,9 +55,8 @@ from outlast.guard.threshold import DEVIATIONS, product_bound
 from outlast.guard.watch import CALLING, computing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from outlast.guard.findings import Outcome
     from outlast.guard.watch import Watch
 
     Kernel = Callable[..., Any]
@@ -71,6 +72,22 @@ _PRODUCTS = (
 """Kernels of matrix products; those of `mv`, `linear`, `matmul` and `einsum` call them."""
 _NORMS = ("native_batch_norm", "native_group_norm")
 _FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+_TWICE = {
+    "norm.repeated": ("native_layer_norm", "native_layer_norm_backward"),
+    "softmax.forward": ("_softmax", "_log_softmax"),
+    "softmax.dlogits": ("_softmax_backward_data", "_log_softmax_backward_data"),
+    "loss.forward": (
+        *("nll_loss_forward", "nll_loss2d_forward", "mse_loss", "smooth_l1_loss", "huber_loss"),
+        "binary_cross_entropy",
+    ),
+    "loss.dlogits": (
+        *("nll_loss_backward", "nll_loss2d_backward", "mse_loss_backward"),
+        *("smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward"),
+    ),
+}
+"""Cheap kernels that are computed twice where no check stands around the function that calls them.
+
+Such a check sees more: inputs that have changed between the passes."""
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -82,11 +99,16 @@ NODES = {
     **dict.fromkeys(("GroupedMm", "Linear"), "product"),
     "Convolution": "convolution",
     "MkldnnRnnLayer": "recurrent",
-    "NativeBatchNorm": "norm.repeated",
-    "NativeGroupNorm": "norm.repeated",
+    **dict.fromkeys(("NativeBatchNorm", "NativeGroupNorm"), "norm.repeated"),
     "ScaledDotProductFlashAttentionForCpu": "attention.dv",
+    "NativeLayerNorm": "norm.repeated",
+    **dict.fromkeys(("Softmax", "LogSoftmax"), "softmax.dlogits"),
+    **dict.fromkeys(("NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss"), "loss.dlogits"),
+    **dict.fromkeys(("HuberLoss", "BinaryCrossEntropy"), "loss.dlogits"),
 }
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
+_LINEAR = frozenset(("product", "convolution", "recurrent", "attention.dv"))
+"""Those of level ``linear``."""
 _UNTIL_BACKWARD = "whose gradients were not computed"
 """Why level ``linear`` has not checked a forward pass's output."""
 _NODES_ON_CUDA = frozenset(
@@ -115,6 +137,7 @@ class OperationChecks:
         checked: FLOPs of operations that were checked, here or by their callers, since `begin`.
         unchecked: FLOPs of those that were not, by operation and reason.
         calls: Of the operations that were not checked, by the same names.
+        total: FLOPs of operations that were checked, and of those that were not, since ever.
         nodes: Kinds of autograd's nodes whose operations are checked, by type of device.
     """
 
@@ -127,9 +150,10 @@ class OperationChecks:
         self.checked = 0.0
         self.unchecked: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
+        self.total = [0.0, 0.0]
         full = watch.policy.reaches("full")
         self.nodes = {
-            "cpu": frozenset(kind for kind, check in NODES.items() if full or "norm" not in check),
+            "cpu": frozenset(kind for kind, check in NODES.items() if full or check in _LINEAR),
             "cuda": _NODES_ON_CUDA,
         }
         self._product_site = watch.ledger.site(ANYWHERE, "product")
@@ -246,7 +270,6 @@ class OperationChecks:
             args: Its arguments.
             updated: Those among them that it writes to: running statistics.
         """
-        watch = self.watch
         before = [None if item is None else item.clone() for item in args[updated]]
 
         def compute() -> list[Tensor | None]:
@@ -256,14 +279,7 @@ class OperationChecks:
             return [*kernel(*given), *fresh]
 
         results: Sequence[Any] = kernel(*args)
-        made = [*results, *args[updated]]
-        for item in made:
-            if item is not None:
-                watch.touch("norm.repeated", "normalisation", item)
-        again = compute()
-        judged = _compared(made, again)
-        if watch.wants(watch.ledger.site(ANYWHERE, "norm.repeated"), judged, of_model=False):
-            self._vote("norm.repeated", judged, (made, again), compute)
+        self._repeat("norm.repeated", "normalisation", [*results, *args[updated]], compute)
         return results
 
     @computing("check")
@@ -379,65 +395,66 @@ class OperationChecks:
             return
         if not self.watch.repeats_product(db) and (dy is None or _is_sum(db, dy)):
             return
-        two = [db], [again()]
-        judged = _compared(*two)
-        if int(judged.exceeded):
-            self._vote("convolution.dw", judged, two, lambda: [again()])
+        self._repeat("bias.gradient", "convolution", [db], lambda: [again()])
 
     @computing("check")
     def recurrent(self, kernel: Kernel, args: tuple[Any, ...], flops: float) -> Sequence[Any]:
         """Compute a recurrent layer, or its gradients, twice; a third time decides."""
-        watch = self.watch
-        made: Sequence[Any] = kernel(*args)
-        if not self._count("recurrent", flops, _why_not(*args[:2])):
+
+        def compute() -> Sequence[Any]:
+            # The forward pass's memory for the backward pass is in part not written to.
+            with _filled_memory():
+                made: Sequence[Any] = kernel(*args)
             return made
-        # The forward pass's fourth output is memory for the backward pass, in part not written to.
-        compared = 3 if len(made) == 4 else len(made)
-        for item in made[:compared]:
-            watch.touch("recurrent.output", "recurrent", item)
-        again = kernel(*args)
-        judged = _compared(made[:compared], again[:compared])
-        if watch.wants(watch.ledger.site(ANYWHERE, "recurrent"), judged, of_model=False):
-            computed = made[:compared], again[:compared]
-            self._vote("recurrent", judged, computed, lambda: kernel(*args)[:compared])
+
+        if not self._count("recurrent", flops, _why_not(*args[:2])):
+            return kernel(*args)  # type: ignore[no-any-return]
+        made = compute()
+        self._repeat("recurrent", "recurrent", made, compute, site="recurrent.output")
         return made
 
     @computing("check")
-    def bias_gradient(self, kernel: Kernel, args: tuple[Any, ...], options: Any) -> Tensor:
-        """Compute a sum in the backward pass of a product's bias twice; a third time decides."""
-        watch = self.watch
-        made: Tensor = kernel(*args, **options)
-        watch.touch("bias.gradient", "sum", made)
-        again = kernel(*args, **options)
-        judged = _compared([made], [again])
-        if watch.wants(watch.ledger.site(ANYWHERE, "bias.gradient"), judged, of_model=False):
-            computed = [made], [again]
-            self._vote("bias.gradient", judged, computed, lambda: [kernel(*args, **options)])
+    def twice(
+        self, check: str, name: str, kernel: Kernel, args: tuple[Any, ...], options: Any
+    ) -> Any:
+        """Compute a cheap operation twice; a third time decides."""
+        made = kernel(*args, **options)
+        several = isinstance(made, (tuple, list))
+
+        def compute() -> Sequence[Any]:
+            again = kernel(*args, **options)
+            return again if several else [again]
+
+        self._repeat(check, name, made if several else [made], compute)
         return made
 
-    def _vote(
+    def _repeat(
         self,
-        operation: str,
-        judged: ResidualTest,
-        computed: tuple[Sequence[Tensor | None], Sequence[Tensor | None]],
+        check: str,
+        name: str,
+        made: Sequence[Tensor | None],
         compute: Callable[[], Sequence[Tensor | None]],
+        *,
+        site: str = "",
     ) -> None:
-        """Let a third computation decide between two, and put the right one in place."""
-        made, again = computed
-        outcome: Outcome = "detected"
-        if self.watch.policy.correct:
-            third = compute()
-            if not _compared(again, third).exceeded:
-                outcome = "corrected"
-                for wrong, right in zip(made, again, strict=True):
-                    if wrong is not None and right is not None:
-                        wrong.copy_(right)
-            elif not _compared(made, third).exceeded:
-                # The second computation was the wrong one.
-                outcome = "check"
-        site = self.watch.ledger.site(self._place(operation), operation)
-        rows, worst = int(judged.exceeded), float(judged.worst)
-        self.watch.find(site, judged.flags.device, rows, worst, outcome)
+        """Compare results with those of a second computation, and put them right in place."""
+        watch, ledger = self.watch, self.watch.ledger
+        results = [item for item in made if item is not None]
+        for item in results:
+            if item.is_floating_point():
+                watch.touch(site or check, name, item)
+        right = watch.timed(
+            repeated,
+            watch,
+            ledger.site(ANYWHERE, check),
+            results,
+            compute,
+            place=lambda: ledger.site(self._place(name), check),
+            of_model=False,
+        )
+        for wrong, item in zip(results, right, strict=True):
+            if item is not wrong:
+                wrong.copy_(item)
 
     @computing("check")
     def attention_output(
@@ -449,10 +466,13 @@ class OperationChecks:
         out, logsum = made
         watch = self.watch
         why_not = call.why_not()
-        if not why_not:
+        if not why_not and not watch.policy.reaches("full"):
+            why_not = _UNTIL_BACKWARD
+        if watch.repeats_product(out):
+            check, site = "attention.forward", "attention.output"
+            self._repeat(check, "attention", made, lambda: kernel(*args, **options), site=site)
+        else:
             watch.touch("attention.output", "attention", out)
-            if not watch.policy.reaches("full"):
-                why_not = _UNTIL_BACKWARD
         if not self._count("attention", call.flops, why_not):
             return made
         signs = watch.signs.take("output", out.shape[-1], out.device)
@@ -492,8 +512,15 @@ class OperationChecks:
             return made
         watch = self.watch
         sites = ("attention.dq", "attention.dk", "attention.dv")
-        for site, gradient in zip(sites, made, strict=True):
-            watch.touch(site, "attention", gradient)
+        if watch.repeats_product(out):
+            second = kernel(*args, **options)
+            for place, site in enumerate(sites):
+                computed = itertools.chain([second], iter(lambda: kernel(*args, **options), None))
+                fresh = map(operator.itemgetter(slice(place, place + 1)), computed)
+                self._repeat(site, "attention", made[place : place + 1], fresh.__next__)
+        else:
+            for site, gradient in zip(sites, made, strict=True):
+                watch.touch(site, "attention", gradient)
         signs = watch.signs.take("output", out.shape[-1], out.device)
 
         def judge() -> list[ResidualTest]:
@@ -564,6 +591,7 @@ class OperationChecks:
             self._begun, self.checked = True, 0.0
             self.unchecked.clear()
             self.calls.clear()
+        self.total[bool(why_not)] += flops
         if why_not:
             name = name.partition(".")[0]
             name = name if why_not == "without a check" else f"{name} {why_not}"
@@ -647,6 +675,16 @@ class OperationChecks:
         return name
 
 
+def checking() -> OperationChecks | None:
+    """The guard that checks what this thread computes now, if any."""
+    if CALLING.purpose != "check":
+        for reference in reversed(_installed):
+            checks = reference()
+            if checks is not None and checks.wants():
+                return checks
+    return None
+
+
 def release_kernels() -> None:
     """Put torch's kernels back if no guard is left, whose model may be gone without `remove`."""
     global _library  # noqa: PLW0603
@@ -665,11 +703,9 @@ def _replace_kernels(library: Library, key: str) -> None:
             return
 
         def kernel(keyset: Any, *args: Any, **options: Any) -> Any:
-            if CALLING.purpose != "check":
-                for reference in reversed(_installed):
-                    checks = reference()
-                    if checks is not None and checks.wants():
-                        return stand_in(checks, partial(raw, keyset), args, options)
+            checks = checking()
+            if checks is not None:
+                return stand_in(checks, partial(raw, keyset), args, options)
             return raw(keyset, *args, **options)
 
         library.impl(  # type: ignore[no-untyped-call]
@@ -700,6 +736,9 @@ def _replace_kernels(library: Library, key: str) -> None:
                 updated = slice(3, 5) if name == "native_batch_norm" else slice(0)
                 replace(name, _normalisation(updated))
                 replace(f"{name}_backward", _normalisation(slice(0)))
+            for check, names in _TWICE.items():
+                for name in names:
+                    replace(name, _twice(check, name))
             replace("sum.dim_IntList", _bias_gradient)
             replace("mkldnn_rnn_layer", _recurrent(1.0))
             replace("mkldnn_rnn_layer_backward", _recurrent(2.0))
@@ -737,7 +776,27 @@ def _bias_gradient(checks: OperationChecks, raw: Kernel, args: Any, options: Any
     node = torch._C._current_autograd_node()
     if CALLING.purpose == "checked" or node is None or not node.name().startswith(SUMMING):
         return raw(*args, **options)
-    return checks.bias_gradient(raw, args, options)
+    return checks.twice("bias.gradient", "sum", raw, args, options)
+
+
+def _twice(check: str, name: str) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
+    def compute(checks: OperationChecks, raw: Kernel, args: Any, options: Any) -> Any:
+        if not checks.watch.policy.reaches("full") or _is_watched():
+            return raw(*args, **options)
+        return checks.twice(check, name, raw, args, options)
+
+    return compute
+
+
+def _is_watched() -> bool:
+    """Return whether a check stands around the function that computes this, or its gradient."""
+    if CALLING.purpose or CALLING.watched:
+        return True
+    node = torch._C._current_autograd_node() if CALLING.spans else None
+    if node is None:
+        return False
+    number = node._sequence_nr()
+    return any(first <= number < end for first, end in CALLING.spans)
 
 
 def _normalisation(updated: slice) -> Callable[[OperationChecks, Kernel, Any, Any], Any]:
@@ -809,15 +868,19 @@ def _looking_twice(
     return judge
 
 
-def _compared(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> ResidualTest:
-    """Judge whether two computations gave the same bits, per tensor."""
-    equal = [
-        equal_bits(a, b).all()
-        for a, b in zip(first, second, strict=True)
-        if a is not None and b is not None and a.is_floating_point()
-    ]
-    found = torch.stack(equal)
-    return equality_test(found, torch.ones_like(found))
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Have kernels begin with memory of the same contents, whatever they leave of it."""
+    before = torch._C._get_deterministic_algorithms()
+    warns = torch._C._get_deterministic_algorithms_warn_only()
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_fill_uninitialized_memory(True)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
+        torch._C._set_deterministic_algorithms(before, warn_only=warns)
 
 
 class _Product:

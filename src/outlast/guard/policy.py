@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from outlast.errors import GuardError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Level = Literal["off", "light", "linear", "full"]
 LEVELS: tuple[Level, ...] = ("off", "light", "linear", "full")
@@ -247,10 +251,12 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "norm.repeated": Operation(
         "full",
-        "batch and group normalisation, their running statistics and their gradients, computed a "
-        "second time, bit for bit; a third time decides",
+        "batch and group normalisation, running statistics, layer norms that are not of a module "
+        "that norm.forward knows, and their gradients, computed a second time, bit for bit; a "
+        "third time decides (on the CPU)",
         "any wrong bit",
-        "the same wrong values twice",
+        "the same wrong values twice; an input that was wrong before; norms that are written in "
+        "element-wise operations",
         corrects=True,
     ),
     "attention.sums": Operation(
@@ -334,8 +340,7 @@ OPERATIONS: dict[str, Operation] = {
         "full",
         "softmax and log_softmax computed a second time have the same bits (on the CPU)",
         "any bit that a transient fault has changed, before it is used",
-        "the same wrong value twice; an input that was wrong before; other devices; softmax inside "
-        "of torch's own C++ functions",
+        "the same wrong value twice; an input that was wrong before; other devices",
         corrects=True,
     ),
     "softmax.dlogits": Operation(
@@ -483,6 +488,105 @@ class Coverage:
     kind: str
     operations: tuple[str, ...]
     why_not: str = ""
+
+
+@dataclass(frozen=True)
+class StepCoverage:
+    """What the operations of one step have computed, and which share of it was checked.
+
+    FLOPs of products, convolutions and the like are those of their sums; all other operations count
+    one per element of their output or input. Bytes are those of inputs and outputs.
+
+    Attributes:
+        step: The surveyed step, from 1.
+        flops: Of all operations that were executed, forward, backward and in the optimizer.
+        bytes: Of the same.
+        unchecked: Share of the FLOPs without a check, by operation, the largest first.
+        unchecked_bytes: Share of the bytes without a check, likewise.
+        places: By operation and module: FLOPs and bytes that were checked, and those that were not.
+            Modules that differ in numbers alone are one.
+    """
+
+    step: int
+    flops: float
+    bytes: float
+    unchecked: dict[str, float]
+    unchecked_bytes: dict[str, float]
+    places: dict[tuple[str, str], tuple[float, float, float, float]] = field(default_factory=dict)
+
+    @property
+    def covered(self) -> float:
+        """Share of the FLOPs that was checked."""
+        return 1.0 - sum(self.unchecked.values())
+
+    @property
+    def covered_bytes(self) -> float:
+        """Share of the bytes that was checked."""
+        return 1.0 - sum(self.unchecked_bytes.values())
+
+    def __str__(self) -> str:
+        said = (
+            f"{_percent(self.covered)} of the step's FLOPs checked "
+            f"({_percent(self.covered_bytes)} of its bytes)"
+        )
+        if self.unchecked:
+            said += f"; not checked: {_shares(self.unchecked)}"
+        only_moved = {
+            name: share
+            for name, share in self.unchecked_bytes.items()
+            if name not in self.unchecked
+        }
+        if only_moved:
+            said += f"; moved without a check, of the bytes: {_shares(only_moved)}"
+        return said
+
+
+_NAMED = 8
+
+
+def _shares(shares: dict[str, float]) -> str:
+    """The largest by name, and what the others are together, so that nothing is missing."""
+    named = [*shares.items()]
+    shown, rest = named[:_NAMED], named[_NAMED:]
+    texts = [f"{name} ({_percent(share)})" for name, share in shown]
+    if rest:
+        others = "others" if len(rest) > 1 else "other"
+        texts.append(f"{len(rest)} {others} ({_percent(sum(share for _, share in rest))})")
+    return ", ".join(texts)
+
+
+def _percent(share: float) -> str:
+    """In percent, with a decimal, or with two digits where that would give 0 or 100."""
+    text = f"{100.0 * share:.1f}"
+    if text in {"0.0", "100.0"} and 0.0 < share < 1.0:
+        # Of the smaller part, whichever it is.
+        rest = min(share, 1.0 - share)
+        digits = min(1 - math.floor(math.log10(100.0 * rest)), 12)
+        text = f"{100.0 * share:.{digits}f}"
+    return f"{text} %"
+
+
+class Coverages(list[Coverage]):
+    """Every module with its checks; as a string, what was checked of the last surveyed step.
+
+    Attributes:
+        step: Of all operations of that step; None before the first, at level ``light``, and where
+            it could not be counted.
+        why_not: Why it could not.
+    """
+
+    def __init__(
+        self, items: Iterable[Coverage], step: StepCoverage | None = None, why_not: str = ""
+    ) -> None:
+        super().__init__(items)
+        self.step, self.why_not = step, why_not
+
+    def __str__(self) -> str:
+        covered = sum(bool(item.operations) for item in self)
+        said = f"{covered} of {len(self)} modules with parameters have checks"
+        if self.step is not None:
+            said = f"step {self.step.step}: {self.step}; {said}"
+        return f"{said}; {self.why_not}" if self.why_not else said
 
 
 @dataclass(frozen=True)

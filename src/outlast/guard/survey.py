@@ -1,14 +1,15 @@
 """Survey of a step's gradients: those that an executed check has watched, and the others.
 
 What a module's kind promises says little about a run: a layer's weight may be used by another
-module, its call may be inside a compiled graph, a branch may not be taken any more. So two things
+module, its call may be inside a compiled graph, a branch may not be taken any more. So three things
 are looked at instead:
 
 - in every step, the checks that were made since the optimizer's last one (`Site.last`);
 - autograd's graph, where a backward pass begins: in the first step, in steps 2, 4, 8 and so on, and
   after a change. Whatever a model is made of, every use of a parameter ends at its
   ``AccumulateGrad``. The gradient was watched if all nodes that use the parameter belong to checks,
-  and these were made.
+  and these were made;
+- in the same steps, every operation that is executed; see `outlast.guard.operation_counter`.
 
 The graph is only read: nothing that autograd has saved is unpacked, so nothing is computed again.
 What runs inside of reentrant checkpointing is seen in the backward pass that it begins itself. A
@@ -38,8 +39,9 @@ from outlast.guard.autograd_hooks import record_of
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.install import ProductLayer
 from outlast.guard.linear import CheckedLinear
+from outlast.guard.operation_counter import FRAMEWORKS, OperationCounter, fallen
 from outlast.guard.operations import ANYWHERE, NODES, TYPES
-from outlast.guard.policy import Coverage, Uncovered
+from outlast.guard.policy import Coverage, Coverages, StepCoverage, Uncovered, summarized
 from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ _OF_OPERATIONS = {
     "convolution": frozenset(("convolution.dw",)),
     "recurrent": frozenset(("recurrent",)),
     "norm.repeated": frozenset(("norm.repeated",)),
+    "softmax.dlogits": frozenset(("softmax.dlogits",)),
+    "loss.dlogits": frozenset(("loss.dlogits",)),
 }
 """The same of operations that are checked wherever they are computed."""
 _WITH_BIAS = frozenset(("Addmm", "Baddbmm"))
@@ -105,8 +109,6 @@ _OF_LEVEL_FULL = re.compile("attention|log_softmax|.*loss|binary_cross|kl_div|a 
 _FUNCTIONS = ("attention.forward", "attention.output", "attention.dv", "loss.forward")
 """Checks of functions, which no module announces."""
 _COMPILED = "CompiledFunction"
-_FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "outlast.guard")
-"""Whose autograd functions multiply nothing themselves."""
 
 _Check = tuple[str, frozenset[str]]
 P = ParamSpec("P")
@@ -168,6 +170,7 @@ class Survey:
 
     Attributes:
         depth: Backward passes that continue: reentrant checkpointing begins one inside of another.
+        on_warning: Told instead of Python's warnings.
     """
 
     def __init__(
@@ -217,6 +220,13 @@ class Survey:
         self._steps = 0
         self._due = True
         self.depth = 0
+        self.on_warning: Callable[[str], None] | None = None
+        self._counter: OperationCounter | None = None
+        # Of the backward passes that run.
+        self._graphs: list[_Graph] = []
+        # Why operations are not counted any more.
+        self._uncounted = ""
+        self._step: StepCoverage | None = None
         # Why it is not known what is covered: an error of what reads torch's graph.
         self._unknown = ""
 
@@ -226,7 +236,73 @@ class Survey:
         _SURVEYS.add(self)
         undo.callback(_SURVEYS.discard, self)
         undo.enter_context(_REPLACED.by(_backward))
+        self._count()
+        undo.callback(self._count_no_more)
         return undo
+
+    def begin(self) -> None:
+        """Passes begin: what was executed before is no part of the step."""
+        if self._counter is not None:
+            self._counter.clear()
+
+    def stepping(self, optimizer: Optimizer | None) -> None:
+        """An optimizer computes its update from now on; None: no longer."""
+        if self._counter is not None:
+            self._counter.optimizer = "" if optimizer is None else type(optimizer).__name__
+
+    def _count(self) -> None:
+        """Count operations from now on, where they are checked at all."""
+        if self.watch.operations is not None and not (self._unknown or self._uncounted):
+            self._counter = OperationCounter(self.watch, self._model)
+            # A model may go, and its guard with it, in the middle of a step.
+            self._leave = weakref.finalize(self, self._counter.end)
+            self._leave.atexit = False
+            self._counter.begin()
+
+    def finish(self) -> None:
+        """No step follows: see no more operations."""
+        self._count_no_more()
+
+    def _count_no_more(self) -> None:
+        if self._counter is not None:
+            self._leave()
+            self._counter = None
+            self._graphs.clear()
+
+    def _counted(self) -> bool:
+        """Read the counts of a step that ends; whether less is checked than in the one before."""
+        counter = self._counter
+        if counter is None:
+            return False
+        self._count_no_more()
+        if counter.why_not:
+            self._step = None
+            self._uncounted = f"the step's operations are not counted: {counter.why_not}"
+            self._warn(self._uncounted)
+            return False
+        before, since, step = self._step, self._step_began, self.watch.step + 1
+        now = counter.result(step, lambda name: self._made(name, None, since))
+        if not now.flops:
+            # Its passes are in another thread, or another guard's.
+            return False
+        self._step = now
+        lost = {} if before is None else fallen(before, now)
+        if before is None or not lost:
+            return False
+        self._warn(
+            f"not checked any more in step {step}: {summarized(lost)}; "
+            f"{100 * now.covered:.4g} % of the step's FLOPs and {100 * now.covered_bytes:.4g} % of "
+            f"its bytes are checked, after {100 * before.covered:.4g} % and "
+            f"{100 * before.covered_bytes:.4g} % in step {before.step}; print(Guard.coverage()) "
+            "names the rest"
+        )
+        return True
+
+    def _warn(self, text: str) -> None:
+        if self.on_warning is None:
+            warnings.warn(text, stacklevel=3)
+        else:
+            self.on_warning(text)
 
     def look(self, roots: Any) -> None:
         """Read the graph of a backward pass that begins at `roots`, if this step is looked at."""
@@ -245,12 +321,19 @@ class Survey:
         )
         if graph.reaches(self.watch):
             graph.read(self._seen)
+            if self._counter is not None:
+                self._graphs.append(graph)
+                self._counter.graphs.append(weakref.WeakMethod(graph.own_check))
 
     def passed(self) -> None:
         """End a backward pass: without an optimizer, the first one is judged."""
+        if self._counter is not None and not self.depth:
+            self._counter.graphs.clear()
+            self._graphs.clear()
         if self._due and not self._optimizers and not self.depth and self._seen.uses:
             self._judge_all()
             self._safely(self._tell)
+            self._safely(self._counted)
             self._due = False
 
     def judge(self, optimizer: Optimizer | None) -> None:
@@ -306,17 +389,23 @@ class Survey:
         if not self._due and not self._checks_any:
             self._due = self._steps & (self._steps - 1) == 0
             return
+        fell = self._safely(self._counted)
         self._last_began, self._step_began = self._step_began, self.watch.period
-        self._due = bool(self._safely(self._tell)) or self._steps & (self._steps - 1) == 0
+        news = self._safely(self._tell)
+        self._due = bool(news or fell) or self._steps & (self._steps - 1) == 0
         if self._due:
             self._seen = _Seen()
+            self._count()
         if self.watch.operations is not None:
             self.watch.operations.begin()
 
-    def coverage(self) -> list[Coverage]:
+    def coverage(self) -> Coverages:
         """Every module that holds parameters, with the checks that were made in it."""
         self._judge_all()
-        found = []
+        why_not = self._unknown or self._uncounted
+        if not why_not and self._step is not None and self._shown.compiled:
+            why_not = "kernels that a compiler has made are not counted"
+        found = Coverages((), None if self._unknown else self._step, why_not)
         for item in self._planned:
             operations, why_not = item.operations, self._why_not(item) or self._unknown
             if not self._unknown and (own := self._operations_of(item)):
@@ -395,7 +484,8 @@ class Survey:
             raise
         except Exception as error:
             self._unknown = f"coverage is not known: {type(error).__name__}: {error}"
-            warnings.warn(f"{self._unknown}; the checks continue", stacklevel=3)
+            self._count_no_more()
+            self._warn(f"{self._unknown}; the checks continue")
             return None
 
     def _judge_all(self) -> None:
@@ -437,8 +527,7 @@ class Survey:
         # What a module lacks by its kind was said when the guard was installed.
         worth = bool(new.parameters or called or self._training_among(idle))
         if worth and watch.policy.reaches("linear"):
-            text = f"not guarded in step {watch.step + 1}: {new}; Guard.uncovered() lists all"
-            warnings.warn(text, stacklevel=2)
+            self._warn(f"not guarded in step {watch.step + 1}: {new}; Guard.uncovered() lists all")
         return worth
 
     def _training_among(self, modules: Sequence[str]) -> bool:
@@ -483,7 +572,7 @@ class Survey:
         layer = self._linear.get(planned.module)
         return planned.why_not or (layer.why_not if layer is not None else "")
 
-    def _made(self, check: str, operations: Container[str], since: int) -> bool:
+    def _made(self, check: str, operations: Container[str] | None, since: int) -> bool:
         sites = self.watch.ledger.sites
         if len(sites) != self._indexed:
             self._indexed = len(sites)
@@ -491,7 +580,7 @@ class Survey:
             for site in sites.values():
                 self._sites.setdefault(site.module, []).append(site)
         for site in self._sites.get(check, ()):
-            if site.last >= since and site.operation in operations:
+            if site.last >= since and (operations is None or site.operation in operations):
                 return True
         return False
 
@@ -630,7 +719,8 @@ class _Graph:
             if _is_empty(node):
                 continue
             kind, check = _kind(node), self._check(node)
-            flops = _flops(node, kind)
+            # Where operations are checked, those that run are counted.
+            flops = 0.0 if self._nodes else _flops(node, kind)
             seen.unknown |= flops is None or kind == _COMPILED
             seen.compiled |= kind == _COMPILED
             if check is not None:
@@ -643,6 +733,11 @@ class _Graph:
     def _leaf(self, node: Node) -> str | None:
         variable = getattr(node, "variable", None)
         return None if variable is None else self._variables.get(id(variable))
+
+    def own_check(self, node: Node) -> str | None:
+        """The name of a check that is not made at the dispatcher."""
+        check = self._check(node)
+        return None if check == ANYWHERE else check
 
     def _check(self, node: Node) -> str | None:
         """The name of the check that watches the gradient which this node makes."""
@@ -775,7 +870,7 @@ def _is_custom(node: Node, kind: str) -> bool:
     owner = getattr(node, "_forward_cls", None)
     if kind.startswith(_CUSTOM):
         return True
-    return owner is not None and not owner.__module__.startswith(_FRAMEWORKS)
+    return owner is not None and not owner.__module__.startswith(FRAMEWORKS)
 
 
 def _flops(node: Node, kind: str) -> float | None:

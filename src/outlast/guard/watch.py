@@ -180,9 +180,16 @@ class _Calling(threading.local):
     Attributes:
         purpose: Empty for the model's own operations; ``check`` for a check's sums; ``checked`` for
             a product whose caller checks it, ``attention`` for an attention.
+        watched: Whether it is computed within a function whose result is checked from outside.
+        spans: Numbers of autograd's nodes whose gradients are checked from outside, and that are
+            being computed.
     """
 
     purpose = ""
+    watched = False
+
+    def __init__(self) -> None:
+        self.spans: set[tuple[int, int]] = set()
 
 
 CALLING = _Calling()
@@ -217,6 +224,7 @@ class Watch:
         uncorrected: Findings of this step that left wrong values in it, and were in no verdict
             that was clean.
         unjudged: Whether there were checks, or collectives to check, since the last clean verdict.
+        made: Counts all checks, also those whose result is not known yet.
         seconds: Time that checks took so far; on devices that run behind the host, only of the
             host.
         generation: Counts the times that weights were written to; sums of weights fit one.
@@ -240,6 +248,7 @@ class Watch:
         self.unjudged = False
         self._lasting = 0
         self._not_finite: list[Site] = []
+        self.made = 0
         self.seconds = 0.0
         self.generation = 0
         self.period = 0
@@ -345,6 +354,7 @@ class Watch:
                 if nothing is wrong.
         """
         self.unjudged |= of_model
+        self.made += 1
         rows = len(judged.flags)
         if isinstance(judged.exceeded, torch.Tensor):
             numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)

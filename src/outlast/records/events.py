@@ -335,6 +335,8 @@ class Guarded(Event):
             that differ in numbers alone are one, and only the first are given.
         audits: As `outlast.guard.AuditReport`, and ``share`` of the micro-batches that are audited;
             empty where none are made.
+        coverage: Shares of the FLOPs and bytes of all operations of the last surveyed step that
+            were checked, and the operations that were not, in a sentence; empty where not known.
     """
 
     kind: ClassVar[str] = "guarded"
@@ -352,6 +354,23 @@ class Guarded(Event):
     flops: float | None = None
     gaps: dict[str, str] = field(default_factory=dict)
     audits: dict[str, Any] = field(default_factory=dict)
+    coverage: str = ""
+
+
+@dataclass(frozen=True)
+class CoverageWarned(Event):
+    """What the guard has no check for, as it saw it first, or has no longer.
+
+    Attributes:
+        step: The step in which it was seen, from 1.
+        found_on: The first rank that saw it.
+        message: What it is, in one sentence.
+    """
+
+    kind: ClassVar[str] = "coverage_warned"
+    step: int
+    found_on: int
+    message: str
 
 
 @dataclass(frozen=True)

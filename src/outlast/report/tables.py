@@ -17,6 +17,7 @@ from outlast.errors import JobError
 from outlast.job import identity, settings_from_text
 from outlast.records import (
     CorruptionDetected,
+    CoverageWarned,
     MemberLost,
     RanksChanged,
     Warned,
@@ -457,7 +458,7 @@ def guard_part(overview: Overview) -> str:
         uncovered = '<p class="about">Every module with parameters has a check.</p>'
     checks = table(heads, rows, "Checks and the largest error that could have passed them")
     audits = f'<p class="about">{text.escape(totals.audits)}.</p>' if totals.audits else ""
-    return checks + uncovered + _gaps(totals) + audits + _findings(overview)
+    return checks + uncovered + _gaps(totals) + audits + _lost(overview) + _findings(overview)
 
 
 def _gaps(totals: GuardTotals) -> str:
@@ -476,10 +477,20 @@ def _gaps(totals: GuardTotals) -> str:
         f"{100 * last.at_rest / max(last.parameters, 1):.3g} % of the parameters; they do not see "
         "what a module computes."
     )
+    if last.coverage:
+        said += f" Of all operations: {text.escape(last.coverage)}."
     rows = [[words(name), words(what)] for name, what in last.gaps.items()]
     heads = [words("parameter or operation"), words("why or how often")]
     listed = table(heads, rows, "Without a check in the last step") if rows else ""
     return f'<p class="about">{said}</p>{listed}'
+
+
+def _lost(overview: Overview) -> str:
+    """What the guard has said of its coverage in the steps that showed it."""
+    warned = [event for _, event in overview.run.of(CoverageWarned)]
+    rows = [[digits(f"{event.step:,}"), words(event.message)] for event in warned]
+    heads = [digits("step"), words("what no check has watched, or watches no longer")]
+    return table(heads, rows, "Warnings of coverage") if rows else ""
 
 
 def _findings(overview: Overview) -> str:

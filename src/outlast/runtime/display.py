@@ -32,6 +32,7 @@ from outlast.records import (
     CheckpointRestored,
     CheckpointSaved,
     CorruptionDetected,
+    CoverageWarned,
     DataStaged,
     Evaluated,
     Event,
@@ -144,7 +145,7 @@ def message_of(event: Event) -> str | None:
             return _about_numbers(event)
         case StopRequested():
             return f"step {event.step}: stopping ({event.reason})"
-        case Warned():
+        case Warned() | CoverageWarned():
             return f"warning: {event.message}"
         case StateRecovered() | MemberLost() | MembershipChanged():
             return recovery_words(event)

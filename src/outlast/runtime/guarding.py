@@ -15,7 +15,7 @@ from outlast.errors import DataCorruptionError
 from outlast.guard import Guard, Policy, guard
 from outlast.guard.findings import HARMFUL, LASTING
 from outlast.guard.policy import collapsed
-from outlast.records import CorruptionDetected, Guarded, MemberLost
+from outlast.records import CorruptionDetected, CoverageWarned, Guarded, MemberLost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +42,8 @@ class RunGuard:
         warnings: What the guard had to say when it was installed.
         told: Findings of all ranks that `news` has given; on rank 0.
         inside: Whether the engine makes the attempts itself, before it sums over other processes.
+        records_warnings: Whether `news` has what the guard says of its coverage in a step; else it
+            is a warning of Python's.
         may_go_back: Whether the loop goes back where memory was wrong; see `Runtime.go_back`.
     """
 
@@ -55,7 +57,8 @@ class RunGuard:
         self._attempts: Iterator[int] = iter(())
         # Steps of the loop and of the optimizer, where from then on both go up together.
         self._counts: list[tuple[int, int]] = [(0, 0)]
-        self.inside = self.may_go_back = False
+        self.inside = self.may_go_back = self.records_warnings = False
+        self._said: list[tuple[int, str]] = []
         policy = Policy(
             level=settings.policy,
             modules=settings.modules,
@@ -69,6 +72,13 @@ class RunGuard:
             warnings.simplefilter("always")
             self.guard: Guard = guard(model, optimizers, policy)
         self.warnings = [str(item.message) for item in caught]
+        self.guard.on_warning = self._say
+
+    def _say(self, message: str) -> None:
+        if self.records_warnings:
+            self._said.append((self.guard.watch.step + 1, message))
+        else:
+            warnings.warn(message, stacklevel=4)
 
     def attempts(self) -> Iterator[int]:
         """See `Guard.attempts`."""
@@ -185,6 +195,7 @@ class RunGuard:
         before = self.guard
         before.remove()
         self.guard = guard(model, optimizers, before.policy)
+        self.guard.on_warning = self._say
         if self.guard.replays is not None and before.replays is not None:
             self.guard.replays.follow(before.replays)
         self.guard.watch.seconds = before.seconds or 0.0
@@ -208,11 +219,11 @@ class RunGuard:
 
     @property
     def found(self) -> int:
-        """Findings of this process that are not recorded yet."""
-        return len(self.guard.ledger.findings) - self._reported
+        """Findings and warnings of this process that are not recorded yet."""
+        return len(self.guard.ledger.findings) - self._reported + len(self._said)
 
-    def news(self) -> list[CorruptionDetected | MemberLost]:
-        """All ranks' findings since the last call, by rank; all ranks call it together.
+    def news(self) -> list[CorruptionDetected | CoverageWarned | MemberLost]:
+        """All ranks' findings and warnings since the last call; all ranks call it together.
 
         Where the attempts have ended with wrong values, their ranks count as lost.
 
@@ -221,6 +232,14 @@ class RunGuard:
         """
         mine = self.guard.ledger.findings[self._reported :]
         self._reported += len(mine)
+        said, self._said = self._said, []
+        everyone = gather_on_first((mine, said))
+        # All ranks mostly say the same.
+        warned = {
+            message: CoverageWarned(step, rank, message)
+            for rank, (_, texts) in reversed([*enumerate(everyone)])
+            for step, message in texts
+        }
         events = [
             CorruptionDetected(
                 step=finding.step,
@@ -232,12 +251,12 @@ class RunGuard:
                 magnitude=finding.magnitude,
                 outcome=finding.outcome,
             )
-            for findings in gather_on_first(mine)
+            for findings, _ in everyone
             for finding in findings
         ]
         self.told += len(events)
         if not self._gave_up:
-            return [*events]
+            return [*events, *warned.values()]
         corrupt = {event.found_on: event for event in events if event.outcome in HARMFUL}
         lost = [
             MemberLost(
@@ -249,7 +268,7 @@ class RunGuard:
             )
             for wrong in corrupt.values()
         ]
-        return [*events, *lost]
+        return [*events, *warned.values(), *lost]
 
     def summary(self, step: int) -> Guarded:
         """Summarise the checks of this attempt so far."""
@@ -274,5 +293,6 @@ class RunGuard:
             unwatched=uncovered.unwatched,
             flops=uncovered.flops,
             gaps=dict(gaps[:_MOST_GAPS]),
+            coverage="" if coverage.step is None else str(coverage.step),
             audits={} if audits is None else {**asdict(audits), "share": audits.share},
         )

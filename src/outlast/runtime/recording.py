@@ -211,6 +211,8 @@ class StepRecords:
         """
         self._step = ready.step
         self.write(ready)
+        if guard is not None:
+            guard.records_warnings = True
         if self.meter is not None:
             self.meter.guard = guard
             self._measured(self.meter.begin(ready.step))
