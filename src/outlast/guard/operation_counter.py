@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outlast.guard.operations import checking
+from outlast.guard.operations import FUSED, UNTIL_BACKWARD, checking
 from outlast.guard.policy import StepCoverage
 from outlast.guard.watch import CALLING
 
@@ -230,7 +230,8 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None or place is not None:
             number = int(torch.autograd._get_sequence_nr()) - 1
             self._places.setdefault(number, place or "")
-        check = ""
+        # At level linear an output is checked together with its gradients.
+        check = UNTIL_BACKWARD if not checked and _base(func) == FUSED else ""
         if node is not None and place is None:
             place = self._places.get(node._sequence_nr(), "")
             custom = custom or _custom_of(node)

@@ -44,11 +44,11 @@ from outlast.guard.convolution import Convolution
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.fused_attention import FusedAttention
 from outlast.guard.linear import unexplained
-from outlast.guard.product import check_multiplied, is_doubtful, rounding_of
+from outlast.guard.product import is_doubtful, rounding_of
+from outlast.guard.product_calls import GroupedProductCall, ProductCall, why_not
 from outlast.guard.residual import (
     ResidualTest,
     compared_bits,
-    name_of,
     residual_test,
 )
 from outlast.guard.threshold import DEVIATIONS, product_bound
@@ -63,15 +63,13 @@ if TYPE_CHECKING:
     Judge = Callable[[Tensor], ResidualTest]
     Exact = Callable[[ResidualTest], tuple[Tensor, Tensor]]
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of operations that are checked."""
 _PRODUCTS = (
     *("mm", "mm.out", "addmm", "addmm.out", "addmm_", "addmv", "addmv.out", "addmv_"),
     *("bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"),
 )
 """Kernels of matrix products; those of `mv`, `linear`, `matmul` and `einsum` call them."""
 _NORMS = ("native_batch_norm", "native_group_norm")
-_FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 _TWICE = {
     "norm.repeated": ("native_layer_norm", "native_layer_norm_backward"),
     "softmax.forward": ("_softmax", "_log_softmax"),
@@ -109,7 +107,7 @@ NODES = {
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
 _LINEAR = frozenset(("product", "convolution", "recurrent", "attention.dv"))
 """Those of level ``linear``."""
-_UNTIL_BACKWARD = "whose gradients were not computed"
+UNTIL_BACKWARD = "whose gradients were not computed"
 """Why level ``linear`` has not checked a forward pass's output."""
 _NODES_ON_CUDA = frozenset(
     ("Mm", "Bmm", "Mv", "Addmm", "Addmv", "Baddbmm", "Convolution"),
@@ -206,13 +204,13 @@ class OperationChecks:
         self, name: str, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]
     ) -> Tensor:
         """Compute a matrix product, checked."""
-        call = _Product(name, kernel, args, options)
+        call = ProductCall(name, kernel, args, options)
         if self._count(name, call.flops, call.why_not()) and CALLING.purpose != "checked":
             return self._checked_product(call)
         return call.result()
 
     @computing("check")
-    def _checked_product(self, call: _Product) -> Tensor:
+    def _checked_product(self, call: ProductCall) -> Tensor:
         watch = self.watch
         call.keep()
         out = call.result()
@@ -233,7 +231,7 @@ class OperationChecks:
     @computing("check")
     def grouped_product(self, kernel: Kernel, args: tuple[Any, ...], options: Any) -> Tensor:
         """Compute ``aten::_grouped_mm`` with these arguments, checked."""
-        call = _GroupedProduct(kernel, args, options)
+        call = GroupedProductCall(kernel, args, options)
         out = call.result()
         if not self._count(call.name, call.flops, call.why_not()):
             return out
@@ -290,7 +288,7 @@ class OperationChecks:
         out: Tensor = kernel(*args)
         watch = self.watch
         flops = shape.flops(x if shape.transposed else out)
-        if not self._count("convolution", flops, _why_not(x, weight)):
+        if not self._count("convolution", flops, why_not(x, weight)):
             return out
         watch.touch("convolution.output", "convolution", out)
 
@@ -320,7 +318,7 @@ class OperationChecks:
         made: Sequence[Any] = kernel(*args)
         small, big = (x, dy) if shape.transposed else (dy, x)
         flops = shape.flops(small) * sum(mask[:2])
-        if not self._count("convolution_backward", flops, _why_not(dy, x, weight)):
+        if not self._count("convolution_backward", flops, why_not(dy, x, weight)):
             return made
         watch = self.watch
         # The bias's gradient sums the output's, which is the small side of a plain convolution.
@@ -407,7 +405,7 @@ class OperationChecks:
                 made: Sequence[Any] = kernel(*args)
             return made
 
-        if not self._count("recurrent", flops, _why_not(*args[:2])):
+        if not self._count("recurrent", flops, why_not(*args[:2])):
             return kernel(*args)  # type: ignore[no-any-return]
         made = compute()
         self._repeat("recurrent", "recurrent", made, compute, site="recurrent.output")
@@ -467,7 +465,7 @@ class OperationChecks:
         watch = self.watch
         why_not = call.why_not()
         if not why_not and not watch.policy.reaches("full"):
-            why_not = _UNTIL_BACKWARD
+            why_not = UNTIL_BACKWARD
         if watch.repeats_product(out):
             check, site = "attention.forward", "attention.output"
             self._repeat(check, "attention", made, lambda: kernel(*args, **options), site=site)
@@ -567,7 +565,7 @@ class OperationChecks:
 
     def _count_output(self, flops: float) -> None:
         """Count a forward pass's attention as checked, now that its gradients are."""
-        name = f"attention {_UNTIL_BACKWARD}"
+        name = f"attention {UNTIL_BACKWARD}"
         if self.unchecked.get(name, 0.0) >= flops:
             self.checked += flops
             self.unchecked[name] -= flops
@@ -746,11 +744,11 @@ def _replace_kernels(library: Library, key: str) -> None:
             # Where its groups end is known on the device only.
             replace("_grouped_mm", _grouped_elsewhere)
         replace(
-            _FUSED,
+            FUSED,
             lambda checks, raw, args, options: checks.attention_output(raw, args, options),
         )
         replace(
-            f"{_FUSED}_backward",
+            f"{FUSED}_backward",
             lambda checks, raw, args, options: checks.attention_gradients(raw, args, options),
         )
         for name in _ATTENTION:
@@ -828,16 +826,6 @@ def _attention(first: int, passes: float) -> Callable[[OperationChecks, Kernel, 
     return compute
 
 
-def _why_not(*tensors: Tensor) -> str:
-    """Why these cannot be checked; empty where they can."""
-    for tensor in tensors:
-        if tensor.dtype != tensors[0].dtype or tensor.dtype not in TYPES:
-            return f"of {name_of(tensor.dtype)}"
-        if tensor.layout != torch.strided:
-            return f"of {str(tensor.layout).removeprefix('torch.')} tensors"
-    return ""
-
-
 def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of two results that a check has flagged."""
     expected, sizes = (item.reshape(len(judged.flags), -1)[judged.flags] for item in found)
@@ -881,187 +869,3 @@ def _filled_memory() -> Iterator[None]:
     finally:
         torch._C._set_deterministic_fill_uninitialized_memory(fills)
         torch._C._set_deterministic_algorithms(before, warn_only=warns)
-
-
-class _Product:
-    """One call of a matrix product's kernel: alpha a b + beta d.
-
-    Attributes:
-        name: Of the kernel.
-        terms: Of each sum.
-        columns: Of the result.
-        flops: Of the product.
-    """
-
-    def __init__(
-        self, name: str, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        self.name, self._kernel, self._args, self._options = name, kernel, args, options
-        base = name.partition(".")[0].rstrip("_")
-        self._in_place = name.endswith("_")
-        self._alpha: float = options.get("alpha", 1)
-        self._beta: float = options.get("beta", 1)
-        self._added: Tensor | None = None
-        if base in {"mm", "bmm"}:
-            self._a, self._b = args[:2]
-        else:
-            added, self._a, self._b = args[:3]
-            self._added = added if self._beta else None
-        self.columns = 1 if base == "addmv" else self._b.shape[-1]
-        self.terms = self._a.shape[-1]
-        self.flops = 2.0 * self._a.numel() * self.columns
-
-    def why_not(self) -> str:
-        """Why it cannot be checked; empty where it can."""
-        added = self._added
-        return _why_not(self._a, self._b, *(() if added is None else (added,)))
-
-    def keep(self) -> None:
-        """Keep what the kernel may write over."""
-        out = self._args[0] if self._in_place else self._options.get("out")
-        added = self._added
-        if added is not None and out is not None and out.data_ptr() == added.data_ptr():
-            self._added = added.clone()
-
-    def result(self) -> Tensor:
-        """Compute it."""
-        out: Tensor = self._kernel(*self._args, **self._options)
-        return out
-
-    def again(self) -> Tensor:
-        """Compute it again, into other memory."""
-        args, options = self._args, self._options
-        if self._in_place:
-            first = args[0] if self._added is None else self._added
-            args = (first.clone(), *args[1:])
-        elif "out" in options:
-            options = options | {"out": torch.empty_like(options["out"])}
-            if self._added is not None:
-                args = (self._added, *args[1:])
-        out: Tensor = self._kernel(*args, **options)
-        return out
-
-    def judge(self, out: Tensor, signs: Tensor) -> ResidualTest:
-        """Check `out` with signs (columns,); one row of the check is a row of `out`."""
-        a, b, c = self._batches(out)
-        added = None if self._added is None else (self._added.expand(out.shape), self._beta)
-        if added is not None:
-            added = added[0].reshape(c.shape), added[1]
-        return check_multiplied(a, b, c, added, self._alpha, signs)
-
-    def exact(self, judged: ResidualTest) -> tuple[Tensor, Tensor]:
-        """The flagged rows in float64, and the sums of their terms' magnitudes."""
-        a, b, _ = self._batches()
-        numbers = judged.flags.nonzero()[:, 0].to(a.device)
-        expected = torch.empty((len(numbers), self.columns), dtype=torch.float64, device=a.device)
-        sizes = torch.empty_like(expected)
-        for batch in sorted(set((numbers // a.shape[1]).tolist())):
-            own = numbers // a.shape[1] == batch
-            left, right = a[batch, numbers[own] % a.shape[1]].double(), b[batch].double()
-            expected[own] = self._alpha * (left @ right)
-            sizes[own] = abs(self._alpha) * (left.abs() @ right.abs())
-        if self._added is not None:
-            shape = (*self._a.shape[:-1], *self._b.shape[self._a.dim() - 1 :])
-            added = self._added.expand(shape).reshape(-1, self.columns)[numbers].double()
-            expected += self._beta * added
-            sizes += (self._beta * added).abs()
-        return expected, sizes
-
-    def _batches(self, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        a, b = self._a, self._b
-        c = a if out is None else out
-        if a.dim() == 3:
-            return a, b, c
-        if b.dim() == 1:
-            return a[None], b[None, :, None], c[None] if out is None else c[None, :, None]
-        return a[None], b[None], c[None]
-
-
-class _GroupedProduct:
-    """One call of ``aten::_grouped_mm``: a product for each group of tokens.
-
-    a (tokens, k) by b (groups, k, n) is (tokens, n); a (m, tokens) by b (tokens, n) is (groups, m,
-    n); a (groups, m, k) by b (k, tokens) is (m, tokens), checked by columns.
-
-    Attributes:
-        name: Of the kernel.
-        terms: Of the longest sum.
-        columns: Of the widest product, as it is checked.
-        flops: Of all products.
-    """
-
-    name = "_grouped_mm"
-
-    def __init__(self, kernel: Kernel, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._kernel, self._args, self._options = kernel, args, options
-        a, b = args[:2]
-        offsets = args[2] if len(args) > 2 else options.get("offs")
-        self._turned = a.dim() == 3 and b.dim() == 2
-        if offsets is None:
-            self._parts = [*zip(a, b, strict=True)]
-        else:
-            ends = offsets.tolist()
-            spans = [slice(first, last) for first, last in itertools.pairwise([0, *ends])]
-            if a.dim() == b.dim() == 2:
-                self._parts = [(a[:, span], b[span]) for span in spans]
-            elif self._turned:
-                self._parts = [
-                    (b[:, span].t(), own.t()) for span, own in zip(spans, a, strict=True)
-                ]
-            else:
-                self._parts = [(a[span], own) for span, own in zip(spans, b, strict=True)]
-        self.terms = max((left.shape[1] for left, _ in self._parts), default=0)
-        self._lengths = [left.shape[0] for left, _ in self._parts]
-        self.columns = max((right.shape[1] for _, right in self._parts), default=0)
-        self.flops = sum(2.0 * left.numel() * right.shape[1] for left, right in self._parts)
-
-    def why_not(self) -> str:
-        """Why it cannot be checked; empty where it can."""
-        return _why_not(*self._args[:2])
-
-    def result(self) -> Tensor:
-        """Compute it."""
-        out: Tensor = self._kernel(*self._args, **self._options)
-        return out
-
-    def rows(self, out: Tensor) -> Tensor:
-        """The rows of the check: a view of `out`, or a copy."""
-        rows = out.t() if self._turned else out.reshape(-1, out.shape[-1])
-        # Behind the last group there may be rows that mean nothing.
-        return rows[: sum(self._lengths)]
-
-    def written(self, out: Tensor, rows: Tensor) -> Tensor:
-        """`out` with these rows."""
-        if rows.data_ptr() != out.data_ptr():
-            self.rows(out).copy_(rows)
-        return out
-
-    def judge(self, out: Tensor, signs: Tensor) -> ResidualTest:
-        """Check every row of every product."""
-        tests = []
-        products = torch.split(self.rows(out), self._lengths)
-        for (left, right), own in zip(self._parts, products, strict=True):
-            if own.numel() and left.numel():
-                given = (left[None], right[None], own[None])
-                tests.append(check_multiplied(*given, None, 1.0, signs[: right.shape[1]]))
-            else:
-                # Of no tokens: zeros.
-                flags = own.ne(0).any(dim=1)
-                tests.append(ResidualTest(flags, int(flags.sum()), 0.0, 0.0, 0.0))
-        return ResidualTest(
-            torch.cat([test.flags for test in tests]),
-            sum(int(test.exceeded) for test in tests),
-            max(float(test.worst) for test in tests),
-            sum(float(test.total) for test in tests),
-            max(float(test.widest) for test in tests),
-        )
-
-    def exact(self, judged: ResidualTest) -> tuple[Tensor, Tensor]:
-        """The flagged rows in float64, and the sums of their terms' magnitudes."""
-        found = []
-        flags = torch.split(judged.flags, self._lengths)
-        for (left, right), own in zip(self._parts, flags, strict=True):
-            rows, wide = left[own].double(), right.double()
-            found.append((rows @ wide, rows.abs() @ wide.abs()))
-        expected, sizes = (torch.cat(part) for part in zip(*found, strict=True))
-        return expected, sizes
