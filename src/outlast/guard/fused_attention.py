@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _KEY_BLOCK = 512
 """Keys that the kernel's backward pass takes at a time."""
 
+_CHANNELS = 4096
+"""The most that the native pass has room for."""
 _NEIGHBOURS = 1.5
 """Times the variance of P and dS in sums over queries: of neighbours they round nearly alike."""
 
@@ -99,6 +101,8 @@ class FusedAttention:
         alike = k.shape == v.shape and (len(q), q.shape[3]) == (len(k), k.shape[3])
         if not alike or q.shape[1] % max(k.shape[1], 1):
             return "of heads of unlike shapes"
+        if q.shape[3] > _CHANNELS:
+            return f"of more than {_CHANNELS} channels"
         return ""
 
     def judge_output(self, out: Tensor, logsum: Tensor, signs: Tensor) -> ResidualTest:

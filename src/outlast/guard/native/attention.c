@@ -442,12 +442,12 @@ static void judged(verdict *v, uint8_t *flags, const double *found, int64_t rows
   v->widest = all_powers > 0 ? sqrt(v->limit * widest * (double)rows / all_powers) : 0.0;
 }
 
-/* 0: done; 2: no memory. */
+/* Channels: at most a few thousand, for rows lie on the stack. 0: done; 2: no memory. */
 int outlast_attention(attention *a) {
   const int64_t count = a->batches * a->key_heads, d = a->channels;
   const int64_t tall = (a->queries + PANEL - 1) / PANEL * PANEL, wide = room_for(a->keys);
   const int64_t queries = a->batches * a->heads * a->queries, keys = count * a->keys;
-  const int64_t floats = 2 * d * (tall + wide) + 5 * wide + 10 * tall + 16 * 20;
+  const int64_t floats = (2 * d * (tall + wide) + 5 * wide + 10 * tall + 16 * 20 + 15) / 16 * 16;
   const int64_t doubles = 10 * wide + 4 * a->queries, room = doubles * 8 + (floats + 16) * 4;
   double *sums = malloc((size_t)(8 * (queries + keys)) * sizeof *sums);
   char *own = malloc((size_t)(a->threads * room));
