@@ -212,19 +212,11 @@ def test_what_no_rounding_explains_is_told_from_what_it_does(dtype: str) -> None
     results = dict(zip(("dq", "dk", "dv"), made, strict=True))
     for name, numbers in (results | {"o": out, "l": logsum[..., None]}).items():
         given = () if name in {"o", "l"} else (dy, out)
-        assert call.beyond_rounding(name, flagged, numbers, *given).exceeded == 0
+        assert call.beyond_rounding(flagged, *given, **{name: numbers}).exceeded == 0
         numbers[1, 2, 7, -1] += size * numbers.abs().max()
-        judged = call.beyond_rounding(name, flagged, numbers, *given)
+        judged = call.beyond_rounding(flagged, *given, **{name: numbers})
         assert judged.flags.nonzero().tolist() == [[5 * 40 + 7]]
         numbers[1, 2, 7, -1] -= size * numbers.abs().max()
-
-
-def test_infinite_gradients_are_no_fault() -> None:
-    model = Attends()
-    handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "full")
-    (model() * torch.inf).sum().backward()
-    assert {outcome for _, outcome in outcomes(handle)} == {"not_finite"}
-    assert handle.watch.uncorrected == 0
 
 
 def test_attention_is_counted_as_checked_only_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +257,75 @@ def test_more_threads_find_the_same(dtype: torch.dtype) -> None:
     assert products.library() is not None
     assert torch.equal(found[0].flags, found[1].flags)
     assert found[0].exceeded == 1
+
+
+class Twice(nn.Module):
+    """Attention whose output trains, and attention whose output does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attends(), Attends()
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            fixed = self.second()
+        return self.first() + fixed
+
+
+def test_coverage_names_the_outputs_that_no_gradient_came_back_to() -> None:
+    model = Twice()
+    handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "linear")
+    for _ in range(4):
+        model().square().mean().backward()
+        handle._optimizers[0].step()
+    assert (
+        "attention whose gradients were not computed in the step" in handle.uncovered().operations
+    )
+    assert "attention (" in str(handle.coverage())
+
+
+MASKS = {
+    "causal": lambda size: torch.ones(size, size, dtype=torch.bool).tril(),
+    # The first four queries see padding alone.
+    "padded": lambda size: (
+        torch.ones(size, size, dtype=torch.bool).tril() & (torch.arange(size) >= 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ["linear", "full"])
+@pytest.mark.parametrize("closed", [-math.inf, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_of_large_numbers_hide_nothing(mask: str, closed: float, level: str) -> None:
+    def step(strikes: bool) -> tuple[set[str], list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 24)
+        handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+        x = torch.randn(2, 3, 40, 8)
+        added = torch.zeros(40, 40).masked_fill(~MASKS[mask](40), closed)
+        struck = not strikes
+        for _ in handle.attempts():
+            model.zero_grad()
+            o = functional.scaled_dot_product_attention(*model(x).chunk(3, -1), attn_mask=added)
+            if not struck:
+                struck = True
+                o.data[1, 2, 30, 7] += 100.0
+            # Padding counts for nothing.
+            o[:, :, 4:].square().mean().backward()
+        handle.remove()
+        found = {each.outcome for each in handle.ledger.findings}
+        return found, [item.grad for item in model.parameters()]
+
+    (nothing, clean), (found, gradients) = step(False), step(True)
+    assert nothing == set()
+    assert found == {"repeated"}
+    assert all(map(torch.equal, clean, gradients))
+
+
+def test_what_overflows_is_no_fault_and_is_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Attends()
+    handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "full")
+    monkeypatch.setattr(FusedAttention, "beyond_rounding", None)
+    (model() * torch.inf).sum().backward()
+    assert {outcome for _, outcome in outcomes(handle)} == {"not_finite"}
+    assert handle.watch.uncorrected == 0

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _KEY_BLOCK = 512
 """Keys that the kernel's backward pass takes at a time."""
 
+_FAR_BELOW = 200.0
+"""Difference of scores beyond which P is 0 in fp32, with room for errors."""
 _CHANNELS = 4096
 """The most that the native pass has room for."""
 _NEIGHBOURS = 1.5
@@ -138,43 +140,44 @@ class FusedAttention:
 
     def beyond_rounding(
         self,
-        name: str,
         judged: ResidualTest,
-        found: Tensor,
         dy: Tensor | None = None,
         out: Tensor | None = None,
+        **found: Tensor,
     ) -> ResidualTest:
         """Of flagged rows, those further from float64 than rounding can ever bring them.
 
         With scores that are off by ``e = u (24 + 4 s |q|.|k|)`` at most, where u is of fp32, each P
         is off by ``exp(2 max e) - 1`` of itself and a rounding to the data's type, dP and D by a
         few roundings of what they are sums of, and products by one per term and block. Worst cases
-        all; P is computed head by head.
+        all; P is computed head by head. Where a row sees only keys that a mask of -1e9 or less has
+        closed, or has scores of 1e6, nothing is beyond that.
 
         Args:
-            name: ``o``, ``dq``, ``dk``, ``dv``, or ``l`` for the log-sum-exp.
-            judged: Of the rows of `found`.
-            found: (batches, heads, rows, channels).
+            judged: Of the rows of what was found.
             dy: Gradient of O; not for ``o`` and ``l``.
             out: O as the backward pass has used it; not for ``o`` and ``l``.
+            found: (batches, heads, rows, channels) by ``o``, ``dq``, ``dk``, ``dv``, or ``l`` for
+                the log-sum-exp.
         """
-        rows = found.shape[2]
-        flags = judged.flags.clone()
-        largest = torch.finfo(found.dtype).max
-        for number in sorted(set((judged.flags.nonzero()[:, 0] // rows).tolist())):
-            head = divmod(number, found.shape[1])
-            group = self.query.shape[1] // found.shape[1]
-            several = [
-                self._exact_head((head[0], own), name, dy, out)
-                for own in range(head[1] * group, (head[1] + 1) * group)
-            ]
-            expected, limit = (
-                torch.stack(items).sum(dim=0) for items in zip(*several, strict=True)
-            )
-            free = ~torch.isfinite(expected) | ~(limit <= largest)
-            within = (found[head].double() - expected).abs() <= limit
-            own = slice(number * rows, (number + 1) * rows)
-            flags[own] &= ~(within | free).all(dim=1)
+        flags = torch.zeros_like(judged.flags)
+        for name, numbers in found.items():
+            _, heads, rows, _ = numbers.shape
+            group, largest = self.query.shape[1] // heads, torch.finfo(numbers.dtype).max
+            for number in sorted(set((judged.flags.nonzero()[:, 0] // rows).tolist())):
+                head = divmod(number, heads)
+                several = [
+                    self._exact_head((head[0], own), name, dy, out)
+                    for own in range(head[1] * group, (head[1] + 1) * group)
+                ]
+                expected, limit = (
+                    torch.stack(items).sum(dim=0) for items in zip(*several, strict=True)
+                )
+                free = ~torch.isfinite(expected) | ~(limit <= largest)
+                within = (numbers[head].double() - expected).abs() <= limit
+                own = slice(number * rows, (number + 1) * rows)
+                flags[own] |= ~(within | free).all(dim=1)
+        flags &= judged.flags
         return replace(judged, flags=flags, exceeded=int(flags.sum()))
 
     def _exact_head(
@@ -198,7 +201,9 @@ class FusedAttention:
             open_keys = torch.ones(queries, keys, dtype=torch.bool).tril()
             scores = scores.masked_fill(~open_keys, -torch.inf)
         p = scores.softmax(dim=-1).nan_to_num()
-        off = wide * (24.0 + 4.0 * sizes).masked_fill(~torch.isfinite(scores), 0.0)
+        # Of keys that are far below a row's largest score P is 0, whatever the errors are.
+        far = ~(scores > scores.amax(dim=-1, keepdim=True) - _FAR_BELOW)
+        off = wide * (24.0 + 4.0 * sizes).masked_fill(far, 0.0)
         off = off.amax(dim=-1, keepdim=True)
         if name == "l":
             expected = scores.logsumexp(dim=-1, keepdim=True)

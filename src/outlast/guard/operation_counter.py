@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outlast.guard.operations import FUSED, UNTIL_BACKWARD, checking
+from outlast.guard.operations import FUSED, checking
 from outlast.guard.policy import StepCoverage
 from outlast.guard.watch import CALLING
 
@@ -88,6 +88,8 @@ _SUM_OF_GRADIENTS = "sum of gradients"
 _ENGINE = "_engine_run_backward"
 FRAMEWORKS = ("torch.distributed", "torch.nn.parallel", "torch.utils.checkpoint", "outlast.guard")
 """Whose autograd functions multiply nothing themselves."""
+_AWAITED = "(checked with its gradients)"
+"""In place of a check: an output of attention at level ``linear``."""
 _FALLS = 1e-3
 """Share of the step, in FLOPs or bytes, from which on a loss of checks is worth a warning."""
 
@@ -150,6 +152,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By the number of autograd's node: where its operation was called.
         self._places: dict[int, str] = {}
         self._is_over = False
+        self._matched_before = 0.0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -158,6 +161,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """See this thread's operations from now on, below all modes that it has."""
+        self._matched_before += self._matched()
         with _other_modes():
             torch._C._push_on_torch_dispatch_stack(self)
         _COUNTING.add(self)
@@ -169,8 +173,15 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _other_modes(self):
             pass
 
+    def _matched(self) -> float:
+        """FLOPs of attention's outputs that were checked with their gradients since `clear`."""
+        watch = self._watch()
+        operations = None if watch is None else watch.operations
+        return 0.0 if operations is None else operations.matched - self._matched_before
+
     def clear(self) -> None:
         """Begin anew: the passes begin."""
+        self._matched_before += self._matched()
         self._rows.clear()
         self._places.clear()
 
@@ -212,7 +223,10 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 others += _flops(func, args, kwargs, out)
                 self._count(func, others, size, checked=CALLING.watched)
             elif products or others:
-                self._count(func, products + others, size, checked=not others)
+                is_awaited = others > 0.0 and _base(func) == FUSED and operations.awaited
+                self._count(
+                    func, products + others, size, checked=not others, is_awaited=is_awaited
+                )
             elif _base(func) not in _PRODUCTS or not _is_empty(args):
                 checked = watch.made > made or CALLING.watched or CALLING.purpose == "checked"
                 self._count(func, _flops(func, args, kwargs, out), size, checked=checked)
@@ -222,7 +236,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_over = True
         return out
 
-    def _count(self, func: Any, flops: float, size: float, *, checked: bool) -> None:
+    def _count(
+        self, func: Any, flops: float, size: float, *, checked: bool, is_awaited: bool = False
+    ) -> None:
         if not (flops or size):
             return
         name, node = _name(func), torch._C._current_autograd_node()
@@ -230,8 +246,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None or place is not None:
             number = int(torch.autograd._get_sequence_nr()) - 1
             self._places.setdefault(number, place or "")
-        # At level linear an output is checked together with its gradients.
-        check = UNTIL_BACKWARD if not checked and _base(func) == FUSED else ""
+        check = ""
         if node is not None and place is None:
             place = self._places.get(node._sequence_nr(), "")
             custom = custom or _custom_of(node)
@@ -246,6 +261,8 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = f"custom operation {func.name().replace('::', '_')}_{func._overloadname}"
         elif custom:
             name = custom
+        if is_awaited:
+            check = _AWAITED
         key = (name, place or "", check, checked)
         row = self._rows.get(key)
         if row is None:
@@ -284,12 +301,18 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
         places: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
+        awaited = sum(row.flops for row in self._rows.values() if row.check == _AWAITED)
+        matched = min(self._matched() / awaited, 1.0) if awaited else 0.0
         for row in self._rows.values():
-            start = 0 if row.checked or (row.check and made(row.check)) else 2
+            if row.check == _AWAITED:
+                part = matched
+            else:
+                part = float(row.checked or bool(row.check and made(row.check)))
             place = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", row.place)
             for sums in (totals[row.name], places[row.name, place]):
-                sums[start] += row.flops
-                sums[start + 1] += row.bytes
+                for number, own in enumerate((row.flops, row.bytes)):
+                    sums[number] += part * own
+                    sums[2 + number] += (1.0 - part) * own
         flops = sum(own[0] + own[2] for own in totals.values())
         size = sum(own[1] + own[3] for own in totals.values())
 

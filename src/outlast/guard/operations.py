@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import operator
 import traceback
 import warnings
@@ -57,6 +58,7 @@ from outlast.guard.watch import CALLING, computing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from outlast.guard.findings import Outcome
     from outlast.guard.watch import Watch
 
     Kernel = Callable[..., Any]
@@ -107,7 +109,7 @@ NODES = {
 """Kinds of autograd's nodes whose operations are checked here, and by which check."""
 _LINEAR = frozenset(("product", "convolution", "recurrent", "attention.dv"))
 """Those of level ``linear``."""
-UNTIL_BACKWARD = "whose gradients were not computed"
+_UNTIL_BACKWARD = "whose gradients were not computed"
 """Why level ``linear`` has not checked a forward pass's output."""
 _NODES_ON_CUDA = frozenset(
     ("Mm", "Bmm", "Mv", "Addmm", "Addmv", "Baddbmm", "Convolution"),
@@ -135,7 +137,9 @@ class OperationChecks:
         checked: FLOPs of operations that were checked, here or by their callers, since `begin`.
         unchecked: FLOPs of those that were not, by operation and reason.
         calls: Of the operations that were not checked, by the same names.
-        total: FLOPs of operations that were checked, and of those that were not, since ever.
+        total: FLOPs of what was checked at once, and of what was not, since ever.
+        awaited: Whether the last attention's output is to be checked with its gradients.
+        matched: FLOPs of such outputs that then were, since ever.
         nodes: Kinds of autograd's nodes whose operations are checked, by type of device.
     """
 
@@ -149,6 +153,7 @@ class OperationChecks:
         self.unchecked: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.total = [0.0, 0.0]
+        self.awaited, self.matched = False, 0.0
         full = watch.policy.reaches("full")
         self.nodes = {
             "cpu": frozenset(kind for kind, check in NODES.items() if full or check in _LINEAR),
@@ -464,8 +469,9 @@ class OperationChecks:
         out, logsum = made
         watch = self.watch
         why_not = call.why_not()
-        if not why_not and not watch.policy.reaches("full"):
-            why_not = UNTIL_BACKWARD
+        self.awaited = not why_not and not watch.policy.reaches("full")
+        if self.awaited:
+            why_not = _UNTIL_BACKWARD
         if watch.repeats_product(out):
             check, site = "attention.forward", "attention.output"
             self._repeat(check, "attention", made, lambda: kernel(*args, **options), site=site)
@@ -478,24 +484,23 @@ class OperationChecks:
         if watch.wants(watch.ledger.site(ANYWHERE, "attention.forward"), judged, of_model=False):
             # A wrong log-sum-exp makes P wrong, and so the check of O.
             both = torch.cat([out, logsum[..., None].to(out.dtype)], dim=-1)
-            exact_sums = logsum.clone()
+            sums = logsum.clone()
 
-            def again(fresh: Sequence[Tensor]) -> Tensor:
-                exact_sums.copy_(fresh[1])
-                return torch.cat([fresh[0], fresh[1][..., None].to(out.dtype)], dim=-1)
+            def again() -> Tensor:
+                fresh, fresh_sums = kernel(*args, **options)
+                sums.copy_(fresh_sums)
+                return torch.cat([fresh, sums[..., None].to(out.dtype)], dim=-1)
 
             def judge(numbers: Tensor) -> ResidualTest:
-                return call.judge_output(numbers[..., :-1].contiguous(), exact_sums, signs)
+                return call.judge_output(numbers[..., :-1].contiguous(), sums, signs)
 
-            self._settle(
-                ("attention", "attention.forward"),
-                (judged, both),
-                judge,
-                lambda: again(kernel(*args, **options)),
-                lambda left: call.beyond_rounding("o", left, both[..., :-1]),
-            )
+            def beyond(left: ResidualTest) -> ResidualTest:
+                return call.beyond_rounding(left, o=both[..., :-1], l=sums[..., None])
+
+            place = "attention", "attention.forward"
+            self._settle(place, (judged, both), judge, again, beyond)
             out.copy_(both[..., :-1])
-            logsum.copy_(exact_sums)
+            logsum.copy_(sums)
         return made
 
     @computing("check")
@@ -529,25 +534,25 @@ class OperationChecks:
             sums = watch.timed(call.judge_sums, out, logsum, dy, made)
             suspected = bool(sums.exceeded)
             # What is suspected is not yet found.
-            worst = min(float(sums.worst), DEVIATIONS)
+            worst = DEVIATIONS if suspected else float(sums.worst)
             passed = dataclasses.replace(sums, exceeded=0, worst=worst)
             watch.wants(watch.ledger.site(ANYWHERE, "attention.sums"), passed, of_model=False)
             if not suspected:
                 return made
         of_output, *judged = watch.timed(judge)
-        if watch.wants(
-            watch.ledger.site(ANYWHERE, "attention.output"), of_output, of_model=False
-        ) and any(
-            call.beyond_rounding(name, of_output, numbers).exceeded
-            for name, numbers in (("o", out), ("l", logsum[..., None]))
-        ):
-            # What followed has used another O, or other inputs: the step must be run again.
-            output = watch.ledger.site(self._place("attention"), "attention.output")
-            rows, worst = int(of_output.exceeded), float(of_output.worst)
-            watch.find(output, out.device, rows, worst, "detected")
+        output = watch.ledger.site(ANYWHERE, "attention.output")
+        flagged = watch.wants(output, of_output, of_model=False)
+        if not torch.isfinite(dy).all() and any(test.exceeded for test in judged):
+            # The data's own, as an overflow under a gradient scaler.
+            rows = sum(int(test.exceeded) for test in judged)
+            overflowing = watch.ledger.site(self._place("attention"), "attention.dv")
+            watch.find(overflowing, out.device, rows, math.inf, "not_finite")
             return made
-        for place, (site, test) in enumerate(zip(sites, judged, strict=True)):
-            if watch.wants(watch.ledger.site(ANYWHERE, site), test, of_model=False):
+        if flagged and self._has_changed(call, of_output, out, logsum):
+            return made
+        for place, (name, test) in enumerate(zip(("dq", "dk", "dv"), judged, strict=True)):
+            check = f"attention.{name}"
+            if watch.wants(watch.ledger.site(ANYWHERE, check), test, of_model=False):
 
                 def judge_one(_: Tensor, place: int = place) -> ResidualTest:
                     return judge()[1 + place]
@@ -556,18 +561,36 @@ class OperationChecks:
                     gradients: Sequence[Tensor] = kernel(*args, **options)
                     return gradients[place]
 
-                def beyond(left: ResidualTest, place: int = place) -> ResidualTest:
-                    name = ("dq", "dk", "dv")[place]
-                    return call.beyond_rounding(name, left, made[place], dy, out)
+                def beyond(
+                    left: ResidualTest, name: str = name, place: int = place
+                ) -> ResidualTest:
+                    return call.beyond_rounding(left, dy, out, **{name: made[place]})
 
-                self._settle(("attention", site), (test, made[place]), judge_one, again, beyond)
+                self._settle(("attention", check), (test, made[place]), judge_one, again, beyond)
         return made
+
+    def _has_changed(
+        self, call: FusedAttention, judged: ResidualTest, out: Tensor, logsum: Tensor
+    ) -> bool:
+        """Note an O that fails its check going back; whether the step must be run again for it.
+
+        What followed has used another O, or other inputs.
+        """
+        left = call.beyond_rounding(judged, o=out, l=logsum[..., None])
+        outcome: Outcome = "detected" if left.exceeded else "rounding"
+        if not torch.isfinite(out).all():
+            outcome = "not_finite"
+        site = self.watch.ledger.site(self._place("attention"), "attention.output")
+        rows, worst = int(judged.exceeded), float(judged.worst)
+        self.watch.find(site, out.device, rows, worst, outcome)
+        return outcome == "detected"
 
     def _count_output(self, flops: float) -> None:
         """Count a forward pass's attention as checked, now that its gradients are."""
-        name = f"attention {UNTIL_BACKWARD}"
+        name = f"attention {_UNTIL_BACKWARD}"
         if self.unchecked.get(name, 0.0) >= flops:
             self.checked += flops
+            self.matched += flops
             self.unchecked[name] -= flops
             self.calls[name] -= 1
             if not self.calls[name]:

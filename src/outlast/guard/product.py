@@ -584,7 +584,7 @@ make up to 3 of it, and the rounding itself 3 deviations.
 """
 _MOST_TERMS = 1 << 28
 """Of all rows of a second look: a few seconds."""
-_TERMS_AT_A_TIME = 1024
+_PRODUCTS_AT_A_TIME = 2**20
 
 
 def is_doubtful(judged: ResidualTest) -> bool:
@@ -650,17 +650,20 @@ def _deviation(row: Row, v: Tensor) -> tuple[float, float]:
     total = torch.zeros_like(stored) if row.added is None else row.added.double()
     squares, repeated = torch.zeros((), dtype=torch.float64), torch.zeros_like(total)
     along = torch.zeros_like(squares)
-    parts = (torch.split(part, _TERMS_AT_A_TIME) for part in (row.left, row.right))
+    at_a_time = max(_PRODUCTS_AT_A_TIME // len(stored), 1)
+    parts = (torch.split(part, at_a_time) for part in (row.left, row.right))
+    last = torch.zeros_like(stored)
     for left, right in zip(*parts, strict=True):
         terms = left.double()[:, None] * right.double()
         squares += terms.square().sum()
-        again = (terms[1:] == terms[:-1]) & (terms[1:] != 0)
+        before = torch.cat([last[None], terms[:-1]])
+        again, last = (terms == before) & (terms != 0), terms[-1].clone()
         terms[0] += total
         sums = terms.cumsum(0)
         squares += sums.square().sum() + (sums @ v).square().sum()
         total = sums[-1]
         if bool(again.any()):
-            alike = sums[1:] * again
+            alike = sums * again
             repeated += alike.abs().sum(0)
             along += (alike @ v).abs().sum()
     squares += repeated.square().sum() + along.square()

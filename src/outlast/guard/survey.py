@@ -40,7 +40,7 @@ from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.install import ProductLayer
 from outlast.guard.linear import CheckedLinear
 from outlast.guard.operation_counter import FRAMEWORKS, OperationCounter, fallen
-from outlast.guard.operations import ANYWHERE, NODES, UNTIL_BACKWARD
+from outlast.guard.operations import ANYWHERE, NODES
 from outlast.guard.policy import Coverage, Coverages, StepCoverage, Uncovered, summarized
 from outlast.guard.product_calls import TYPES
 from outlast.state.sharded import is_fsdp_module
@@ -282,15 +282,7 @@ class Survey:
             self._warn(self._uncounted)
             return False
         before, since, step = self._step, self._step_began, self.watch.step + 1
-        sums = ("attention.sums",)
-        now = counter.result(
-            step,
-            lambda name: (
-                self._made(ANYWHERE, sums, since)
-                if name == UNTIL_BACKWARD
-                else self._made(name, None, since)
-            ),
-        )
+        now = counter.result(step, lambda name: self._made(name, None, since))
         if not now.flops:
             # Its passes are in another thread, or another guard's.
             return False

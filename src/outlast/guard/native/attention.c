@@ -63,10 +63,10 @@ typedef struct {
   float *v_signs, *k_signs;   /* V v and K v (wide) */
   float *v_size, *k_size;     /* (V_j v)^2 + summed |V_j|^2, and of K (wide) */
   float *q_signs, *dy_signs, *q_size, *dy_size; /* the same per query */
-  float *q_norms, *dy_norms, *norms;            /* squares of norms; the last of keys */
-  float *logsum, *dots, *error, *spread; /* L log2 e, D, e_i and c_i per query */
+  float *q_norms, *dy_norms, *norms; /* squares of norms; the last of K, then of V */
+  float *logsum, *dots, *error, *spread; /* L, D, e_i and c_i per query */
   double *columns; /* dV, its variance, dK, its variance, P^T (Q v); before this head: (10, wide) */
-  double *rows;    /* O, its variance, dQ, its variance: (4, queries) */
+  double *rows;    /* O, its variance, dQ, its variance, sums of P: (5, queries) */
 } head;
 
 static inline lanes all(float x) { return x - (lanes){0}; }
@@ -190,7 +190,8 @@ static double widen(const attention *a, const heads *h, int64_t at, int64_t rows
         dot += x * load(a->signs + c), square += x * x;
       }
       const double sum = total(dot), norm = total(square);
-      dots[first + i] = (float)sum, sizes[first + i] = (float)(sum * sum + summed * norm), norms[first + i] = (float)norm;
+      dots[first + i] = (float)sum, norms[first + i] = (float)norm;
+      sizes[first + i] = (float)(sum * sum + summed * norm);
       largest = norm > largest || isnan(norm) ? norm : largest;
       if (into && !wide) memcpy(into + (first + i) * d, row, (size_t)d * sizeof *row);
     }
@@ -209,12 +210,12 @@ static void panel(const attention *a, const head *h, int64_t b, int64_t n, int64
   const int64_t d = a->channels, wide = room_for(a->keys);
   const int64_t rows = a->queries - i < PANEL ? a->queries - i : PANEL;
   const int64_t last = a->causal && i + rows < a->keys ? i + rows : a->keys;
-  const float scale = (float)(a->scale * 1.4426950408889634);
+  const float scale = (float)a->scale;
   const whole places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   double *const found = h->rows + i;
   for (int64_t chunk = 0; chunk < last; chunk += CHUNK) {
     lanes o[PANEL] = {0}, o_size[PANEL] = {0}, dq[PANEL] = {0}, dq_size[PANEL] = {0};
-    lanes shared[PANEL] = {0};
+    lanes shared[PANEL] = {0}, sums_of_p[PANEL] = {0};
     for (int64_t j = chunk; j < last && j < chunk + CHUNK; j += KEYS) {
       lanes p[PANEL][STEP], dp[PANEL][STEP];
       tile(h->q + i * d, h->kt + j, d, wide, p);
@@ -223,11 +224,12 @@ static void panel(const attention *a, const head *h, int64_t b, int64_t n, int64
         if (a->mask && r < rows)
           added = a->mask + b * a->mask_batch + n * a->mask_head + (i + r) * a->mask_row;
         for (int k = 0; k < STEP; k++) {
-          lanes s = p[r][k] * scale - h->logsum[i + r];
+          /* In the kernel's order: a large negative mask swallows what is added to it. */
+          lanes s = p[r][k] * scale;
           const int64_t at = j + 16 * k, left = a->keys - at;
           if (added && left > 0)
-            s += 1.44269504f * (left < 16 ? rest_float32(added + at, left) : load(added + at));
-          p[r][k] = power_of_two(s);
+            s += left < 16 ? rest_float32(added + at, left) : load(added + at);
+          p[r][k] = power_of_two((s - h->logsum[i + r]) * 1.44269504f);
           const int64_t open = a->causal && i + r + 1 < a->keys ? i + r + 1 : a->keys;
           if (at + 16 > open) p[r][k] = (lanes)((whole)p[r][k] & (places < (int32_t)(open - at)));
         }
@@ -237,8 +239,10 @@ static void panel(const attention *a, const head *h, int64_t b, int64_t n, int64
         const int64_t at = j + 16 * k;
         const lanes v = load(h->v_signs + at), v_size = load(h->v_size + at);
         if (!a->dy.data) {
-          for (int r = 0; r < PANEL; r++)
+          for (int r = 0; r < PANEL; r++) {
             o[r] += p[r][k] * v, o_size[r] += p[r][k] * p[r][k] * v_size;
+            sums_of_p[r] += p[r][k];
+          }
           continue;
         }
         const lanes w = load(h->k_signs + at), w_size = load(h->k_size + at);
@@ -248,7 +252,7 @@ static void panel(const attention *a, const head *h, int64_t b, int64_t n, int64
           const float own = (float)a->by_key.terms + h->error[i + r];
           const float crosswise = (float)a->by_query.terms + h->error[i + r];
           const lanes varied = square * h->spread[i + r], squared = ds * ds;
-          o[r] += x * v, o_size[r] += square * v_size;
+          o[r] += x * v, o_size[r] += square * v_size, sums_of_p[r] += x;
           dq[r] += ds * w, dq_size[r] += (squared * own + varied) * w_size, shared[r] += x * w;
           dv += x * h->dy_signs[i + r], dv_size += square * (crosswise * h->dy_size[i + r]);
           dk += ds * h->q_signs[i + r], common += x * h->q_signs[i + r];
@@ -265,6 +269,7 @@ static void panel(const attention *a, const head *h, int64_t b, int64_t n, int64
     for (int64_t r = 0; r < rows; r++) {
       found[r] += total(o[r]);
       found[a->queries + r] += total(o_size[r]) * (a->by_key.terms + h->error[i + r]);
+      found[4 * a->queries + r] += total(sums_of_p[r]);
       if (!a->dy.data) continue;
       const double common = total(shared[r]);
       found[2 * a->queries + r] += total(dq[r]);
@@ -314,10 +319,10 @@ typedef struct {
   double *o, *dq, *dk, *dv;
 } results;
 
-/* Keep the rows of one head, the `number`-th of `count`. */
+/* Keep the rows of one head, the `number`-th of `count`; `error` below 0: nothing is expected. */
 static void keep(const attention *a, const heads *h, int64_t b, int64_t n, int64_t rows,
                  int64_t number, int64_t count, double *into, const double *expected,
-                 const double *squares, double times, operand other) {
+                 const double *squares, double times, operand other, const float *error) {
   if (!into) return;
   /* Below the normal numbers errors are of one size, independent or alike. */
   const double floor = a->spacing * a->spacing / 3.0 * (other.squares + other.sum * other.sum);
@@ -327,28 +332,35 @@ static void keep(const attention *a, const heads *h, int64_t b, int64_t n, int64
   for (int64_t i = 0; i < rows; i++) {
     found[2 * next + i] = times * expected[i];
     found[3 * next + i] = times * times * (squares[i] + floor);
+    if (error && error[i] < 0) found[2 * next + i] = found[i], found[3 * next + i] = 0;
   }
 }
 
 #define PLACE(t, n) (b * a->t.batch_stride + (n) * a->t.head_stride)
 
-/* Errors of P and of dO V^T - D by query; the largest of each are returned. */
-static void errors(const attention *a, head *h, int64_t b, int64_t n, double key, double value,
+/* Deviation of a score from which on nothing is known of its P: scores of some 1e6. */
+#define LOST 0.1
+
+/* Errors of P and of dO V^T - D by query, -1 where P is not known; the largest of each. Returns how
+ * many are not. */
+static int64_t errors(const attention *a, head *h, int64_t b, int64_t n, double key, double value,
                    double *error, double *spread) {
   const int64_t d = a->channels;
   const double drift = 1.0 + (double)d / 9.0, variance = a->unit * a->unit;
   float row[d + 16];
+  int64_t lost = 0;
   for (int64_t i = 0; i < a->queries; i++) {
     const double l = a->logsum[b * a->logsum_batch + n * a->logsum_head + i * a->logsum_row];
     const double score = a->scale * a->scale * h->q_norms[i] * key;
     /* 20 units in the last place from the kernel's exp, evenly distributed. */
-    const double deviation = a->unit * sqrt(400.0 / 3.0 + l * l + drift * score);
+    const double deviation = a->unit * sqrt(400.0 / 3.0 + drift * score);
     /* Of exp: what the variance of a large exponent makes of P. */
-    const double off = deviation < 0.01 ? deviation : expm1(6.0 * fmin(deviation, 40.0)) / 6.0;
-    h->error[i] = (float)(off * off);
+    const double off = deviation < 0.01 ? deviation : expm1(6.0 * fmin(deviation, LOST)) / 6.0;
+    const int is_lost = !(deviation < LOST);
+    h->error[i] = is_lost ? -1.0f : (float)(off * off);
+    lost += is_lost;
     *error = fmax(*error, h->error[i]);
-    /* A row that may see nothing has the sum 0. */
-    h->logsum[i] = l == -INFINITY ? INFINITY : (float)(l * 1.4426950408889634);
+    h->logsum[i] = l == -INFINITY || is_lost ? INFINITY : (float)l;
     if (!a->dy.data) continue;
     row_of(a->type, &a->o, PLACE(o, n) + i * a->o.row_stride, d, row);
     lanes dot = {0};
@@ -360,6 +372,25 @@ static void errors(const attention *a, head *h, int64_t b, int64_t n, double key
     h->spread[i] = (float)(variance * drift * h->dy_norms[i] * value);
     *spread = fmax(*spread, h->spread[i]);
   }
+  return lost;
+}
+
+/* O is normalised by its own sum of P, and L is the logarithm of that: their ratio is 1. Where L is
+ * so large that its rounding is more than a sum, as where a row sees keys of a mask of -1e9 alone,
+ * the ratio says nothing. */
+static void normalise(const attention *a, head *h, int64_t b, int64_t n, int64_t i) {
+  double *row = h->rows + i;
+  const int64_t next = a->queries;
+  const double l = a->logsum[b * a->logsum_batch + n * a->logsum_head + i * a->logsum_row];
+  const double sum = row[4 * next], rounded = a->unit * fabs(l);
+  const double variance = h->error[i] + rounded * rounded + 2.0 * a->by_key.values;
+  /* A row that may see nothing has no P, and the kernel's O and L are 0. */
+  if (sum == 0 || h->error[i] < 0) return;
+  if (rounded < 0.01 && h->error[i] < 0.01 &&
+      !((sum - 1.0) * (sum - 1.0) <= a->o_verdict.limit * variance))
+    row[0] = INFINITY;
+  else
+    row[0] /= sum, row[next] /= sum * sum;
 }
 
 /* All that shares one head of keys and values. */
@@ -376,6 +407,7 @@ static void one_head(const attention *a, head *h, int64_t b, int64_t n, const re
                              h->v_signs, h->v_size, h->norms, by_key);
   const operand of_values = operand_of(h->v_signs, h->v_size, h->norms, keys);
   operand all_queries = {0}, all_dy = {0};
+  int64_t lost = 0;
   double *r = h->rows, *c = h->columns, *before = c + 5 * wide, error = 0, spread = 0;
   memset(c, 0, (size_t)(5 * wide) * sizeof *c);
   for (int64_t m = n * group; m < (n + 1) * group; m++) {
@@ -388,8 +420,8 @@ static void one_head(const attention *a, head *h, int64_t b, int64_t n, const re
       of_dy = operand_of(h->dy_signs, h->dy_size, h->dy_norms, queries);
     }
     add(&all_queries, of_queries), add(&all_dy, of_dy);
-    errors(a, h, b, m, key, value, &error, &spread);
-    memset(r, 0, (size_t)(4 * queries) * sizeof *r);
+    lost += errors(a, h, b, m, key, value, &error, &spread);
+    memset(r, 0, (size_t)(5 * queries) * sizeof *r);
     memcpy(before, c, (size_t)(5 * wide) * sizeof *c);
     for (int64_t i = 0, block = a->block; i < queries; i += PANEL) {
       panel(a, h, b, m, i);
@@ -405,6 +437,7 @@ static void one_head(const attention *a, head *h, int64_t b, int64_t n, const re
     /* Keys alike have errors alike, and so have queries. */
     const double of_rows = error + a->by_key.values, of_columns = error + a->by_query.values;
     for (int64_t i = 0; i < queries; i++) {
+      normalise(a, h, b, m, i);
       r[queries + i] += of_rows * r[i] * r[i];
       r[3 * queries + i] += of_rows * r[2 * queries + i] * r[2 * queries + i];
     }
@@ -415,14 +448,17 @@ static void one_head(const attention *a, head *h, int64_t b, int64_t n, const re
       c[3 * wide + j] += of_queries.hidden * (of_columns * dk * dk + spread * common * common);
     }
     const int64_t number = b * a->heads + m;
-    keep(a, &a->o, b, m, queries, number, count, found->o, r, r + queries, 1.0, of_values);
+    keep(a, &a->o, b, m, queries, number, count, found->o, r, r + queries, 1.0, of_values,
+         h->error);
     keep(a, &a->dq, b, m, queries, number, count, found->dq, r + 2 * queries, r + 3 * queries,
-         a->scale, of_keys);
+         a->scale, of_keys, h->error);
   }
   const int64_t number = b * a->key_heads + n, all_heads = a->batches * a->key_heads;
+  /* What is not known of a query is not of any key. */
+  for (int64_t j = 0; j < keys; j++) h->norms[j] = lost ? -1.0f : 0.0f;
   keep(a, &a->dk, b, n, keys, number, all_heads, found->dk, c + 2 * wide, c + 3 * wide, a->scale,
-       all_queries);
-  keep(a, &a->dv, b, n, keys, number, all_heads, found->dv, c, c + wide, 1.0, all_dy);
+       all_queries, h->norms);
+  keep(a, &a->dv, b, n, keys, number, all_heads, found->dv, c, c + wide, 1.0, all_dy, h->norms);
 }
 
 /* widest: as of `judge`, but as a share of the rows' mean norm. The first query sees one key, and
@@ -448,7 +484,7 @@ int outlast_attention(attention *a) {
   const int64_t tall = (a->queries + PANEL - 1) / PANEL * PANEL, wide = room_for(a->keys);
   const int64_t queries = a->batches * a->heads * a->queries, keys = count * a->keys;
   const int64_t floats = (2 * d * (tall + wide) + 5 * wide + 10 * tall + 16 * 20 + 15) / 16 * 16;
-  const int64_t doubles = 10 * wide + 4 * a->queries, room = doubles * 8 + (floats + 16) * 4;
+  const int64_t doubles = 10 * wide + 5 * a->queries, room = doubles * 8 + (floats + 16) * 4;
   double *sums = malloc((size_t)(8 * (queries + keys)) * sizeof *sums);
   char *own = malloc((size_t)(a->threads * room));
   if (!sums || !own) return free(sums), free(own), 2;
@@ -462,7 +498,7 @@ int outlast_attention(attention *a) {
     head h;
     h.columns = (double *)(own + t * room);
     h.rows = h.columns + 10 * wide;
-    float *next = (float *)(h.rows + 4 * a->queries);
+    float *next = (float *)(h.rows + 5 * a->queries);
     memset(next, 0, (size_t)floats * sizeof *next);
 #define TAKE(name, length) h.name = next, next += (length) + 16
     TAKE(q, d * tall), TAKE(dy, d * tall), TAKE(kt, d * wide), TAKE(vt, d * wide);
@@ -605,9 +641,11 @@ int outlast_attention_sums(attention *a) {
     for (int64_t b = a->batches * t / a->threads; b < a->batches * (t + 1) / a->threads; b++) {
       memset(v, 0, (size_t)(4 * size) * sizeof *v);
       for (int64_t m = 0; m < a->heads; m++)
-        for (int64_t i = 0; i < a->queries; i++)
-          seen[m * a->queries + i] = a->logsum[b * a->logsum_batch + m * a->logsum_head +
-                                               i * a->logsum_row] != -INFINITY;
+        for (int64_t i = 0; i < a->queries; i++) {
+          /* A row that may see nothing has the sum 0. */
+          const int64_t at = b * a->logsum_batch + m * a->logsum_head + i * a->logsum_row;
+          seen[m * a->queries + i] = !a->mask || (a->logsum[at] != 0 && isfinite(a->logsum[at]));
+        }
       pair(a, b, &a->dv, &a->v, heads, a->keys, NULL, v);
       pair(a, b, &a->dk, &a->k, heads, a->keys, NULL, k);
       pair(a, b, &a->dy, &a->o, a->heads, a->queries, seen, o);
