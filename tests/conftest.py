@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,15 @@ settings.load_profile("outlast")
 def ranks() -> Callable[[int], Callable[..., list[Any]]]:
     """``ranks(n)(work, *args)``: run `work` in n forked processes joined by environment."""
     return lambda size: lambda work, *args: run_ranks(size, work, *args)
+
+
+@pytest.fixture(autouse=True)
+def _operations_are_counted_for_one_test() -> Iterator[None]:
+    """End what guards count that a test leaves to the garbage collector: it slows the next ones."""
+    yield
+    counter = sys.modules.get("outlast.guard.operation_counter")
+    if counter is not None:
+        counter.end_all()
 
 
 PROCESS_TESTS = ("distributed", "slurm")

@@ -21,6 +21,7 @@ pass.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -94,16 +95,18 @@ _FALLS = 1e-3
 """Share of the step, in FLOPs or bytes, from which on a loss of checks is worth a warning."""
 
 
+_COLLECTED_FROM = 8
+"""Number of counters from which on it is worth to look for those whose guard is garbage."""
 _COUNTING: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
 
 
-def _end_in_child() -> None:
-    """Count nothing in a process that was forked, as of a data loader, and has these modes."""
+def end_all() -> None:
+    """Count nothing more, as in a forked process of a data loader, which has these modes, too."""
     for counter in [*_COUNTING]:
         counter.end()
 
 
-os.register_at_fork(after_in_child=_end_in_child)
+os.register_at_fork(after_in_child=end_all)
 
 
 @dataclass
@@ -162,6 +165,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self) -> None:
         """See this thread's operations from now on, below all modes that it has."""
         self._matched_before += self._matched()
+        if len(_COUNTING) >= _COLLECTED_FROM:
+            # Each takes its time of every operation, and most belong to guards that were left.
+            gc.collect()
         with _other_modes():
             torch._C._push_on_torch_dispatch_stack(self)
         _COUNTING.add(self)
@@ -367,7 +373,10 @@ def _part(own: float, rest: float) -> float:
 
 
 class _other_modes:  # noqa: N801 - a context
-    """Take the thread's modes away, put them back behind; all but one that is to be removed."""
+    """Take the thread's modes away, put them back behind; all but those that count no more.
+
+    One whose guard was collected within an operation could not leave then.
+    """
 
     def __init__(self, without: TorchDispatchMode | None = None) -> None:
         self._without = without
@@ -385,7 +394,7 @@ class _other_modes:  # noqa: N801 - a context
 
     def __exit__(self, *_: object) -> None:
         for mode in reversed(self._modes):
-            if mode is not self._without:
+            if mode is not self._without and not getattr(mode, "_is_over", False):
                 torch._C._push_on_torch_dispatch_stack(mode)
 
 
