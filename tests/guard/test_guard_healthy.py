@@ -152,10 +152,10 @@ def test_convolutions_over_positions_that_are_like_each_other(
             dy = rows_of(of_dy, y[..., 0].numel(), y.shape[3], torch.float32, seed + 1)
             y.backward(dy.view(y.shape))
             assert handle.ledger.findings == []
-            assert (
-                handle.ledger.checks
-                == sum(4 * each.shape[1] for each in (x, y)) + (layer.weight.shape[0])
-            )
+            # A bias's gradient that is no plain sum within its bound is computed twice.
+            again = handle.ledger.site("operations", "bias.gradient").checks
+            rows = sum(4 * each.shape[1] for each in (x, y)) + layer.weight.shape[0]
+            assert handle.ledger.checks - again == rows
         finally:
             handle.remove()
 
@@ -224,8 +224,8 @@ def test_attention(
     dtype: torch.dtype, kind: str, setting: str, shape: tuple[int, int], seed: int
 ) -> None:
     torch.manual_seed(seed)
-    watch = Watch(Policy("full", seed=seed), None)
-    installed = install(watch, nn.Module())
+    watch, model = Watch(Policy("full", seed=seed), None), nn.Module()
+    installed = install(watch, model)
     queries, keys = shape
     query, key, value = (
         rows_of(kind, 2 * length, 16, dtype, seed + number).view(1, 2, length, 16).requires_grad_()
@@ -244,8 +244,13 @@ def test_attention(
         o.float().square().sum().backward()
     finally:
         installed.undo.close()
-    assert watch.ledger.findings == []
-    assert watch.ledger.site("attention", "attention.dv").checks
+    gradients = [each.grad for each in (query, key, value) if each.grad is not None]
+    finite = all(bool(torch.isfinite(each).all()) for each in gradients)
+    found = {each.outcome for each in watch.ledger.findings}
+    assert found <= (set() if finite else {"not_finite"})
+    assert model.training
+    by = ("product",) if setting == "dropped" else ("attention.forward", "attention.dv")
+    assert all(watch.ledger.site("operations", check).checks for check in by)
 
 
 @settings(max_examples=60, deadline=None)
