@@ -170,10 +170,11 @@ class FusedAttention:
                     self._exact_head((head[0], own), name, dy, out)
                     for own in range(head[1] * group, (head[1] + 1) * group)
                 ]
-                expected, limit = (
+                expected, limit, sizes = (
                     torch.stack(items).sum(dim=0) for items in zip(*several, strict=True)
                 )
-                free = ~torch.isfinite(expected) | ~(limit <= largest)
+                # What overflows on the way is no fault.
+                free = ~torch.isfinite(expected) | ~(limit <= largest) | ~(sizes <= largest)
                 within = (numbers[head].double() - expected).abs() <= limit
                 own = slice(number * rows, (number + 1) * rows)
                 flags[own] |= ~(within | free).all(dim=1)
@@ -182,8 +183,11 @@ class FusedAttention:
 
     def _exact_head(
         self, head: tuple[int, int], name: str, dy: Tensor | None, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """One head of queries of what `name` says, in float64, and the limit of its roundings."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One head of queries of what `name` says, in float64.
+
+        With it the limit of its rounding errors, and the largest number that its sums may reach.
+        """
         batch, number = head
         shared = batch, number * self.key.shape[1] // self.query.shape[1]
         q, k, v = self.query[head].double(), self.key[shared].double(), self.value[shared].double()
@@ -208,25 +212,30 @@ class FusedAttention:
         if name == "l":
             expected = scores.logsumexp(dim=-1, keepdim=True)
             # The kernel sums P as they are rounded.
-            return expected, 2.0 * off + unit + wide * (keys + expected.abs())
+            return expected, 2.0 * off + unit + wide * (keys + expected.abs()), expected.abs()
         off = torch.expm1(2.0 * off) + unit
         added = unit * (4.0 + queries / 32.0 + keys / 512.0) + wide * (queries + keys)
         p_off = p * off + spacing
         if name == "o":
-            return p @ v, (p_off + added * p) @ v.abs() + spacing
+            return p @ v, (p_off + added * p) @ v.abs() + spacing, p @ v.abs()
         assert dy is not None
         assert out is not None
         dy, out = dy[head].double(), out[head].double()
         if name == "dv":
-            return p.T @ dy, (p_off + added * p).T @ dy.abs() + spacing * (1.0 + queries)
+            limit = (p_off + added * p).T @ dy.abs() + spacing * (1.0 + queries)
+            return p.T @ dy, limit, p.T @ dy.abs()
         ds = p * (dy @ v.T - (dy * out).sum(dim=-1, keepdim=True))
         dp = dy.abs() @ v.abs().T + (dy * out).abs().sum(dim=-1, keepdim=True)
         terms = p * dp * (off + 6.0 * wide * (1.0 + q.shape[1])) + spacing * (1.0 + dp)
         terms = abs(self.scale) * (terms + added * p * dp)
         spacing = spacing * (1.0 + abs(self.scale) * max(queries, keys))
+        # dS is stored in the data's type before it is scaled.
+        most = (p * dp).amax()
         if name == "dq":
-            return self.scale * ds @ k, terms @ k.abs() + spacing
-        return self.scale * ds.T @ q, terms.T @ q.abs() + spacing
+            sizes = (p * dp) @ k.abs() + most
+            return self.scale * ds @ k, terms @ k.abs() + spacing, sizes
+        sizes = (p * dp).T @ q.abs() + most
+        return self.scale * ds.T @ q, terms.T @ q.abs() + spacing, sizes
 
     def _judge(
         self,

@@ -332,7 +332,10 @@ static void keep(const attention *a, const heads *h, int64_t b, int64_t n, int64
   for (int64_t i = 0; i < rows; i++) {
     found[2 * next + i] = times * expected[i];
     found[3 * next + i] = times * times * (squares[i] + floor);
-    if (error && error[i] < 0) found[2 * next + i] = found[i], found[3 * next + i] = 0;
+    if (error && error[i] < 0) {
+      found[2 * next + i] = found[i];
+      found[next + i] = found[3 * next + i] = 0;
+    }
   }
 }
 
