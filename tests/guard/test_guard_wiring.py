@@ -316,7 +316,7 @@ def test_checks_last_as_long_as_the_model_without_the_handle() -> None:
     gc.collect()
     loss_of(model).backward()
     sites = model._outlast_watch.ledger.sites
-    assert sites["attention", "attention.dv"].checks
+    assert sites["operations", "attention.dv"].checks
     assert sites["loss", "loss.dlogits"].checks
 
 
