@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ from outlast.guard.autograd_hooks import (
     watched,
 )
 from outlast.guard.forward_patch import FunctionPatch
+from outlast.guard.fused_attention import KEY_BLOCK, blockwise, query_block
 from outlast.guard.product import rounding_of
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from outlast.guard.autograd_hooks import Gradients
-    from outlast.guard.threshold import Bound
     from outlast.guard.watch import Watch
 
 _REPLACED = FunctionPatch(functional, "scaled_dot_product_attention")
@@ -75,8 +75,6 @@ _MARGIN = 4.0
 """Times what rounding P or dS adds by the data's second moments: rows are not independent."""
 _BIAS = 16.0
 """Squared error, in roundings, that all rows share: exp of vector units is off to one side."""
-_KEY_BLOCK = 512
-"""Keys that the CPU's backward pass takes at a time."""
 
 _QUERY, _KEY, _VALUE = range(3)
 """Places of the inputs, before that of the mask."""
@@ -501,11 +499,12 @@ class _Heads:
         group = query.shape[-3] // key.shape[-3] if self._heads else 1
         of_query, of_key = group, 1
         if query.device.type == "cpu":
-            # Queries that the CPU's backward pass takes at a time.
-            block = 256 if queries >= 768 else 64 if queries >= 192 else 32
-            of_query, of_key = -(-queries // block) * group, -(-keys // _KEY_BLOCK)
-        self._by_query = self._blockwise(product_bound(rounding, queries * group, keys), of_query)
-        self._by_key = self._blockwise(product_bound(rounding, keys, queries), of_key)
+            of_query = -(-queries // query_block(queries)) * group
+            of_key = -(-keys // KEY_BLOCK)
+        self._by_query = blockwise(
+            product_bound(rounding, queries * group, keys), self._stored, of_query
+        )
+        self._by_key = blockwise(product_bound(rounding, keys, queries), self._stored, of_key)
         self._lost = floor_of(keys + queries * group, value.dtype, dtype)
         largest = torch.linalg.vector_norm(self._key, dim=-1).amax(dim=-1)
         if self._heads:
@@ -517,16 +516,6 @@ class _Heads:
         self._squares = self._dy.square()
         self._o = o.detach().to(dtype)
         self._powers = powers_squared(o, dtype)
-
-    def _blockwise(self, bound: Bound, blocks: int) -> Bound:
-        """`bound` where partial sums of as many blocks are stored in the outputs' type."""
-        if blocks == 1:
-            return bound
-        return replace(
-            bound,
-            by_power=bound.by_power + self._stored * 4.0 * blocks / 3.0,
-            by_square=bound.by_square + self._stored * blocks / 6.0,
-        )
 
     def _over_queries(self, terms: Tensor) -> Tensor:
         sums = terms.sum(dim=-2)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from outlast.guard.residual import ResidualTest
 
-_KEY_BLOCK = 512
+KEY_BLOCK = 512
 """Keys that the kernel's backward pass takes at a time."""
 
 _FAR_BELOW = 200.0
@@ -322,15 +322,14 @@ def _roundings(
     """The numbers of ``attention`` in ``attention.c`` from ``by_key`` to ``block``."""
     rounding = rounding_of(torch.empty(0, dtype=dtype))
     stored, accumulated = map(unit_roundoff, (rounding.stored, rounding.accumulated))
-    # Queries that the kernel's backward pass takes at a time.
-    block = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    block = query_block(queries)
     found = []
     sums = (
-        (keys, -(-keys // _KEY_BLOCK), 1.0),
+        (keys, -(-keys // KEY_BLOCK), 1.0),
         (group * queries, group * -(-queries // block), _NEIGHBOURS),
     )
     for terms, blocks, times in sums:
-        bound = _blockwise(product_bound(rounding, terms, channels), stored**2 / 3.0, blocks)
+        bound = blockwise(product_bound(rounding, terms, channels), stored**2 / 3.0, blocks)
         unit = stored**2 / 3.0
         # Equal terms are rounded alike in every sum, and sums of equal values alike as a whole.
         drift = (terms * accumulated) ** 2
@@ -341,7 +340,12 @@ def _roundings(
     return found[0], found[1], accumulated, spacing, 4.0 * stored**2 / 3.0, block
 
 
-def _blockwise(bound: Bound, stored: float, blocks: int) -> Bound:
+def query_block(queries: int) -> int:
+    """Queries that the kernel's backward pass takes at a time."""
+    return 256 if queries >= 768 else 64 if queries >= 192 else 32
+
+
+def blockwise(bound: Bound, stored: float, blocks: int) -> Bound:
     """`bound` where partial sums of as many blocks are stored in the outputs' type."""
     if blocks == 1:
         return bound

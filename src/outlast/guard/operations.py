@@ -542,7 +542,7 @@ class OperationChecks:
         of_output, *judged = watch.timed(judge)
         output = watch.ledger.site(ANYWHERE, "attention.output")
         flagged = watch.wants(output, of_output, of_model=False)
-        if not torch.isfinite(dy).all() and any(test.exceeded for test in judged):
+        if any(test.exceeded for test in judged) and not torch.isfinite(dy).all():
             # The data's own, as an overflow under a gradient scaler.
             rows = sum(int(test.exceeded) for test in judged)
             overflowing = watch.ledger.site(self._place("attention"), "attention.dv")
