@@ -121,6 +121,28 @@ def test_an_element_wise_operation_is_named_with_its_module_forward_and_backward
     assert step.unchecked["gelu"] == pytest.approx(128 / step.flops)
 
 
+class Asking(nn.Module):
+    """Asks for truth values and numbers on the way, as data-dependent code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if not torch.equal(x, x) or torch.allclose(x, y) or y[0, 0].is_nonzero() is None:
+            return x
+        y.sum().item()
+        low, high = torch.aminmax(y)
+        return y.clamp(low.item(), high.item())
+
+
+def test_operations_that_give_no_tensor_end_no_counting() -> None:
+    handle, _, _ = train(Asking(), squares((4, 8)), steps=1)
+    assert handle is not None
+    assert known(handle.coverage()).flops > 0
+
+
 def test_levels_differ_in_what_is_counted_as_checked() -> None:
     linear, full = known(steps_of("llama-eager", "linear")), known(steps_of("llama-eager"))
     assert linear.flops == full.flops

@@ -320,6 +320,29 @@ def test_checks_last_as_long_as_the_model_without_the_handle() -> None:
     assert sites["loss", "loss.dlogits"].checks
 
 
+def test_operations_are_struck_and_checked_by_the_guard_that_is_preferred() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.rand(2, 7, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+
+    first, second = layer(), layer()
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (first, second)]
+    preferred, last = guard(first, optimizers[0], "full"), guard(second, optimizers[1], "full")
+    preferred.prefer()
+    step(first, optimizers[0])
+    injector = inject(preferred, parse_faults(["attention.output:bit=30:step=1"]))
+    step(first, optimizers[0])
+    assert [injection.site for injection in injector.injections] == ["attention.output"]
+    assert [finding.outcome for finding in preferred.ledger.findings] == ["corrected"]
+    assert not last.ledger.findings
+    preferred.remove()
+    last.remove()
+
+
 @pytest.mark.slow
 def test_a_model_that_nobody_needs_is_freed_with_its_checks() -> None:
     model = Small()

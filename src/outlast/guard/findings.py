@@ -181,6 +181,8 @@ def certificates(ledger: Ledger) -> dict[str, Certificate]:
     return found
 
 
+ANYWHERE = "operations"
+"""The module under which checks are counted of an operation, which does not know its own."""
 SITES = (
     "linear.operand",  # x as the unit reads it; a copy, so that only this product sees the fault
     "linear.output",  # y before its check

@@ -445,13 +445,14 @@ class Guard:
         self._undo.close()
 
     def prefer(self) -> None:
-        """Check functions here that several guarded models of a process call.
+        """Check functions and operations here that several guarded models of a process call.
 
-        Attention and loss are functions that all models call; the guard that was installed last
-        checks them, or the one that was preferred last.
+        The guard that was installed last checks them, or the one that was preferred last.
         """
         for function in self._installed.functions:
             function.prefer()
+        if self.watch.operations is not None:
+            self.watch.operations.prefer()
 
     def finish(self) -> None:
         """Make the checks that wait for a next step; all ranks together, after the last one.

@@ -453,8 +453,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return float(2 * args[0].numel() * args[1].shape[-1])
     if base in {"dot", "vdot"}:
         return float(2 * args[0].numel())
-    outputs = [out] if isinstance(out, Tensor) else out or ()
-    return float(max(_largest((*args, *kwargs.values())), _largest(outputs)))
+    # Lists count as one, results one by one.
+    results = out if isinstance(out, (tuple, list)) else [out]
+    return float(max(_largest((*args, *kwargs.values())), _largest(results)))
 
 
 def _bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:

@@ -42,6 +42,7 @@ from torch.library import Library, get_kernel
 
 from outlast.guard.autograd_hooks import repeated
 from outlast.guard.convolution import Convolution
+from outlast.guard.findings import ANYWHERE
 from outlast.guard.forward_patch import is_suspended
 from outlast.guard.fused_attention import FusedAttention
 from outlast.guard.linear import unexplained
@@ -117,8 +118,6 @@ _NODES_ON_CUDA = frozenset(
 """What is computed twice needs kernels that give the same bits every time."""
 SUMMING = ("Add", "Sub", "Baddbmm")
 """Beginnings of the names of nodes that sum the gradient of what they have broadcast."""
-ANYWHERE = "operations"
-"""The module under which checks are counted: an operation does not know its own."""
 
 _installed: list[weakref.ref[OperationChecks]] = []
 _library: Library | None = None
@@ -127,7 +126,8 @@ _library: Library | None = None
 class OperationChecks:
     """Checks of one guarded model's operations; see the module.
 
-    While several guards are installed, the last of them whose model trains checks an operation.
+    While several guards are installed, the last of them whose model trains checks an operation;
+    see `prefer`.
 
     Args:
         watch: What all checks of the guard share.
@@ -169,6 +169,12 @@ class OperationChecks:
             _library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             for key in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
                 _replace_kernels(_library, key)
+
+    def prefer(self) -> None:
+        """Of several guards' checks, be those that are made."""
+        others = [item for item in _installed if item() is not self]
+        if len(others) < len(_installed):
+            _installed[:] = [*others, weakref.ref(self)]
 
     def remove(self) -> None:
         """Put torch's kernels back once no guard needs others."""

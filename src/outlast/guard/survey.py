@@ -36,11 +36,12 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from outlast.guard.autograd_hooks import record_of
+from outlast.guard.findings import ANYWHERE
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.install import ProductLayer
 from outlast.guard.linear import CheckedLinear
 from outlast.guard.operation_counter import FRAMEWORKS, OperationCounter, fallen
-from outlast.guard.operations import ANYWHERE, NODES
+from outlast.guard.operations import NODES
 from outlast.guard.policy import Coverage, Coverages, StepCoverage, Uncovered, summarized
 from outlast.guard.product_calls import TYPES
 from outlast.state.sharded import is_fsdp_module

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 
 from outlast.errors import GuardError
-from outlast.guard.findings import SITES
+from outlast.guard.findings import ANYWHERE, SITES
 from outlast.guard.residual import bits as bits_of
 from outlast.state.sharded import is_dtensor
 
@@ -848,7 +848,9 @@ def inject(
         if not isinstance(fault, Fault) or fault.rank != rank:
             continue
         checks = _NAMED_BY.get(fault.site, fault.site.split(".", maxsplit=1)[0] + ".")
+        # Operations without a module are named at their first use.
         own = {name for name, operation in watch.ledger.sites if operation.startswith(checks)}
+        own.discard(ANYWHERE)
         if fault.site.startswith(_UNNAMED):
             own.clear()
         if own and not fnmatch.filter(own, fault.module):
