@@ -540,10 +540,11 @@ class Guard:
         anything since. If it does not step, `again` must follow.
         """
         watch = self.watch
-        if self.scrubber is not None:
-            self.scrubber.before_step()
-        if self._buffers is not None:
-            watch.timed(self._buffers.before_step)
+        with self._survey.uncounted():
+            if self.scrubber is not None:
+                self.scrubber.before_step()
+            if self._buffers is not None:
+                watch.timed(self._buffers.before_step)
         watch.settle()
         if self._reduction is not None:
             verdict = self._reduction.verdict(watch.uncorrected)
@@ -706,12 +707,13 @@ class Guard:
         self._approved = False
         self._stepped.clear()
         self.watch.timed(self._survey.advance)
-        if self.scrubber is not None:
-            self.scrubber.after_step()
-        if self.replays is not None:
-            self.replays.advance()
-        if self._buffers is not None:
-            self.watch.timed(self._buffers.note)
+        with self._survey.uncounted():
+            if self.scrubber is not None:
+                self.scrubber.after_step()
+            if self.replays is not None:
+                self.replays.advance()
+            if self._buffers is not None:
+                self.watch.timed(self._buffers.note)
         self.watch.advance()
         if self._reduction is not None:
             self._reduction.restore()

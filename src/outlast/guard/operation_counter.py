@@ -27,6 +27,7 @@ import re
 import sys
 import weakref
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ from outlast.guard.policy import StepCoverage
 from outlast.guard.watch import CALLING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from torch.autograd.graph import Node
@@ -178,6 +179,18 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_over = True
         with _other_modes(self):
             pass
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not see this thread's operations meanwhile: they are the guard's own."""
+        with _other_modes(self) as modes:
+            seen = self in modes
+        try:
+            yield
+        finally:
+            if seen and not self._is_over:
+                with _other_modes():
+                    torch._C._push_on_torch_dispatch_stack(self)
 
     def _matched(self) -> float:
         """FLOPs of attention's outputs that were checked with their gradients since `clear`."""
@@ -382,7 +395,7 @@ class _other_modes:  # noqa: N801 - a context
         self._without = without
         self._modes: list[Any] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> list[Any]:
         count = torch._C._len_torch_dispatch_stack()
         while count:
             mode = torch._C._get_dispatch_stack_at(count - 1)
@@ -391,6 +404,7 @@ class _other_modes:  # noqa: N801 - a context
                 break
             self._modes.append(torch._C._pop_torch_dispatch_stack(None))
             count -= 1
+        return self._modes
 
     def __exit__(self, *_: object) -> None:
         for mode in reversed(self._modes):

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from outlast.guard.policy import Policy
 
 
-_CPU_NUMBERS, _DEVICE_NUMBERS, _WHOLE_NUMBERS = 2**16, 2**20, 2**24
-"""Numbers of a block: few enough for a cache, many enough to be worth the calls."""
+_CPU_NUMBERS, _DEVICE_NUMBERS = (2**16, 2**18), (2**20, 2**24)
+"""Numbers of a block, few enough for a cache; of a `whole` one, many enough for few calls."""
 
 _SETTINGS: dict[bounds.Kind, Callable[[dict[str, Any]], tuple[Any, ...]]] = {
     "adam": itemgetter("lr", "weight_decay", "betas"),
@@ -376,11 +376,9 @@ def writes_of(views: list[Views]) -> list[tuple[int, int]]:
 
 
 def cut(entry: ScrubbedParameter, whole: bool) -> list[Block]:
-    """The blocks of a parameter; on a device, `whole` ones are larger."""
+    """The blocks of a parameter; `whole` ones are larger."""
     part = local(entry.parameter)
-    numbers = _CPU_NUMBERS
-    if part.device.type != "cpu":
-        numbers = _WHOLE_NUMBERS if whole else _DEVICE_NUMBERS
+    numbers = (_CPU_NUMBERS if part.device.type == "cpu" else _DEVICE_NUMBERS)[whole]
     return [
         Block(entry, start, min(start + numbers, part.numel()))
         for start in range(0, part.numel(), numbers)

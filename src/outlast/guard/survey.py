@@ -24,7 +24,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
@@ -47,7 +47,7 @@ from outlast.guard.product_calls import TYPES
 from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -251,6 +251,12 @@ class Survey:
         """An optimizer computes its update from now on; None: no longer."""
         if self._counter is not None:
             self._counter.optimizer = "" if optimizer is None else type(optimizer).__name__
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count no operations meanwhile: they are the guard's own."""
+        with self._counter.paused() if self._counter is not None else nullcontext():
+            yield
 
     def _count(self) -> None:
         """Count operations from now on, where they are checked at all."""
