@@ -537,7 +537,36 @@ static inline __attribute__((always_inline)) lanes part_of(int64_t type, const v
 }
 
 /* Sums over rows of x and y, per channel of each head: (heads, SUMS, channels). */
-enum { SUM, SQUARES, PRODUCT, PRODUCTS, OTHERS, SUMS, ROWS = 16 };
+enum { SUM, SQUARES, PRODUCT, PRODUCTS, OTHERS, SUMS, ROWS = 16, WIDE = 4 };
+
+/* Add up rows [first, last) of `count` times 16 channels of a head, from c on. */
+static inline __attribute__((always_inline)) void pair_lanes(int64_t type, int count,
+                                                             const heads *x, const heads *y,
+                                                             int64_t x_at, int64_t y_at,
+                                                             int64_t first, int64_t last,
+                                                             int64_t c, int64_t d,
+                                                             const float *seen, double *sums) {
+  const int64_t size = type == FLOAT32 ? 4 : 2;
+  lanes found[SUMS][WIDE] = {0};
+  for (int64_t i = first; i < last; i++) {
+    const char *one_row = (const char *)x->data + (x_at + i * x->row_stride) * size;
+    const char *other_row = (const char *)y->data + (y_at + i * y->row_stride) * size;
+#pragma GCC unroll 4
+    for (int k = 0; k < count; k++) {
+      __builtin_prefetch(one_row + (ROWS / 2 * x->row_stride + c + 16 * k) * size);
+      __builtin_prefetch(other_row + (ROWS / 2 * y->row_stride + c + 16 * k) * size);
+      const lanes one = part_of(type, one_row, c + 16 * k, d);
+      const lanes other = part_of(type, other_row, c + 16 * k, d), both = one * other;
+      found[SUM][k] += seen ? one * seen[i] : one, found[SQUARES][k] += one * one;
+      found[PRODUCT][k] += both, found[PRODUCTS][k] += both * both;
+      found[OTHERS][k] += other * other;
+    }
+  }
+  for (int n = 0; n < SUMS; n++)
+    for (int k = 0; k < count; k++)
+      for (int64_t m = 0, at = c + 16 * k; m < 16 && at + m < d; m++)
+        sums[n * d + at + m] += found[n][k][m];
+}
 
 /* All heads of some rows before the next: they lie side by side as a rule. */
 static inline __attribute__((always_inline)) void pair_of(int64_t type, const attention *a,
@@ -545,27 +574,19 @@ static inline __attribute__((always_inline)) void pair_of(int64_t type, const at
                                                           const heads *y, int64_t count,
                                                           int64_t rows, const float *seen,
                                                           double *sums) {
-  const int64_t d = a->channels, size = type == FLOAT32 ? 4 : 2, group = count / a->key_heads;
+  const int64_t d = a->channels, group = count / a->key_heads;
   for (int64_t first = 0; first < rows; first += ROWS) {
     const int64_t last = first + ROWS < rows ? first + ROWS : rows;
     for (int64_t n = 0; n < count; n++) {
       const int64_t x_at = b * x->batch_stride + n * x->head_stride;
       const int64_t y_at = b * y->batch_stride + n * y->head_stride;
-      double *own = sums + n / group * SUMS * d;
-      for (int64_t c = 0; c < d; c += 16) {
-        lanes found[SUMS] = {0};
-        for (int64_t i = first; i < last; i++) {
-          const lanes one =
-              part_of(type, (const char *)x->data + (x_at + i * x->row_stride) * size, c, d);
-          const lanes other =
-              part_of(type, (const char *)y->data + (y_at + i * y->row_stride) * size, c, d);
-          const lanes both = one * other;
-          found[SUM] += seen ? one * seen[n * rows + i] : one, found[SQUARES] += one * one;
-          found[PRODUCT] += both, found[PRODUCTS] += both * both, found[OTHERS] += other * other;
-        }
-        for (int k = 0; k < SUMS; k++)
-          for (int64_t m = 0; m < 16 && c + m < d; m++) own[k * d + c + m] += found[k][m];
-      }
+      const float *own = seen ? seen + n * rows : NULL;
+      double *into = sums + n / group * SUMS * d;
+      int64_t c = 0;
+      for (; c + 16 * WIDE <= d; c += 16 * WIDE)
+        pair_lanes(type, WIDE, x, y, x_at, y_at, first, last, c, d, own, into);
+      for (; c < d; c += 16)
+        pair_lanes(type, 1, x, y, x_at, y_at, first, last, c, d, own, into);
     }
   }
 }
