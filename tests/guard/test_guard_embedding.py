@@ -59,7 +59,8 @@ def test_numbers_are_the_same_and_clean_ones_pass(dtype: torch.dtype, count: int
         watch.advance()
     assert watch.ledger.findings == []
     assert watch.ledger.site("embed", "embedding.forward").checks == 6 * count
-    assert watch.ledger.site("embed", "embedding.dw").checks == 3 * (2 * count + 1)
+    rows = min(2 * count, len(module.weight))
+    assert watch.ledger.site("embed", "embedding.dw").checks == 3 * (rows + 1)
     assert watch.ledger.site("embed", "embedding.dw").spread < 1.1
 
 

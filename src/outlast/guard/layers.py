@@ -58,6 +58,7 @@ from outlast.guard.autograd_hooks import (
     powers_squared,
     repeated,
     repeated_output,
+    same_bits,
     stagnation,
     summing,
     watched,
@@ -141,9 +142,12 @@ class EmbeddingChecks(ForwardPatch):
             return self.watch.touched("embedding.output", self.name, rows)
 
         def check(given: Tensor) -> ResidualTest:
-            rows = bits(given.reshape(-1, given.shape[-1]))
-            differs = (rows != bits(table.index_select(0, flat))).any(dim=1)
-            return equality_test(differs, torch.zeros_like(differs))
+            rows, expected = given.reshape(-1, given.shape[-1]), table.index_select(0, flat)
+            differs = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+            right = differs.clone()
+            if rows.device.type != "cpu" or not same_bits(rows, expected):
+                differs = (bits(rows) != bits(expected)).any(dim=1)
+            return equality_test(differs, right)
 
         corrected_output(self.watch, self.forward_site, y, again, check)
         return y
@@ -194,19 +198,25 @@ class EmbeddingChecks(ForwardPatch):
         rows, features = gradient.shape
         dtype = summing(gradient)
         u = self.watch.signs.take("input", features, dy.device).to(dtype)
-        wide = dy.to(dtype)
-        dots, squares = (wide @ u).double(), wide.square().sum(dim=1).double()
+        dots = (dy.to(dtype) @ u).double()
+        squares = torch.linalg.vector_norm(dy, dim=1, dtype=dtype).double().square()
         used = torch.ones_like(dots)
         if self.module.padding_idx is not None:
             used = (ids != self.module.padding_idx).double()
         sums = torch.zeros((rows, 4), dtype=torch.float64, device=dy.device)
         parts = torch.stack([dots, squares, used, dots.square()], dim=1)
         sums.index_add_(0, ids, parts * used[:, None])
-        expected, terms, count, alike = sums.index_select(0, ids).unbind(dim=1)
-        own_rows = gradient.index_select(0, ids)
-        found = own_rows.to(dtype)
-        power = powers_squared(own_rows, dtype).sum(dim=1).double()
-        square = found.square().sum(dim=1).double()
+        # Rows that no token uses are zero, all of them as one more check.
+        idle = gradient.any(dim=1) & (sums[:, 2] == 0)
+        # Those that tokens use, where these are fewer.
+        made = gradient
+        if len(ids) < rows:
+            made, sums = gradient.index_select(0, ids), sums.index_select(0, ids)
+        expected, terms, count, alike = sums.unbind(dim=1)
+        found = made.to(dtype)
+        power = powers_squared(made, dtype).sum(dim=1).double()
+        square = torch.linalg.vecdot(found, found).double()
+        signed = (found @ u).double()
         n = count.clamp(min=1.0)
         stored = unit_roundoff(name_of(gradient.dtype)) ** 2 / 3.0
         own = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * 4.0 * (32.0 + features / 64.0)
@@ -216,16 +226,14 @@ class EmbeddingChecks(ForwardPatch):
         several = (n > 1.0).double()
         # Features whose gradients are alike are rounded alike: then the signed sums themselves
         # are what is rounded, and signs do not cancel the errors.
-        value = (found @ u).double().square()
+        value = signed.square()
         variance = several * stored * (power + drift.clamp(min=0.0) * (square + value))
         variance = variance + several * stored * walk.clamp(min=0.0) * (terms + alike)
         if is_half(gradient.dtype) and gradient.device.type == "cpu":
             unit = unit_roundoff(name_of(gradient.dtype))
             variance = variance + several * stagnation(n, unit, terms)
         variance = variance + own * (power + terms) + floor_of(features, gradient.dtype, dtype)
-        difference = (found @ u).double() - expected
-        # Rows that no token uses are zero, all of them as one more check.
-        idle = (gradient != 0).any(dim=1) & (sums[:, 2] == 0)
+        difference = signed - expected
         # Finite: infinities are taken for the data's own.
         stray = torch.where(idle.any(), 1e30, 0.0).double()[None]
         return residual_test(
