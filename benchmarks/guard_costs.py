@@ -113,10 +113,9 @@ def linear_bars(quick: bool) -> Iterator[Bar]:
 
 def step_bars(quick: bool) -> Iterator[Bar]:
     """Overhead of a training step by policy."""
-    pairs = 1 if quick else 15
     for name, autocast in {"fp32": None, "bf16": torch.bfloat16}.items():
         limit = 0.05 if name == "fp32" else 0.08
-        for width, layers in ((384, 4),) if quick else ((384, 4), (768, 2)):
+        for width, layers, pairs in ((384, 4, 1),) if quick else ((384, 4, 41), (768, 2, 15)):
             figure, _ = step_overhead(width, layers, autocast, "linear", pairs)
             label = f"GPT step, every linear, {name}, d {width} L{layers}"
             if quick:
@@ -126,7 +125,7 @@ def step_bars(quick: bool) -> Iterator[Bar]:
             else:
                 yield at_most(label, figure, "of CPU time", limit, "torch, unguarded")
         if not quick:
-            figure, _ = step_overhead(384, 4, autocast, "full", 7)
+            figure, _ = step_overhead(384, 4, autocast, "full", 21)
             limit = 0.15 if name == "fp32" else 0.30
             label = f"GPT step, policy full, {name}, d 384 L4"
             yield at_most(label, figure, "of CPU time", limit, "torch, unguarded")

@@ -226,7 +226,9 @@ class Block:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """This block of the parameter, or of what lies in memory as the parameter does."""
-        own, part = local(self.entry.parameter), local(tensor)
+        return self._part(local(self.entry.parameter), local(tensor))
+
+    def _part(self, own: Tensor, part: Tensor) -> Tensor | None:
         if part.shape != own.shape or part.stride() != own.stride():
             return None
         numbers = flat(part)
@@ -240,15 +242,18 @@ class Block:
 
     def views(self) -> Views:
         """All that is there now."""
-        state, others = {}, []
+        state, others, own = {}, [], local(self.entry.parameter)
+        parameter = self._part(own, own)
+        assert parameter is not None
         for key, value in self.entry.state.items():
-            if isinstance(value, torch.Tensor):
-                part = self.of(value) if value.dim() else None
+            if isinstance(value, torch.Tensor) and (value.dim() or self.start == 0):
+                numbers = local(value)
+                part = self._part(own, numbers) if value.dim() else None
                 if part is not None:
                     state[key] = part
                 elif self.start == 0:
-                    others.append(local(value).contiguous())
-        return Views(self.parameter(), state, others)
+                    others.append(numbers.contiguous())
+        return Views(parameter, state, others)
 
     def gradient(self) -> Tensor | None:
         """(numbers,), where there is one that lies in memory as the parameter does."""
