@@ -262,7 +262,7 @@ def check_moments(first: Tensor, second: Tensor, squared: Number, floor: float) 
         least = float(torch.addcmul(second, first, first, value=-1.0 / squared).amin())
         low, high = map(float, torch.aminmax(second))
         # NaN compares as false; what is only suspicious is examined.
-        if least >= 0.0 and 0.0 <= low and high < math.inf:
+        if least >= 0.0 and low >= 0.0 and high < math.inf:
             return Examined(_passed(first.numel(), 0.0), 0)
     m, v = first.double(), second.double()
     allowed = squared * (v + floor) * (1.0 + 2.0**-50)
