@@ -540,7 +540,7 @@ class Guard:
         anything since. If it does not step, `again` must follow.
         """
         watch = self.watch
-        with self._survey.uncounted():
+        with self.watch.uncounted():
             if self.scrubber is not None:
                 self.scrubber.before_step()
             if self._buffers is not None:
@@ -707,7 +707,7 @@ class Guard:
         self._approved = False
         self._stepped.clear()
         self.watch.timed(self._survey.advance)
-        with self._survey.uncounted():
+        with self.watch.uncounted():
             if self.scrubber is not None:
                 self.scrubber.after_step()
             if self.replays is not None:

@@ -24,7 +24,7 @@ import warnings
 import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
@@ -47,7 +47,7 @@ from outlast.guard.product_calls import TYPES
 from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -252,16 +252,10 @@ class Survey:
         if self._counter is not None:
             self._counter.optimizer = "" if optimizer is None else type(optimizer).__name__
 
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Count no operations meanwhile: they are the guard's own."""
-        with self._counter.paused() if self._counter is not None else nullcontext():
-            yield
-
     def _count(self) -> None:
         """Count operations from now on, where they are checked at all."""
         if self.watch.operations is not None and not (self._unknown or self._uncounted):
-            self._counter = OperationCounter(self.watch, self._model)
+            self._counter = self.watch.counter = OperationCounter(self.watch, self._model)
             # A model may go, and its guard with it, in the middle of a step.
             self._leave = weakref.finalize(self, self._counter.end)
             self._leave.atexit = False
@@ -274,7 +268,7 @@ class Survey:
     def _count_no_more(self) -> None:
         if self._counter is not None:
             self._leave()
-            self._counter = None
+            self._counter = self.watch.counter = None
             self._graphs.clear()
 
     def _counted(self) -> bool:

@@ -15,6 +15,7 @@ import functools
 import math
 import os
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outlast.guard.findings import FaultHook
+    from outlast.guard.operation_counter import OperationCounter
     from outlast.guard.operations import OperationChecks
     from outlast.guard.policy import Policy
     from outlast.guard.residual import ResidualTest
@@ -170,6 +172,7 @@ than 34 numbers, and the sums in fp32 then cost more than the product itself.
 """
 
 _NUMERIC = frozenset({"linear", "norm", "attention", "loss", "embedding", "product", "convolution"})
+_NOTHING = nullcontext()
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -232,6 +235,7 @@ class Watch:
         driven: Whether an optimizer's steps are seen; else weights may change after any backward.
         fault_hook: See `outlast.guard.findings`.
         operations: The checks at torch's dispatcher; None below level ``linear``.
+        counter: Counts the operations of a surveyed step; None in other steps.
         repeats: Whether operations are checked by computing them twice; see `repeats_on`.
         intact_steps: Of LASTING checks, the steps of the newest state that comes from before what
             they would find now; of those that are not named, one step less than are done.
@@ -255,6 +259,7 @@ class Watch:
         self.driven = False
         self.fault_hook: FaultHook | None = None
         self.operations: OperationChecks | None = None
+        self.counter: OperationCounter | None = None
         self.repeats = False
         self.intact_steps: dict[str, int] = {}
         self.intact: int | None = None
@@ -324,10 +329,15 @@ class Watch:
         began = perf_counter()
         before, CALLING.purpose = CALLING.purpose, "check"
         try:
-            return check(*args, **options)
+            with self.uncounted():
+                return check(*args, **options)
         finally:
             CALLING.purpose = before
             self.seconds += perf_counter() - began
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Count no operations meanwhile: they are the guard's own."""
+        return _NOTHING if self.counter is None else self.counter.paused()
 
     def touch(self, site: str, module: str, numbers: Tensor) -> None:
         """Give a fault_hook the chance to change `numbers`."""
