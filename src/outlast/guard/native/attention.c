@@ -131,13 +131,12 @@ static inline void row_of(int64_t type, const heads *h, int64_t at, int64_t chan
   }
 }
 
-/* Ask for 16 rows, which lie too far apart for the processor to guess. */
-static inline void fetch(const attention *a, const heads *h, int64_t at, int64_t first,
+/* Ask for row i: rows lie too far apart for the processor to guess. */
+static inline void fetch(const attention *a, const heads *h, int64_t at, int64_t i,
                          int64_t rows) {
   const int64_t size = a->type == FLOAT32 ? 4 : 2;
-  for (int64_t i = first; i < first + 16 && i < rows; i++)
-    for (int64_t c = 0; c < a->channels * size; c += 64)
-      __builtin_prefetch((const char *)h->data + (at + i * h->row_stride) * size + c);
+  for (int64_t c = 0; i < rows && c < a->channels * size; c += 64)
+    __builtin_prefetch((const char *)h->data + (at + i * h->row_stride) * size + c);
 }
 
 /* Swap what of two rows of squares of `size` does not lie on the diagonal. */
@@ -180,8 +179,8 @@ static double widen(const attention *a, const heads *h, int64_t at, int64_t rows
   for (int64_t first = 0; first < rows; first += 16) {
     const int64_t count = rows - first < 16 ? rows - first : 16;
     if (count < 16) memset(block, 0, sizeof block);
-    fetch(a, h, at, first + 16, rows);
     for (int64_t i = 0; i < count; i++) {
+      fetch(a, h, at, first + i + 16, rows);
       float *row = block + i * room;
       row_of(a->type, h, at + (first + i) * h->row_stride, d, row);
       lanes dot = {0}, square = {0};
@@ -286,9 +285,9 @@ static void stored(const attention *a, const heads *h, int64_t b, int64_t n, int
   const view v = {.data = (const char *)h->data + at * size,
                   .columns = a->channels, .row_stride = h->row_stride, .column_stride = 1,
                   .right = a->signs, .powers = 1, .dots = dots, .moments = powers};
-  for (int64_t i = 0; i < rows; i += 16) {
+  for (int64_t i = 0; i < rows; i++) {
     fetch(a, h, at, i + 16, rows);
-    look(a->type, &v, i, i + 16 < rows ? i + 16 : rows);
+    look(a->type, &v, i, i + 1);
   }
 }
 
