@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -22,6 +23,19 @@ DUMP_SECONDS = 2.0
 
 class RanksFailedError(AssertionError):
     """A rank raised, died or did not end in time."""
+
+
+def _import(*modules: str) -> None:
+    """Import what forked processes would each import."""
+    for name in modules:
+        importlib.import_module(name)
+
+
+class Ended(NamedTuple):
+    """How torchrun has ended, and all that it and its ranks have printed."""
+
+    code: int | None
+    said: str
 
 
 def free_port() -> int:
@@ -75,6 +89,8 @@ def run_ranks(
 
     The result of a rank that died is None, if it is one of `may_die`.
     """
+    # The first optimizer of a process imports it, which takes longer than most of these tests.
+    _import("torch._dynamo")
     context = multiprocessing.get_context("fork")
     port = free_port()
     children, pipes = [], []
@@ -114,3 +130,73 @@ def run_ranks(
                 child.kill()
                 child.join()
     return outcomes
+
+
+def torchrun(output: Path, *arguments: object, deadline: float = 240.0) -> Ended:
+    """Run ``torchrun --standalone ARGUMENTS`` forked; its ranks are forks of it, at each start.
+
+    They run the script as a program, with what this process has imported: a new interpreter
+    takes longer to import torch and a framework than to train here.
+
+    Args:
+        output: Gets what they print.
+        arguments: Options of torchrun, a script and its arguments.
+        deadline: Seconds that it may take.
+    """
+    _import("torch._dynamo", "torch.distributed.run")
+    process: Any = multiprocessing.get_context("fork").Process(
+        target=_torchrun, args=(output, [str(each) for each in arguments])
+    )
+    gc.freeze()
+    process.start()
+    gc.unfreeze()
+    try:
+        process.join(deadline)
+        if process.exitcode is None:
+            _dump_stacks([process])
+            raise RanksFailedError(f"torchrun did not end in {deadline} s:\n{output.read_text()}")
+        return Ended(process.exitcode, output.read_text())
+    finally:
+        if process.exitcode is None:
+            for each in psutil.Process(process.pid).children(recursive=True):
+                each.kill()
+            process.kill()
+            process.join()
+
+
+def _torchrun(output: Path, arguments: list[str]) -> None:
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args, run_script_path
+
+    with output.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # What pytest has put in their place captures for the test process.
+    sys.stdout, sys.stderr = (open(each, "w", buffering=1, closefd=False) for each in (1, 2))  # noqa: SIM115
+    faulthandler.register(signal.SIGQUIT, file=sys.stderr)
+    # A restarted group must not find the addresses of a dead one, as the documentation says.
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    def rank(script: str, *its: str) -> None:
+        # A process that is forked while a thread looks an address up may hang at its own look-up.
+        start = f"{output}-start{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        Path(f"{start}-rank{os.environ['RANK']}").touch()
+        while len([*output.parent.glob(f"{Path(start).name}-*")]) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
+        run_script_path(script, *its)
+
+    try:
+        given = parse_args(["--standalone", "--start-method=fork", "--run-path", *arguments])
+        config, _, its = config_from_args(given)
+        config.run_id, config.rdzv_backend, config.rdzv_endpoint = "tests", "c10d", "localhost:0"
+        elastic_launch(config, rank)(*its)
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No interpreter shutdown: handlers inherited from the test process must not run here.
+    os._exit(code)

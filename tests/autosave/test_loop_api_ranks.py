@@ -1,18 +1,13 @@
 """`outlast.autosave.loop` in a script of two ranks, under torchrun."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from running import TORCHRUN
+from forked import torchrun
 from torch import nn
 
 from outlast.autosave import loop
 from outlast.checkpoint import CheckpointStore
 from outlast.errors import AutosaveError
-
-DEADLINE_SECONDS = 240.0
 
 SCRIPT = """
 from pathlib import Path
@@ -63,14 +58,8 @@ dist.destroy_process_group()
 def test_ranks_save_together_and_each_goes_on_in_its_own_data(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, script],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = torchrun(tmp_path / "output", "--nproc-per-node=2", script)
+    assert done.code == 0, done.said
     first, second = (torch.load(tmp_path / f"result{rank}.pt") for rank in (0, 1))
     assert first[0] != second[0]
     for whole, begun, resumed in (first, second):

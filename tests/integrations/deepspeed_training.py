@@ -28,6 +28,15 @@ def built():
     """DeepSpeed's operator for the CPU, before any rank would have to wait for its build."""
     if shutil.which("g++") is None:
         pytest.skip("DeepSpeed compiles its operators with g++, which is not installed")
+    build()
+
+
+def build():
+    """Build that operator, or load it.
+
+    A rank that builds it takes minutes, and one that is killed meanwhile leaves a lock that all
+    others wait for.
+    """
     deepspeed.accelerator.get_accelerator().create_op_builder("ShareMemCommBuilder").load()
 
 

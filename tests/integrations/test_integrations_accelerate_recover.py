@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("accelerate")
 
+from forked import torchrun
 from test_integrations_accelerate import Plan, run
 
 from outlast.records import CheckpointRestored, StateRecovered, read_run
@@ -42,19 +40,14 @@ def test_a_killed_process_of_a_loop_costs_one_step_at_most_and_no_bit(tmp_path: 
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     script.write_text(SCRIPT.format(paths=paths))
     folder.mkdir()
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=2", str(script), str(folder),
-        ],
-        # As the documentation says: a restarted group must not find the addresses of a dead one.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(
+        tmp_path / "output",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+        script,
+        folder,
+    )
+    assert done.code == 0, done.said
     first, losses, digest, code = json.loads((folder / "outcome0").read_text())
     # Eleven steps were done; a group that is ended may not come to keep the last of them.
     assert first in (10, 11)

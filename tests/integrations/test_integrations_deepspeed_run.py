@@ -1,9 +1,6 @@
 """A loop of DeepSpeed's under `Run`: killed, stopped, guarded, measured, on fewer ranks."""
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_training import built  # noqa: F401  (a fixture)
 from energy_counter import Counter
-from forked import run_ranks
+from forked import run_ranks, torchrun
 
 from outlast.errors import DataCorruptionError, IntegrationError, OutlastError
 from outlast.guard.inject import inject, parse_faults
@@ -86,19 +83,16 @@ def test_a_rank_that_is_killed_under_torchrun_costs_one_step_at_most_and_no_bit(
     script, place = tmp_path / "train.py", tmp_path / "killed"
     script.write_text(SCRIPT)
     place.mkdir()
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=2", str(script), str(place), "11", f"recover.memory={place}/memory",
-        ],
-        # As the documentation says: a restarted group must not find the addresses of a dead one.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(
+        tmp_path / "output",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+        script,
+        str(place),
+        "11",
+        f"recover.memory={place}/memory",
+    )
+    assert done.code == 0, done.said
     assert training.losses(place) == training.losses(whole)
     for rank in range(2):
         weights, expected = (

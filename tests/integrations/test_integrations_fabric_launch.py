@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 pytest.importorskip("lightning.fabric")
 
 from fabric_runs import assert_same, finish, records
+from forked import torchrun
 from running import outlast as outlast_command
 
 from outlast.records import StateRecovered
@@ -42,24 +40,15 @@ def test_a_killed_process_of_torchrun_goes_on_from_memory(tmp_path: Path) -> Non
     (folder / "plan").write_text("9 SIGKILL 1")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=1", str(script), str(folder),
-            json.dumps({"ranks": 2, "strategy": "fsdp"}),
-        ],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = torchrun(
+        tmp_path / "output",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        script,
+        str(folder),
+        json.dumps({"ranks": 2, "strategy": "fsdp"}),
+    )
+    assert done.code == 0, done.said
     assert_same(folder, other)
     # Nothing was on disk.
     [(_, recovered)] = records(folder).of(StateRecovered)

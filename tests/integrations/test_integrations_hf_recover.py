@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("accelerate")
 
+from forked import torchrun
 from hf_training import Outcome, Plan, together, trainer_of
 
 from outlast.errors import IntegrationError
@@ -74,19 +72,14 @@ def test_killed_ranks_of_a_trainer_cost_one_step_at_most_and_no_bit(tmp_path: Pa
     script, output = tmp_path / "train.py", tmp_path / "killed"
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     script.write_text(SCRIPT.format(paths=paths, options=OPTIONS))
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=3", str(script), str(output),
-        ],
-        # As the documentation says: a restarted group must not find the addresses of a dead one.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(
+        tmp_path / "output",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        script,
+        str(output),
+    )
+    assert done.code == 0, done.said
     for rank in (0, 1):
         digest, history, first = json.loads((output / f"outcome{rank}").read_text())
         assert digest == whole.digest

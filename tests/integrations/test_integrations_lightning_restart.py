@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
+from forked import torchrun
 from lightning_runs import EVERY_5, QUIET, assert_same, finish, losses, records, start
 
 from outlast.errors import RecoverError
@@ -80,20 +78,16 @@ def test_a_rank_that_is_killed_under_torchrun_costs_one_step_at_most_and_no_bit(
     folder.mkdir()
     # Not where a file is saved: the other rank may still complete that.
     (folder / "plan").write_text("9 SIGKILL 1")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=2", str(script), str(folder), f'recover.memory="{folder}/memory"',
-            *SAVED,
-        ],
-        # As the documentation says: a restarted group must not find the addresses of a dead one.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(
+        tmp_path / "output",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+        script,
+        str(folder),
+        f'recover.memory="{folder}/memory"',
+        *SAVED,
+    )
+    assert done.code == 0, done.said
     assert_same(folder, whole, ranks=2)
     # Nine steps were done; a group that is ended may not come to keep the last of them.
     (step,) = recovered(folder)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked import run_ranks
+from forked import run_ranks, torchrun
 
 pytest.importorskip("torchtitan", reason="pip install 'outlast[torchtitan]'")
 
@@ -57,24 +54,13 @@ def test_a_killed_rank_costs_one_step_and_no_bit(tmp_path: Path) -> None:
         f'recover.memory = "{memory}"\nenergy.measure = false\nlog.every_steps = 1\n'
     )
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-            "--max-restarts=2", str(tmp_path / "train.py"),
-        ],
-        # As the documentation says: a restarted group must not find the addresses of a dead one.
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent))),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(
+        tmp_path / "output",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+        str(tmp_path / "train.py"),
+    )
+    assert done.code == 0, done.said
     assert [(tmp_path / f"digest{rank}").read_text() for rank in (0, 1)] == [whole.digest] * 2
     run = read_run(tmp_path / "run")
     assert len(run.attempts) == 2

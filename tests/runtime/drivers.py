@@ -275,7 +275,7 @@ ACCELERATE = Driver(
         "broken": "nobody saves beside the program's own saves",
     },
     sees_errors=False,
-    loads=("outlast.integrations.accelerate", "deepspeed"),
+    loads=("outlast.integrations.accelerate", "deepspeed", "datasets"),
 )
 
 

@@ -69,7 +69,9 @@ def check(folder: Path, factory: Any, wholes: dict[Any, Way], driver: Driver, ca
     """Drive through a case."""
     for name in filter(drivers.is_there, driver.loads):
         # Once, before processes are forked.
-        importlib.import_module(name)
+        loaded = importlib.import_module(name)
+        if name == "deepspeed_training":
+            loaded.build()
 
     def whole(**changes: Any) -> Way:
         key = driver.name, *sorted(changes.items())

@@ -176,13 +176,7 @@ def _wait(condition: Callable[[], bool], folder: Path) -> None:
 def test_the_launcher_hands_signals_on(tmp_path: Path) -> None:
     long = ("train.steps=100000", "checkpoint.every_steps=0")
     job = tiny_job(tmp_path, "handed", *long)
-    process = subprocess.Popen(
-        [*OUTLAST, job_file(job, tmp_path), "--nproc", "2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = start_process(job, tmp_path, "--nproc", "2")
     _wait(lambda: _last_step(job) >= 5, tmp_path)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -238,17 +232,11 @@ def test_a_wrong_input_that_rank_0_finds_late_ends_all_ranks_with_its_sentence(
     settings = ("data.sequence_length=30000", "model.settings.max_position_embeddings=40000")
     job = tiny_job(tmp_path, "late", *settings)
     begun = time.monotonic()
-    done = subprocess.run(
-        [*OUTLAST, job_file(job, tmp_path), "--nproc", "2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 2, done.stderr
-    assert "too few for one sample of data.sequence_length = 30000" in done.stderr
-    assert "Traceback" not in done.stderr
+    process = start_process(job, tmp_path, "--nproc", "2")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "too few for one sample of data.sequence_length = 30000" in output
+    assert "Traceback" not in output
     assert time.monotonic() - begun < 60
 
 
