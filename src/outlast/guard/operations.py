@@ -228,6 +228,13 @@ class OperationChecks:
         watch.touch("product.output", call.name, out)
         signs = watch.signs.take("output", call.columns, out.device)
         judged = self._judged(out, lambda out: call.judge(out, signs), call.again)
+        if out.device.type == "cpu" and call.adds_mask(failed=bool(judged.exceeded)):
+            # Attention's scores with a mask: of what stands beside -inf or -1e9 a sum sees nothing.
+            self._repeat("product", call.name, [out], lambda: [call.again()])
+            flags = call.judge(out, signs).flags & call.of_finite_sums(out)
+            left = int(flags.sum())
+            worst = float(judged.worst) if left else 0.0
+            judged = dataclasses.replace(judged, flags=flags, exceeded=left, worst=worst)
         if watch.wants(self._product_site, judged, of_model=False):
             self._correct(
                 (call.name, "product"),
