@@ -686,9 +686,7 @@ def _alike(exact: Tensor, v: Tensor) -> Tensor:
 
     1 for numbers that stand alone; see `second_look`.
     """
-    values, places, counts = torch.unique(
-        exact.abs(), return_inverse=True, return_counts=True
-    )
+    values, places, counts = torch.unique(exact.abs(), return_inverse=True, return_counts=True)
     sums = torch.zeros_like(values).index_add_(0, places, v * exact.sign())
     counted: Tensor = (sums.square() / counts).clamp(min=1.0)[places]
     return counted
