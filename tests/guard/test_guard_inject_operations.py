@@ -276,3 +276,56 @@ def test_equal_numbers_of_a_row_that_round_alike_are_no_finding(transposed: bool
         optimizer.step()
     handle.remove()
     assert handle.ledger.findings == []
+
+
+def test_gradients_of_no_samples_are_checked() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(8, 5), "not": nn.Conv2d(2, 3, 2)})
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model["used"](x).square().mean() + model["not"](x[:0].view(0, 2, 2, 2)).sum()
+
+    def batch(step: int) -> Tensor:
+        return torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+
+    drill = drill_operations(
+        Case(model, batch, loss),
+        "linear",
+        name="empty",
+        dtype="fp32",
+        faults=20,
+        steps=2,
+        operations=["convolution_backward"],
+        accepted=lambda harm: harm > 1e-2,
+    )
+    assert drill.alarms == ()
+    assert drill.trials
+    assert all(trial.detected and trial.equal for trial in drill.trials if trial.struck)
+
+
+def test_an_output_of_attention_that_leaves_no_gradient_is_put_right_at_level_linear() -> None:
+    """As where a huge number saturates the softmax of a loss."""
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(2, 10, 16)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        mixed, _ = model(x, x, x, need_weights=False)
+        (mixed * 0.0).sum().backward()
+        return mixed.detach()
+
+    with faults_at(PRODUCTS) as kernels:
+        calls = kernels.record(step)
+        call = next(call for call in calls if "flash" in call.operation and call.output == 0)
+        right = step()
+        handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "linear")
+        try:
+            kernels.arm(OperationFault(call, 7, TOP))
+            found = step()
+            assert kernels.strikes == 1
+            kernels.arm(None)
+        finally:
+            handle.remove()
+    assert torch.equal(found, right)
+    assert [finding.outcome for finding in handle.ledger.findings] == ["corrected"]

@@ -218,7 +218,22 @@ class OperationChecks:
         call = ProductCall(name, kernel, args, options)
         if self._count(name, call.flops, call.why_not()) and CALLING.purpose != "checked":
             return self._checked_product(call)
-        return call.result()
+        out = call.result()
+        if not call.flops and not call.why_not() and CALLING.purpose != "checked":
+            self._repeat_empty("product", name, [out], lambda: [call.again()])
+        return out
+
+    @computing("check")
+    def _repeat_empty(
+        self,
+        check: str,
+        name: str,
+        made: Sequence[Tensor | None],
+        compute: Callable[[], Sequence[Tensor | None]],
+    ) -> None:
+        """Check sums of no terms, as the gradients of a weight that no sample has used."""
+        if any(item is not None and item.numel() and item.device.type == "cpu" for item in made):
+            self._repeat(check, name, made, compute)
 
     @computing("check")
     def _checked_product(self, call: ProductCall) -> Tensor:
@@ -337,6 +352,19 @@ class OperationChecks:
         small, big = (x, dy) if shape.transposed else (dy, x)
         flops = shape.flops(small) * sum(mask[:2])
         if not self._count("convolution_backward", flops, why_not(dy, x, weight)):
+            if not small.numel() and not why_not(dy, x, weight):
+                wanted = [
+                    item if is_wanted else None for item, is_wanted in zip(made, mask, strict=True)
+                ]
+                self._repeat_empty(
+                    "convolution.dw",
+                    "convolution",
+                    wanted,
+                    lambda: [
+                        item if is_wanted else None
+                        for item, is_wanted in zip(kernel(*args), mask, strict=True)
+                    ],
+                )
             return made
         watch = self.watch
         # The bias's gradient sums the output's, which is the small side of a plain convolution.
@@ -490,6 +518,11 @@ class OperationChecks:
             self._repeat(check, "attention", made, lambda: kernel(*args, **options), site=site)
         else:
             watch.touch("attention.output", "attention", out)
+            if self.awaited and out.numel() and _leaves_range(out, args[2]):
+                # A number so large may leave no gradient by which it could be found later.
+                self._repeat(
+                    "attention.forward", "attention", made, partial(kernel, *args, **options)
+                )
         if not self._count("attention", call.flops, why_not):
             return made
         signs = watch.signs.take("output", out.shape[-1], out.device)
@@ -866,6 +899,15 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of two results that a check has flagged."""
     expected, sizes = (item.reshape(len(judged.flags), -1)[judged.flags] for item in found)
     return expected, sizes
+
+
+def _leaves_range(out: Tensor, value: Tensor) -> bool:
+    """Whether an output of attention, a mean of values, is beyond all of them."""
+    smallest, largest = (float(end) for end in torch.aminmax(value))
+    least, most = (float(end) for end in torch.aminmax(out))
+    room = 0.02 * max(-smallest, largest)
+    # Queries that see no key have 0.
+    return not (min(smallest, 0.0) - room <= least and most <= max(largest, 0.0) + room)
 
 
 def _is_sum(db: Tensor, dy: Tensor) -> bool:
