@@ -218,6 +218,8 @@ class OperationChecks:
         call = ProductCall(name, kernel, args, options)
         if self._count(name, call.flops, call.why_not()) and CALLING.purpose != "checked":
             return self._checked_product(call)
+        if not call.flops:
+            call.keep()
         out = call.result()
         if not call.flops and not call.why_not() and CALLING.purpose != "checked":
             self._repeat_empty("product", name, [out], lambda: [call.again()])
