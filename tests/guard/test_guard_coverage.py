@@ -405,3 +405,24 @@ def test_ranks_of_ddp_and_fsdp_count_the_same(sharded: bool, ranks: Any) -> None
         assert covered > 0.7
         assert "gelu" in names
         assert not {"mm", "addmm"} & {*names}
+
+
+def test_operations_on_complex_numbers_count_flops() -> None:
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(9, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shaped = torch.sin(torch.fft.rfft(x) * torch.view_as_complex(self.weight))
+            return torch.fft.irfft(shaped, n=16)
+
+    model = Filter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = guard(model, optimizer, "linear")
+    model(torch.randn(6, 16)).square().mean().backward()
+    optimizer.step()
+    step = handle.coverage().step
+    handle.remove()
+    assert step is not None
+    assert {"sin", "cos", "fft_r2c", "fft_c2r"} <= set(step.unchecked)

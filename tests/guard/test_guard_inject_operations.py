@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from zoo import FAMILIES
 
 from outlast.errors import GuardError
@@ -25,6 +25,7 @@ from outlast.guard.inject.operations import (
     faults_at,
     summary_of,
 )
+from outlast.guard.inject.zoo import Case
 
 TOP = Pattern(bits=(30,))
 
@@ -222,3 +223,109 @@ def test_families_are_found_by_name_and_in_files(tmp_path):
         zoo.families([str(file)])
     with pytest.raises(GuardError, match="no such file"):
         zoo.families([str(tmp_path / "none.py")])
+
+
+@pytest.mark.parametrize("closed", [float("-inf"), -1e9])
+def test_faults_beside_closed_places_of_a_mask_are_found(closed: float) -> None:
+    """`nn.MultiheadAttention` with weights adds its mask in the product of Q and K."""
+
+    def build() -> Case:
+        torch.manual_seed(0)
+        model = nn.ModuleDict(
+            {"attention": nn.MultiheadAttention(16, 4, batch_first=True), "head": nn.Linear(16, 5)}
+        )
+        mask = torch.full((10, 10), closed).triu(1)
+
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            mixed, weights = model["attention"](x, x, x, attn_mask=mask)
+            return model["head"](x + mixed).square().mean() + weights.square().mean()
+
+        def batch(step: int) -> Tensor:
+            return torch.randn(3, 10, 16, generator=torch.Generator().manual_seed(step))
+
+        return Case(model, batch, loss)
+
+    drill = drill_operations(
+        build(),
+        "linear",
+        name="masked",
+        dtype="fp32",
+        faults=30,
+        steps=3,
+        operations=["baddbmm"],
+        accepted=lambda harm: harm > 1e-2,
+    )
+    assert drill.alarms == ()
+    assert len(drill.trials) > 20
+    assert all(trial.detected and trial.equal for trial in drill.trials if trial.struck)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_equal_numbers_of_a_row_that_round_alike_are_no_finding(transposed: bool) -> None:
+    torch.manual_seed(0)
+    kind = nn.ConvTranspose3d if transposed else nn.Conv3d
+    model = kind(8, 8, 2, stride=2, groups=4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = guard(model, optimizer, "linear")
+    for _ in range(60):
+        optimizer.zero_grad()
+        # A constant for each channel, as averages over all positions leave it.
+        x = torch.randn(4, 8, 1, 1, 1).expand(4, 8, 4, 4, 6).bfloat16().requires_grad_()
+        y = model(x)
+        y.backward(torch.randn(4, 8, 1, 1, 1).bfloat16().expand(y.shape))
+        optimizer.step()
+    handle.remove()
+    assert handle.ledger.findings == []
+
+
+def test_gradients_of_no_samples_are_checked() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(8, 5), "not": nn.Conv2d(2, 3, 2)})
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model["used"](x).square().mean() + model["not"](x[:0].view(0, 2, 2, 2)).sum()
+
+    def batch(step: int) -> Tensor:
+        return torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
+
+    drill = drill_operations(
+        Case(model, batch, loss),
+        "linear",
+        name="empty",
+        dtype="fp32",
+        faults=20,
+        steps=2,
+        operations=["convolution_backward"],
+        accepted=lambda harm: harm > 1e-2,
+    )
+    assert drill.alarms == ()
+    assert drill.trials
+    assert all(trial.detected and trial.equal for trial in drill.trials if trial.struck)
+
+
+def test_an_output_of_attention_that_leaves_no_gradient_is_put_right_at_level_linear() -> None:
+    """As where a huge number saturates the softmax of a loss."""
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(2, 10, 16)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        mixed, _ = model(x, x, x, need_weights=False)
+        (mixed * 0.0).sum().backward()
+        return mixed.detach()
+
+    with faults_at(PRODUCTS) as kernels:
+        calls = kernels.record(step)
+        call = next(call for call in calls if "flash" in call.operation and call.output == 0)
+        right = step()
+        handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), "linear")
+        try:
+            kernels.arm(OperationFault(call, 7, TOP))
+            found = step()
+            assert kernels.strikes == 1
+            kernels.arm(None)
+        finally:
+            handle.remove()
+    assert torch.equal(found, right)
+    assert [finding.outcome for finding in handle.ledger.findings] == ["corrected"]

@@ -129,6 +129,9 @@ class Record:
         self.covering = covering
         self.dy: Tensor | None = None
         self.replaceable = self.exact = True
+        # Whether a backward pass was made with a graph of its own: passes through that graph give
+        # the inputs gradients that do not come from the output's, so none can be judged.
+        self._is_twice_differentiable = False
         # Of the module or function that is checked.
         method = check.func if isinstance(check, functools.partial) else check
         owner = getattr(method, "__self__", None)
@@ -147,10 +150,16 @@ class Record:
 
         # On the node rather than the tensor: after all hooks that may still change the gradient.
         def note(gradients: tuple[Tensor | None, ...]) -> None:
-            self.dy = gradients[output]
-            CALLING.spans.add((self.first, self.end))
+            if self.can_judge():
+                self.dy = gradients[output]
+                CALLING.spans.add((self.first, self.end))
 
         y.grad_fn.register_prehook(note)
+
+    def can_judge(self) -> bool:
+        """Return whether the pass that has just arrived at the output can be checked."""
+        self._is_twice_differentiable |= torch.is_grad_enabled()
+        return not self._is_twice_differentiable
 
     def arrived(self, kept: tuple[Any, ...], gradients: Gradients) -> Gradients:
         """Check gradients of the wanted inputs; returns them, perhaps corrected."""
@@ -232,6 +241,9 @@ class _PartsRecord(Record):
 
     def begin(self, dy: Tensor | None, kept: tuple[Any, ...]) -> None:
         """A backward pass arrives at the output."""
+        if not self.can_judge():
+            self.dy = None
+            return
         self.dy, self._kept = dy, kept
         CALLING.spans.add((self.first, self.end))
         self._parts = [[] for _ in self.wanted]
@@ -243,6 +255,8 @@ class _PartsRecord(Record):
         gradients: tuple[Tensor | None, ...],
         _: tuple[Tensor | None, ...],
     ) -> None:
+        if self.dy is None:
+            return
         for index, place in uses:
             part = gradients[index]
             if part is not None:

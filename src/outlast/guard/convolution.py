@@ -101,7 +101,20 @@ class Convolution:
         masses = self._grouped(_squares(big))
         expected = torch.einsum("ngt,gct->ngc", summed, wide).flatten(1)
         by_square = torch.einsum("ngi,gci->ngc", masses, squares).flatten(1)
-        return self._judge(found, signs, expected, by_square, bias, wide.shape[-1])
+        judged = self._judge(found, signs, expected, by_square, bias, wide.shape[-1])
+        if self._sums is None or not is_doubtful(judged):
+            return judged
+        read = self._windows(big, found.shape[2:], with_ones=False)
+        # (groups, samples, positions, terms)
+        read = read.reshape(self.groups, len(found), prod(found.shape[2:]), -1)
+
+        def row(number: int) -> Row:
+            sample, channel = divmod(number, found.shape[1])
+            right = read[channel * self.groups // found.shape[1], sample].t()
+            added = None if bias is None else bias[channel].expand(right.shape[1])
+            return Row(found[sample, channel].flatten(), weight[channel].flatten(), right, added)
+
+        return second_look(judged, row, _outer(signs))
 
     def to_big(
         self, small: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor, watch: Watch
@@ -119,7 +132,40 @@ class Convolution:
         expected = torch.einsum("ngck,gcik->ngi", summed, wide).flatten(1)
         by_square = torch.einsum("ngc,gci->ngi", masses, wide.square().sum(3)).flatten(1)
         terms = wide.shape[1] * wide.shape[3]
-        return self._judge(found, signs, expected, by_square, bias, terms)
+        judged = self._judge(found, signs, expected, by_square, bias, terms)
+        if self._sums is None or not is_doubtful(judged):
+            return judged
+        # (samples, groups, small channels, small positions...)
+        grouped = self._grouped(small)
+        own_channels = weight.shape[1]
+
+        def row(number: int) -> Row:
+            sample, channel = divmod(number, found.shape[1])
+            group, own = divmod(channel, own_channels)
+            left = self._grouped(weight, 0)[group, :, own].flatten()
+            right = self._reached(grouped[sample, group], found.shape[2:])
+            added = None if bias is None else bias[channel].expand(right.shape[1])
+            return Row(found[sample, channel].flatten(), left, right, added)
+
+        return second_look(judged, row, _outer(signs))
+
+    def _reached(self, small: Tensor, lengths: Sequence[int]) -> Tensor:
+        """What each position of the big side gets: (channels taps, positions) of the big side.
+
+        Args:
+            small: (channels, positions...) of the small side.
+            lengths: Of the big side.
+        """
+        count = len(lengths)
+        for axis, length in enumerate(lengths):
+            places, inside = self._places(axis, small.shape[1], length, small.device)
+            # (small positions, taps, big positions)
+            hits = (places[..., None] == torch.arange(length, device=small.device)) & inside[
+                ..., None
+            ]
+            small = torch.tensordot(small, hits.to(small.dtype), ([1], [0]))
+        taps, places_of = range(1, 2 * count, 2), range(2, 2 * count + 1, 2)
+        return small.permute(0, *taps, *places_of).flatten(count + 1).flatten(0, count)
 
     def to_weight(
         self, small: Tensor, big: Tensor, found: Tensor, bias: Tensor | None, watch: Watch
@@ -245,6 +291,14 @@ class Convolution:
         sums = unit_roundoff(name_of(dtype)) ** 2 / 3.0 * (32 + longest)
         variance = bound.variance(powers, by_square) + sums * (by_square + powers)
         return residual_test((value - expected).flatten(), variance.flatten(), powers.flatten())
+
+
+def _outer(signs: Sequence[Tensor]) -> Tensor:
+    """The signs of all positions in a row, from those along each dimension."""
+    product = signs[0]
+    for along_one in signs[1:]:
+        product = (product[..., None] * along_one).flatten()
+    return product
 
 
 def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -622,7 +622,9 @@ class Guard:
         return DataCorruptionError(
             f"step {verdict.step + 1}: the numbers of rank {ranks} are wrong and stay so"
             + (f" ({last})" if last else "")
-            + "; take the device out of service and continue from the newest checkpoint"
+            + "; take the device out of service and continue from the newest checkpoint. If other "
+            "devices give the same numbers, it is the library's kernel that is wrong: use another "
+            "type or memory format for this operation"
         )
 
     def _new_scrubber(self) -> Scrubber:

@@ -451,11 +451,12 @@ def _is_empty(args: tuple[Any, ...]) -> bool:
 
 
 def _largest(given: Sequence[Any]) -> int:
-    """Floating-point numbers in the largest argument; in all of its tensors, if it is a list."""
-    return max(
-        (sum(own.numel() for own in _tensors(item) if own.is_floating_point()) for item in given),
-        default=0,
-    )
+    """Numbers in the largest argument, but for integers; in all of its tensors, if it is a list."""
+    return max((sum(map(_size, _tensors(item))) for item in given), default=0)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() if tensor.is_floating_point() or tensor.is_complex() else 0
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:

@@ -218,7 +218,24 @@ class OperationChecks:
         call = ProductCall(name, kernel, args, options)
         if self._count(name, call.flops, call.why_not()) and CALLING.purpose != "checked":
             return self._checked_product(call)
-        return call.result()
+        if not call.flops:
+            call.keep()
+        out = call.result()
+        if not call.flops and not call.why_not() and CALLING.purpose != "checked":
+            self._repeat_empty("product", name, [out], lambda: [call.again()])
+        return out
+
+    @computing("check")
+    def _repeat_empty(
+        self,
+        check: str,
+        name: str,
+        made: Sequence[Tensor | None],
+        compute: Callable[[], Sequence[Tensor | None]],
+    ) -> None:
+        """Check sums of no terms, as the gradients of a weight that no sample has used."""
+        if any(item is not None and item.numel() and item.device.type == "cpu" for item in made):
+            self._repeat(check, name, made, compute)
 
     @computing("check")
     def _checked_product(self, call: ProductCall) -> Tensor:
@@ -228,6 +245,13 @@ class OperationChecks:
         watch.touch("product.output", call.name, out)
         signs = watch.signs.take("output", call.columns, out.device)
         judged = self._judged(out, lambda out: call.judge(out, signs), call.again)
+        if out.device.type == "cpu" and call.adds_mask(failed=bool(judged.exceeded)):
+            # Attention's scores with a mask: of what stands beside -inf or -1e9 a sum sees nothing.
+            self._repeat("product", call.name, [out], lambda: [call.again()])
+            flags = call.judge(out, signs).flags & call.of_finite_sums(out)
+            left = int(flags.sum())
+            worst = float(judged.worst) if left else 0.0
+            judged = dataclasses.replace(judged, flags=flags, exceeded=left, worst=worst)
         if watch.wants(self._product_site, judged, of_model=False):
             self._correct(
                 (call.name, "product"),
@@ -330,6 +354,19 @@ class OperationChecks:
         small, big = (x, dy) if shape.transposed else (dy, x)
         flops = shape.flops(small) * sum(mask[:2])
         if not self._count("convolution_backward", flops, why_not(dy, x, weight)):
+            if not small.numel() and not why_not(dy, x, weight):
+                wanted = [
+                    item if is_wanted else None for item, is_wanted in zip(made, mask, strict=True)
+                ]
+                self._repeat_empty(
+                    "convolution.dw",
+                    "convolution",
+                    wanted,
+                    lambda: [
+                        item if is_wanted else None
+                        for item, is_wanted in zip(kernel(*args), mask, strict=True)
+                    ],
+                )
             return made
         watch = self.watch
         # The bias's gradient sums the output's, which is the small side of a plain convolution.
@@ -483,6 +520,11 @@ class OperationChecks:
             self._repeat(check, "attention", made, lambda: kernel(*args, **options), site=site)
         else:
             watch.touch("attention.output", "attention", out)
+            if self.awaited and out.numel() and _leaves_range(out, args[2]):
+                # A number so large may leave no gradient by which it could be found later.
+                self._repeat(
+                    "attention.forward", "attention", made, partial(kernel, *args, **options)
+                )
         if not self._count("attention", call.flops, why_not):
             return made
         signs = watch.signs.take("output", out.shape[-1], out.device)
@@ -859,6 +901,15 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of two results that a check has flagged."""
     expected, sizes = (item.reshape(len(judged.flags), -1)[judged.flags] for item in found)
     return expected, sizes
+
+
+def _leaves_range(out: Tensor, value: Tensor) -> bool:
+    """Whether an output of attention, a mean of values, is beyond all of them."""
+    smallest, largest = (float(end) for end in torch.aminmax(value))
+    least, most = (float(end) for end in torch.aminmax(out))
+    room = 0.02 * max(-smallest, largest)
+    # Queries that see no key have 0.
+    return not (min(smallest, 0.0) - room <= least and most <= max(largest, 0.0) + room)
 
 
 def _is_sum(db: Tensor, dy: Tensor) -> bool:

@@ -609,7 +609,9 @@ def second_look(judged: ResidualTest, row_of: Callable[[int], Row], signs: Tenso
         u^2 / 3 sum_j 4^e(y_j) + u_acc^2 / 3 sum_t (|p_t|^2 + |S_t|^2 + (v S_t)^2)
 
     for storing, rounding the terms (without FMA) and adding them; the last for sums of proportional
-    terms, which are rounded alike. A term that equals the one before it (equal tokens, a constant
+    terms, which are rounded alike. Numbers of one row that are equal before they are stored are
+    stored with the same error, so of k of them whose signs sum to s, the first sum counts the
+    larger of s^2 and k. A term that equals the one before it (equal tokens, a constant
     feature) is also rounded like it, so errors of such terms add up: of them the squares of sums of
     |S_t| and |v S_t| count, as in the worst case (Higham, Accuracy and Stability, 4.2). What fails
     this as well is computed again. An error that passes is below the threshold of this look, which
@@ -667,14 +669,27 @@ def _deviation(row: Row, v: Tensor) -> tuple[float, float]:
             repeated += alike.abs().sum(0)
             along += (alike @ v).abs().sum()
     squares += repeated.square().sum() + along.square()
-    powers = powers_of(stored).square().sum()
+    powers = powers_of(stored).square()
     bound = product_bound(rounding, 1, len(stored))
     unit = unit_roundoff(rounding.accumulated) ** 2 / 3.0
-    variance = unit_roundoff(rounding.stored) ** 2 / 3.0 * powers + unit * squares + bound.floor
+    storing = unit_roundoff(rounding.stored) ** 2 / 3.0 * (powers * _alike(total, v)).sum()
+    powers = powers.sum()
+    variance = storing + unit * squares + bound.floor
     ratio = ((stored - total) @ v).abs() / variance.sqrt()
     share = (variance / powers).sqrt() if powers > 0 else variance.new_zeros(())
     # Numbers that are not finite are for the first look.
     return (float(ratio), float(share)) if bool(torch.isfinite(ratio)) else (math.inf, 0.0)
+
+
+def _alike(exact: Tensor, v: Tensor) -> Tensor:
+    """By how much the squared errors of storing these numbers count, for what is equal among them.
+
+    1 for numbers that stand alone; see `second_look`.
+    """
+    values, places, counts = torch.unique(exact.abs(), return_inverse=True, return_counts=True)
+    sums = torch.zeros_like(values).index_add_(0, places, v * exact.sign())
+    counted: Tensor = (sums.square() / counts).clamp(min=1.0)[places]
+    return counted
 
 
 def _strided(matrices: Tensor) -> Tensor:

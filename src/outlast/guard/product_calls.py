@@ -34,6 +34,10 @@ def why_not(*tensors: Tensor) -> str:
     return ""
 
 
+_OF_MASKS = 1e4
+"""A number that closes a place for a softmax is as large at least."""
+
+
 class ProductCall:
     """One call of a matrix product's kernel: alpha a b + beta d.
 
@@ -99,6 +103,23 @@ class ProductCall:
         if added is not None:
             added = added[0].reshape(c.shape), added[1]
         return check_multiplied(a, b, c, added, self._alpha, signs)
+
+    def adds_mask(self, *, failed: bool) -> bool:
+        """Return whether what is added is so large in places that sums say nothing of the product.
+
+        Args:
+            failed: Whether rows have failed their check; only then a vector is looked at.
+        """
+        added = self._added
+        if added is None or not added.numel() or (added.dim() < 2 and not failed):
+            return False
+        least, most = torch.aminmax(added)
+        return not max(-float(least), float(most)) < _OF_MASKS
+
+    def of_finite_sums(self, out: Tensor) -> Tensor:
+        """Which rows of `out` have nothing infinite added to them."""
+        assert self._added is not None
+        return torch.isfinite(self._added.expand(out.shape)).reshape(-1, self.columns).all(dim=1)
 
     def exact(self, judged: ResidualTest) -> tuple[Tensor, Tensor]:
         """The flagged rows in float64, and the sums of their terms' magnitudes."""

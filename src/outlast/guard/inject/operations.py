@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 PRODUCTS = (
     *("mm", "mm.out", "addmm", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm.out"),
-    *("mv", "addmv", "_grouped_mm", "convolution", "convolution_backward"),
+    *("addmv", "addmv_", "_grouped_mm", "convolution", "convolution_backward"),
     *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"),
     *(
         "_scaled_dot_product_flash_attention_for_cpu",
@@ -428,7 +428,7 @@ class _CleanRun:
         if not struck:
             return None
         flat = (
-            torch.cat([gradient.double().view(-1) for gradient in gradients])
+            torch.cat([gradient.double().reshape(-1) for gradient in gradients])
             for gradients in (self._gradients[step], _gradients(model))
         )
         return relative_change(*flat)
