@@ -31,6 +31,16 @@ def _import(*modules: str) -> None:
         importlib.import_module(name)
 
 
+def _release_guards() -> None:
+    """Put back torch's kernels for guards that earlier tests have left to the garbage collector."""
+    operations = sys.modules.get("outlast.guard.operations")
+    # What one collection finalizes may be what holds a guard.
+    for _ in range(3):
+        if operations is not None and operations._installed:
+            gc.collect()
+            operations.release_kernels()
+
+
 class Ended(NamedTuple):
     """How torchrun has ended, and all that it and its ranks have printed."""
 
@@ -89,6 +99,7 @@ def run_ranks(
 
     The result of a rank that died is None, if it is one of `may_die`.
     """
+    _release_guards()
     # The first optimizer of a process imports it, which takes longer than most of these tests.
     _import("torch._dynamo")
     context = multiprocessing.get_context("fork")
