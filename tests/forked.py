@@ -25,14 +25,13 @@ class RanksFailedError(AssertionError):
     """A rank raised, died or did not end in time."""
 
 
-def _import(*modules: str) -> None:
-    """Import what forked processes would each import."""
+def _prepare_to_fork(*modules: str) -> None:
+    """Import what forked processes would each import, and put torch's kernels back.
+
+    Guards that earlier tests have left to the garbage collector hold other kernels.
+    """
     for name in modules:
         importlib.import_module(name)
-
-
-def _release_guards() -> None:
-    """Put back torch's kernels for guards that earlier tests have left to the garbage collector."""
     operations = sys.modules.get("outlast.guard.operations")
     # What one collection finalizes may be what holds a guard.
     for _ in range(3):
@@ -99,9 +98,8 @@ def run_ranks(
 
     The result of a rank that died is None, if it is one of `may_die`.
     """
-    _release_guards()
     # The first optimizer of a process imports it, which takes longer than most of these tests.
-    _import("torch._dynamo")
+    _prepare_to_fork("torch._dynamo")
     context = multiprocessing.get_context("fork")
     port = free_port()
     children, pipes = [], []
@@ -154,7 +152,7 @@ def torchrun(output: Path, *arguments: object, deadline: float = 240.0) -> Ended
         arguments: Options of torchrun, a script and its arguments.
         deadline: Seconds that it may take.
     """
-    _import("torch._dynamo", "torch.distributed.run")
+    _prepare_to_fork("torch._dynamo", "torch.distributed.run")
     process: Any = multiprocessing.get_context("fork").Process(
         target=_torchrun, args=(output, [str(each) for each in arguments])
     )

@@ -225,6 +225,23 @@ def test_families_are_found_by_name_and_in_files(tmp_path):
         zoo.families([str(tmp_path / "none.py")])
 
 
+def trials_that_end_clean(case: Case, operation: str, faults: int) -> int:
+    """Number of trials of harmful faults at level linear, all found and put right."""
+    drill = drill_operations(
+        case,
+        "linear",
+        name="mine",
+        dtype="fp32",
+        faults=faults,
+        steps=3,
+        operations=[operation],
+        accepted=lambda harm: harm > 1e-2,
+    )
+    assert drill.alarms == ()
+    assert all(trial.detected and trial.equal for trial in drill.trials if trial.struck)
+    return len(drill.trials)
+
+
 @pytest.mark.parametrize("closed", [float("-inf"), -1e9])
 def test_faults_beside_closed_places_of_a_mask_are_found(closed: float) -> None:
     """`nn.MultiheadAttention` with weights adds its mask in the product of Q and K."""
@@ -245,19 +262,7 @@ def test_faults_beside_closed_places_of_a_mask_are_found(closed: float) -> None:
 
         return Case(model, batch, loss)
 
-    drill = drill_operations(
-        build(),
-        "linear",
-        name="masked",
-        dtype="fp32",
-        faults=30,
-        steps=3,
-        operations=["baddbmm"],
-        accepted=lambda harm: harm > 1e-2,
-    )
-    assert drill.alarms == ()
-    assert len(drill.trials) > 20
-    assert all(trial.detected and trial.equal for trial in drill.trials if trial.struck)
+    assert trials_that_end_clean(build(), "baddbmm", faults=30) > 20
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
@@ -288,19 +293,7 @@ def test_gradients_of_no_samples_are_checked() -> None:
     def batch(step: int) -> Tensor:
         return torch.randn(6, 8, generator=torch.Generator().manual_seed(step))
 
-    drill = drill_operations(
-        Case(model, batch, loss),
-        "linear",
-        name="empty",
-        dtype="fp32",
-        faults=20,
-        steps=2,
-        operations=["convolution_backward"],
-        accepted=lambda harm: harm > 1e-2,
-    )
-    assert drill.alarms == ()
-    assert drill.trials
-    assert all(trial.detected and trial.equal for trial in drill.trials if trial.struck)
+    assert trials_that_end_clean(Case(model, batch, loss), "convolution_backward", faults=20)
 
 
 def test_an_output_of_attention_that_leaves_no_gradient_is_put_right_at_level_linear() -> None:

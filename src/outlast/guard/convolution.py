@@ -150,7 +150,7 @@ class Convolution:
         return second_look(judged, row, _outer(signs))
 
     def _reached(self, small: Tensor, lengths: Sequence[int]) -> Tensor:
-        """What each position of the big side gets: (channels taps, positions) of the big side.
+        """Operands of the product that gives each position: (channels taps, big positions).
 
         Args:
             small: (channels, positions...) of the small side.
@@ -160,9 +160,8 @@ class Convolution:
         for axis, length in enumerate(lengths):
             places, inside = self._places(axis, small.shape[1], length, small.device)
             # (small positions, taps, big positions)
-            hits = (places[..., None] == torch.arange(length, device=small.device)) & inside[
-                ..., None
-            ]
+            hits = places[..., None] == torch.arange(length, device=small.device)
+            hits &= inside[..., None]
             small = torch.tensordot(small, hits.to(small.dtype), ([1], [0]))
         taps, places_of = range(1, 2 * count, 2), range(2, 2 * count + 1, 2)
         return small.permute(0, *taps, *places_of).flatten(count + 1).flatten(0, count)

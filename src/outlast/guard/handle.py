@@ -540,7 +540,7 @@ class Guard:
         anything since. If it does not step, `again` must follow.
         """
         watch = self.watch
-        with self.watch.uncounted():
+        with watch.uncounted():
             if self.scrubber is not None:
                 self.scrubber.before_step()
             if self._buffers is not None:

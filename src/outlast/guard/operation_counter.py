@@ -169,9 +169,12 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if len(_COUNTING) >= _COLLECTED_FROM:
             # Each takes its time of every operation, and most belong to guards that were left.
             gc.collect()
+        self._enter()
+        _COUNTING.add(self)
+
+    def _enter(self) -> None:
         with _other_modes():
             torch._C._push_on_torch_dispatch_stack(self)
-        _COUNTING.add(self)
 
     def end(self) -> None:
         """See no more; from another thread, or within an operation, it only counts no more."""
@@ -189,8 +192,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             if seen and not self._is_over:
-                with _other_modes():
-                    torch._C._push_on_torch_dispatch_stack(self)
+                self._enter()
 
     def _matched(self) -> float:
         """FLOPs of attention's outputs that were checked with their gradients since `clear`."""

@@ -355,17 +355,12 @@ class OperationChecks:
         flops = shape.flops(small) * sum(mask[:2])
         if not self._count("convolution_backward", flops, why_not(dy, x, weight)):
             if not small.numel() and not why_not(dy, x, weight):
-                wanted = [
-                    item if is_wanted else None for item, is_wanted in zip(made, mask, strict=True)
-                ]
+
+                def wanted(results: Sequence[Any]) -> list[Tensor | None]:
+                    return [item if mask[place] else None for place, item in enumerate(results)]
+
                 self._repeat_empty(
-                    "convolution.dw",
-                    "convolution",
-                    wanted,
-                    lambda: [
-                        item if is_wanted else None
-                        for item, is_wanted in zip(kernel(*args), mask, strict=True)
-                    ],
+                    "convolution.dw", "convolution", wanted(made), lambda: wanted(kernel(*args))
                 )
             return made
         watch = self.watch
@@ -508,7 +503,8 @@ class OperationChecks:
     ) -> Sequence[Tensor]:
         """Compute the CPU's fused attention, checked: O and its log-sum-exp."""
         call = FusedAttention.of(args, options)
-        made: Sequence[Tensor] = kernel(*args, **options)
+        compute = partial(kernel, *args, **options)
+        made: Sequence[Tensor] = compute()
         out, logsum = made
         watch = self.watch
         why_not = call.why_not()
@@ -516,15 +512,13 @@ class OperationChecks:
         if self.awaited:
             why_not = _UNTIL_BACKWARD
         if watch.repeats_product(out):
-            check, site = "attention.forward", "attention.output"
-            self._repeat(check, "attention", made, lambda: kernel(*args, **options), site=site)
+            site = "attention.output"
+            self._repeat("attention.forward", "attention", made, compute, site=site)
         else:
             watch.touch("attention.output", "attention", out)
-            if self.awaited and out.numel() and _leaves_range(out, args[2]):
+            if self.awaited and out.numel() and _leaves_range(out, call.value):
                 # A number so large may leave no gradient by which it could be found later.
-                self._repeat(
-                    "attention.forward", "attention", made, partial(kernel, *args, **options)
-                )
+                self._repeat("attention.forward", "attention", made, compute)
         if not self._count("attention", call.flops, why_not):
             return made
         signs = watch.signs.take("output", out.shape[-1], out.device)
@@ -535,7 +529,7 @@ class OperationChecks:
             sums = logsum.clone()
 
             def again() -> Tensor:
-                fresh, fresh_sums = kernel(*args, **options)
+                fresh, fresh_sums = compute()
                 sums.copy_(fresh_sums)
                 return torch.cat([fresh, sums[..., None].to(out.dtype)], dim=-1)
 
@@ -904,7 +898,7 @@ def _flagged(judged: ResidualTest, *found: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _leaves_range(out: Tensor, value: Tensor) -> bool:
-    """Whether an output of attention, a mean of values, is beyond all of them."""
+    """Return whether an output of attention, a mean of values, is beyond all of them."""
     smallest, largest = (float(end) for end in torch.aminmax(value))
     least, most = (float(end) for end in torch.aminmax(out))
     room = 0.02 * max(-smallest, largest)

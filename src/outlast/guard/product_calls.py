@@ -117,7 +117,7 @@ class ProductCall:
         return not max(-float(least), float(most)) < _OF_MASKS
 
     def of_finite_sums(self, out: Tensor) -> Tensor:
-        """Which rows of `out` have nothing infinite added to them."""
+        """Flags of the rows of `out` that have nothing infinite added to them."""
         assert self._added is not None
         return torch.isfinite(self._added.expand(out.shape)).reshape(-1, self.columns).all(dim=1)
 

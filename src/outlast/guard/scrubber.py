@@ -246,7 +246,7 @@ class Block:
         parameter = self._part(own, own)
         assert parameter is not None
         for key, value in self.entry.state.items():
-            if isinstance(value, torch.Tensor) and (value.dim() or self.start == 0):
+            if isinstance(value, torch.Tensor):
                 numbers = local(value)
                 part = self._part(own, numbers) if value.dim() else None
                 if part is not None:

@@ -223,7 +223,6 @@ class Survey:
         self._due = True
         self.depth = 0
         self.on_warning: Callable[[str], None] | None = None
-        self._counter: OperationCounter | None = None
         # Of the backward passes that run.
         self._graphs: list[_Graph] = []
         # Why operations are not counted any more.
@@ -244,36 +243,36 @@ class Survey:
 
     def begin(self) -> None:
         """Passes begin: what was executed before is no part of the step."""
-        if self._counter is not None:
-            self._counter.clear()
+        if self.watch.counter is not None:
+            self.watch.counter.clear()
 
     def stepping(self, optimizer: Optimizer | None) -> None:
         """An optimizer computes its update from now on; None: no longer."""
-        if self._counter is not None:
-            self._counter.optimizer = "" if optimizer is None else type(optimizer).__name__
+        if self.watch.counter is not None:
+            self.watch.counter.optimizer = "" if optimizer is None else type(optimizer).__name__
 
     def _count(self) -> None:
         """Count operations from now on, where they are checked at all."""
         if self.watch.operations is not None and not (self._unknown or self._uncounted):
-            self._counter = self.watch.counter = OperationCounter(self.watch, self._model)
+            counter = self.watch.counter = OperationCounter(self.watch, self._model)
             # A model may go, and its guard with it, in the middle of a step.
-            self._leave = weakref.finalize(self, self._counter.end)
+            self._leave = weakref.finalize(self, counter.end)
             self._leave.atexit = False
-            self._counter.begin()
+            counter.begin()
 
     def finish(self) -> None:
         """No step follows: see no more operations."""
         self._count_no_more()
 
     def _count_no_more(self) -> None:
-        if self._counter is not None:
+        if self.watch.counter is not None:
             self._leave()
-            self._counter = self.watch.counter = None
+            self.watch.counter = None
             self._graphs.clear()
 
     def _counted(self) -> bool:
         """Read the counts of a step that ends; whether less is checked than in the one before."""
-        counter = self._counter
+        counter = self.watch.counter
         if counter is None:
             return False
         self._count_no_more()
@@ -323,14 +322,14 @@ class Survey:
         )
         if graph.reaches(self.watch):
             graph.read(self._seen)
-            if self._counter is not None:
+            if self.watch.counter is not None:
                 self._graphs.append(graph)
-                self._counter.graphs.append(weakref.WeakMethod(graph.own_check))
+                self.watch.counter.graphs.append(weakref.WeakMethod(graph.own_check))
 
     def passed(self) -> None:
         """End a backward pass: without an optimizer, the first one is judged."""
-        if self._counter is not None and not self.depth:
-            self._counter.graphs.clear()
+        if self.watch.counter is not None and not self.depth:
+            self.watch.counter.graphs.clear()
             self._graphs.clear()
         if self._due and not self._optimizers and not self.depth and self._seen.uses:
             self._judge_all()

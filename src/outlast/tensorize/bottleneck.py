@@ -9,14 +9,8 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.tensorize.execute import (
-    folds,
-    transformed,
-    unfolded,
-    with_bias,
-    with_ones,
-    without_autocast,
-)
+from outlast.state.tensors import transformed
+from outlast.tensorize.execute import folds, unfolded, with_bias, with_ones, without_autocast
 from outlast.tensorize.planner import LowRankPair, bottleneck_pays
 
 if TYPE_CHECKING:

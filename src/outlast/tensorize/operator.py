@@ -21,6 +21,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
+from outlast.state.tensors import transformed
 from outlast.tensorize.bottleneck import autocast_dtype
 from outlast.tensorize.contraction import LayerPlan, keeps
 from outlast.tensorize.execute import (
@@ -29,7 +30,6 @@ from outlast.tensorize.execute import (
     apply,
     differentiate,
     folds,
-    transformed,
     widest,
     without_autocast,
 )
