@@ -9,8 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-
-from outlast.state.tensors import transformed
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,10 +40,7 @@ class ForwardPatch:
 
     def trains(self, *tensors: Tensor | None) -> bool:
         """Return whether a call with these tensors is part of training; see `trains`."""
-        # No transform takes the guard's autograd functions; what they compute ends in torch's
-        # kernels, which `outlast.guard.operations` checks.
-        plain = torch.compiler.is_compiling() or not transformed()
-        return not self.away and trains(self.module, *tensors) and plain
+        return not self.away and trains(self.module, *tensors) and not is_transformed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Of a copied model: watched together with its original, under the same names."""
@@ -69,6 +65,17 @@ def trains(module: nn.Module, *tensors: Tensor | None) -> bool:
         torch.is_grad_enabled()
         and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     )
+
+
+def is_transformed() -> bool:
+    """Return whether ``torch.func`` or forward-mode differentiation sees what is computed now.
+
+    Neither takes the guard's autograd functions; what they compute ends in torch's kernels, which
+    `outlast.guard.operations` checks.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 _AWAY = threading.local()
@@ -151,7 +158,7 @@ class FunctionPatch:
 
         @wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not asking or is_suspended() or transformed():
+            if torch.compiler.is_compiling() or not asking or is_suspended() or is_transformed():
                 return original(*args, **kwargs)
             return asking[-1](original, *args, **kwargs)
 

@@ -1,11 +1,10 @@
-"""Element types and memory of tensors, and transforms that see what is computed with them."""
+"""Element types and memory of tensors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.autograd import forward_ad
 
 from outlast.errors import CheckpointError
 
@@ -15,14 +14,6 @@ if TYPE_CHECKING:
 
 OPAQUE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types as which the elements of a tensor of any type can be moved, by their bytes."""
-
-
-def transformed() -> bool:
-    """Return whether derivatives are taken that need plain operations.
-
-    These are the transforms of ``torch.func``, and forward mode (``forward_ad.dual_level``).
-    """
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class Facts(Protocol):

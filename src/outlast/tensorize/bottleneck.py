@@ -9,8 +9,14 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.state.tensors import transformed
-from outlast.tensorize.execute import folds, unfolded, with_bias, with_ones, without_autocast
+from outlast.tensorize.execute import (
+    folds,
+    transformed,
+    unfolded,
+    with_bias,
+    with_ones,
+    without_autocast,
+)
 from outlast.tensorize.planner import LowRankPair, bottleneck_pays
 
 if TYPE_CHECKING:

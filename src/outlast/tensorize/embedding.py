@@ -21,8 +21,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.state.tensors import transformed
-from outlast.tensorize.execute import autocasts, contract, has_values, without_autocast
+from outlast.tensorize.execute import autocasts, contract, has_values, transformed, without_autocast
 from outlast.tensorize.initialize import initialize_
 from outlast.tensorize.layer import Factory, StructuredLayer, dense_matrix, weight_of
 from outlast.tensorize.network import (

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from outlast.tensorize.contraction import ExecutionPlan, execution_plan, steps
@@ -369,6 +370,14 @@ def differentiate(
 
 
 Result = TypeVar("Result")
+
+
+def transformed() -> bool:
+    """Return whether derivatives are taken that need plain operations.
+
+    These are the transforms of ``torch.func``, and forward mode (``forward_ad.dual_level``).
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def autocasts(device: torch.device) -> bool:

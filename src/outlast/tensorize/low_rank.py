@@ -41,7 +41,6 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.state.tensors import transformed
 from outlast.tensorize.bottleneck import (
     ACTIVATIONS,
     FEW,
@@ -49,7 +48,7 @@ from outlast.tensorize.bottleneck import (
     bottleneck,
     check_activation,
 )
-from outlast.tensorize.execute import has_values, no_autocast, without_autocast
+from outlast.tensorize.execute import has_values, no_autocast, transformed, without_autocast
 from outlast.tensorize.initialize import activation_gain
 from outlast.tensorize.layer import Factory, StructuredLinear
 from outlast.tensorize.network import Network, one_rank

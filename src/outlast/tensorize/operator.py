@@ -21,7 +21,6 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from outlast.errors import TensorizeError
-from outlast.state.tensors import transformed
 from outlast.tensorize.bottleneck import autocast_dtype
 from outlast.tensorize.contraction import LayerPlan, keeps
 from outlast.tensorize.execute import (
@@ -30,6 +29,7 @@ from outlast.tensorize.execute import (
     apply,
     differentiate,
     folds,
+    transformed,
     widest,
     without_autocast,
 )
