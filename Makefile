@@ -20,6 +20,9 @@ NEWCOMER := smoke or not (slow or distributed or slurm or alone)
 WORKERS ?= 2
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
+# Else every process that a test starts compiles all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-rest test-all test-float8 gpu check docs package clean
 
 train: .venv/.installed

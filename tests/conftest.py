@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import fcntl
+import gc
 import os
 import sys
 import tempfile
@@ -43,6 +44,7 @@ def _operations_are_counted_for_one_test() -> Iterator[None]:
         counter.end_all()
 
 
+_FROZEN_FOR: Path | None = None
 PROCESS_TESTS = ("distributed", "slurm")
 
 
@@ -56,6 +58,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_process_test(item):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Take what has been imported by now out of garbage collections: many tests ask for one."""
+    global _FROZEN_FOR
+    if item.path.parent != _FROZEN_FOR:
+        _FROZEN_FOR = item.path.parent
+        # What one collection finalizes may hold more.
+        for _ in range(3):
+            gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

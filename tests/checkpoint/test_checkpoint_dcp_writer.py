@@ -232,6 +232,7 @@ def test_nobody_waits_for_a_rank_that_could_not_copy(
     assert newest.step == 2
 
 
+@pytest.mark.slow
 def test_the_end_of_the_program_waits_while_thread_pools_take_work(tmp_path: Path) -> None:
     # As the clients of object stores give them.
     program = f"""

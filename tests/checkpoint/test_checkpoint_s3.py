@@ -146,6 +146,7 @@ def test_a_claim_that_an_outage_hides_keeps_nobody_out(server: tuple[str, Faults
     assert [name for name in storage_of(place).files("") if "session" in name] == []
 
 
+@pytest.mark.slow
 def test_storage_that_hangs_holds_no_save_longer_than_its_time(
     server: tuple[str, Faults],
 ) -> None:

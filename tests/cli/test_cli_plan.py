@@ -217,6 +217,7 @@ def test_longer_sequences_than_the_positions_are_said(plan: Plan) -> None:
     assert not any("positions" in each for each in within)
 
 
+@pytest.mark.slow
 def test_a_larger_batch_is_named_only_where_stopping_earlier_costs_more_loss(plan: Plan) -> None:
     small = ("gpt2", "--cluster", "h100x64", *SMALL, "--top", 1, "--tokens", "300B")
     worth = plan.json(*small, "--batch", 64)["what_ifs"]

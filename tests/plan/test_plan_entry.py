@@ -222,6 +222,7 @@ def test_a_job_that_is_compiled_has_what_compiled_runs_taught(known_compiled: Kn
     assert not any("no memory of" in each for each in fast.memory.figure.extrapolated)
 
 
+@pytest.mark.slow
 def test_a_source_without_a_job_has_what_others_taught(known_compiled: Known):
     model, run = run_of(load_job(None, list(LONG)), SITE.devices)
     training = Training(model=model, run=run, tokens=1e9)

@@ -92,6 +92,7 @@ def test_wandb_that_does_not_start_is_said_with_the_remedy(
         WandbSink("p", "run", {}, tmp_path)
 
 
+@pytest.mark.slow
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -334,6 +334,7 @@ def compiled(kernel: Any, config: Any, dtype: str, *, pointers: set[str], fixed:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["silu", "gelu", "identity"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_bottleneck_compiles_for_a_device_to_its_matrix_units(
