@@ -60,6 +60,7 @@ def test_transient_faults_are_put_right_and_told(tmp_path):
         "linear.output:bit=30:step=1",
         "linear.dx:bit=30:step=2",
         "linear.dw:stuck=1.0:step=3,norm.output:bit=30:step=4",
+        "attention.output:bit=30:step=5,attention.dk:bit=30:step=5",
     )
     arguments = [each for fault in faults for each in ("--faults", fault)]
     code, out, err, result = outlast_drill(tmp_path, *arguments)
@@ -74,19 +75,20 @@ def test_transient_faults_are_put_right_and_told(tmp_path):
     assert result["stops"] == result["idle"] == []
     assert result["policy"] == "full"
     assert {row["site"] for row in result["rows"]} == {
-        *("linear.output", "linear.dx", "linear.dw", "norm.output", "all")
+        *("linear.output", "linear.dx", "linear.dw", "norm.output"),
+        *("attention.output", "attention.dk", "all"),
     }
     everything = row_of(result, "all")
-    assert everything["injected"] == 4
-    assert everything["harmful"]["count"] == everything["detected"]["count"] == 4
-    assert everything["corrected"]["count"] == 4
-    assert everything["missed"] == {"count": 0, "total": 4, **interval(everything["missed"])}
+    assert everything["injected"] == 6
+    assert everything["harmful"]["count"] == everything["detected"]["count"] == 6
+    assert everything["corrected"]["count"] == 6
+    assert everything["missed"] == {"count": 0, "total": 6, **interval(everything["missed"])}
     assert 0.3 < everything["detected"]["low"] < 1.0
     assert everything["detected"]["high"] == 1.0
     assert everything["longest_latency_steps"] == 0
     steps = {(each["site"], each["step"]) for each in result["injections"]}
     assert ("norm.output", 4) in steps
-    assert len(result["injections"]) == 4
+    assert len(result["injections"]) == 6
     assert {each["outcome"] for each in result["findings"]} == {"corrected"}
     written = tmp_path / "runs" / "tiny-drill" / "drill.json"
     assert json.loads(written.read_text()) == result

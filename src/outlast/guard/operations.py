@@ -242,7 +242,7 @@ class OperationChecks:
         watch = self.watch
         call.keep()
         out = call.result()
-        watch.touch("product.output", call.name, out)
+        self._touch("product.output", call.name, out)
         signs = watch.signs.take("output", call.columns, out.device)
         judged = self._judged(out, lambda out: call.judge(out, signs), call.again)
         if out.device.type == "cpu" and call.adds_mask(failed=bool(judged.exceeded)):
@@ -271,7 +271,7 @@ class OperationChecks:
         if not self._count(call.name, call.flops, call.why_not()):
             return out
         watch = self.watch
-        watch.touch("product.output", call.name, out)
+        self._touch("product.output", call.name, out)
         signs = watch.signs.take("output", call.columns, out.device)
 
         def judge(out: Tensor) -> ResidualTest:
@@ -325,7 +325,7 @@ class OperationChecks:
         flops = shape.flops(x if shape.transposed else out)
         if not self._count("convolution", flops, why_not(x, weight)):
             return out
-        watch.touch("convolution.output", "convolution", out)
+        self._touch("convolution.output", "convolution", out)
 
         def judged_by(shape: Convolution, out: Tensor) -> ResidualTest:
             project = shape.to_big if shape.transposed else shape.to_small
@@ -382,7 +382,7 @@ class OperationChecks:
             if not mask[place]:
                 continue
             operation = ("convolution.dx", "convolution.dw")[place]
-            watch.touch(operation, "convolution", made[place])
+            self._touch(operation, "convolution", made[place])
 
             def repeated(place: int = place) -> Sequence[Any]:
                 chosen = [place == 0, place == 1, place == 1 and db is not None]
@@ -483,7 +483,7 @@ class OperationChecks:
         results = [item for item in made if item is not None]
         for item in results:
             if item.is_floating_point():
-                watch.touch(site or check, name, item)
+                self._touch(site or check, name, item)
         right = watch.timed(
             repeated,
             watch,
@@ -515,7 +515,7 @@ class OperationChecks:
             site = "attention.output"
             self._repeat("attention.forward", "attention", made, compute, site=site)
         else:
-            watch.touch("attention.output", "attention", out)
+            self._touch("attention.output", "attention", out)
             if self.awaited and out.numel() and _leaves_range(out, call.value):
                 # A number so large may leave no gradient by which it could be found later.
                 self._repeat("attention.forward", "attention", made, compute)
@@ -565,7 +565,7 @@ class OperationChecks:
                 self._repeat(site, "attention", made[place : place + 1], fresh.__next__)
         else:
             for site, gradient in zip(sites, made, strict=True):
-                watch.touch(site, "attention", gradient)
+                self._touch(site, "attention", gradient)
         signs = watch.signs.take("output", out.shape[-1], out.device)
 
         def judge() -> list[ResidualTest]:
@@ -722,6 +722,11 @@ class OperationChecks:
             beyond=beyond,
         )
         written()
+
+    def _touch(self, site: str, name: str, numbers: Tensor) -> None:
+        """Give a fault_hook the chance to change results, under the name that findings have."""
+        if self.watch.fault_hook is not None:
+            self.watch.touch(site, self._place(name), numbers)
 
     def _place(self, name: str) -> str:
         """The module that calls an operation, or the operation whose gradient it computes."""

@@ -203,7 +203,9 @@ def covers(finding: Finding, site: str, module: str) -> bool:
         return False
     # A parameter's name and its module's are the same place: one begins with the other.
     one, other = f"{finding.module}.", f"{module}."
-    return finding.module in _WHOLE or one.startswith(other) or other.startswith(one)
+    # Found going back, an operation is named by its autograd node: "attention of ...Backward0".
+    anywhere = finding.module in _WHOLE or " of " in finding.module
+    return anywhere or one.startswith(other) or other.startswith(one)
 
 
 def _family(name: str) -> str:
