@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_WRITTEN = (
+    "If the program itself writes there in a way that is not seen (NumPy, .data of optimizer state "
+    "or of one number), let it write to the tensor under torch.no_grad(). "
+)
 ATTEMPTS = 3
 """How often a step's passes are run at most."""
 
@@ -622,7 +626,9 @@ class Guard:
         return DataCorruptionError(
             f"step {verdict.step + 1}: the numbers of rank {ranks} are wrong and stay so"
             + (f" ({last})" if last else "")
-            + "; take the device out of service and continue from the newest checkpoint. If other "
+            + "; take the device out of service and continue from the newest checkpoint. "
+            + (_WRITTEN if last is not None and last.operation in {"rest", "weight"} else "")
+            + "If other "
             "devices give the same numbers, it is the library's kernel that is wrong: use another "
             "type or memory format for this operation"
         )

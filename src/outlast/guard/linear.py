@@ -38,6 +38,7 @@ from torch.nn import functional
 
 from outlast.errors import GuardError
 from outlast.guard.forward_patch import ForwardPatch
+from outlast.guard.parameter_writes import data_writes
 from outlast.guard.product import (
     NATIVE_TYPES,
     Encoding,
@@ -800,10 +801,10 @@ class LinearChecks(ForwardPatch):
             return product_for(weight).encode(weight, bias, self.watch.signs)
         key = (
             self.watch.generation,
-            parameter._version,
+            parameter._version + data_writes(parameter),
             parameter.data_ptr(),
             weight.dtype,
-            0 if offset is None else offset._version,
+            0 if offset is None else offset._version + data_writes(offset),
         )
         if self._encoding is None or key != self._encoded:
             self._encoding = product_for(weight).encode(weight, bias, self.watch.signs)
