@@ -577,8 +577,10 @@ class LinearChecks(ForwardPatch):
             bias = None if bias is None else bias.to(dtype)
             return checked(x, weight, bias, self.number)
         within = region(device, dtype)
-        x, weight = x.to(dtype), cast(weight, dtype, within)
+        # In torch's order: what was cast last gets its gradient first.
         bias = None if bias is None else cast(bias, dtype, within)
+        weight = cast(weight, dtype, within)
+        x = x.to(dtype)
         with torch.autocast(device, enabled=False):
             return _checked(x, weight, bias, self)
 
@@ -907,12 +909,15 @@ def keep(
 class CheckedLinear(torch.autograd.Function):
     """y = x W^T + b with the products of `outlast.guard.product` checked.
 
-    The same torch operations as autograd's own, in the same order, so also the same bits.
+    The same torch operations as autograd's own, in the same order, so also the same bits. Gradients
+    arrive in the order of the inputs, and DDP puts them into buckets as they arrive, where a
+    number's place decides in which order the ranks are added: so the bias comes first, as in
+    ``addmm``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearChecks
+        ctx: Any, bias: Tensor | None, x: Tensor, weight: Tensor, layer: LinearChecks
     ) -> Tensor:
         """x: (..., inputs), weight: (outputs, inputs), bias: (outputs,)."""
         y, projections, encoding = layer.product(x, weight, bias)
@@ -932,8 +937,9 @@ class CheckedLinear(torch.autograd.Function):
             else:
                 encoding = layer.latest(encoding)
         kept = (encoding, Projections(dots, squares))
-        made = layer.gradients(dy, x, weight, kept, ctx.needs_input_grad)
-        return made.dx, made.dw, made.db, None
+        wants_db, wants_dx, wants_dw, _ = ctx.needs_input_grad
+        made = layer.gradients(dy, x, weight, kept, (wants_dx, wants_dw, wants_db))
+        return made.db, made.dx, made.dw, None
 
 
 # Function.apply without its handling of functorch's transformations, which these checks refuse.
@@ -941,5 +947,5 @@ _apply = super(torch.autograd.Function, CheckedLinear).apply
 
 
 def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearChecks) -> Tensor:
-    output: Tensor = _apply(x, weight, bias, layer)  # type: ignore[no-untyped-call]
+    output: Tensor = _apply(bias, x, weight, layer)  # type: ignore[no-untyped-call]
     return output
