@@ -21,6 +21,7 @@ from outlast.guard.audit import Audit
 from outlast.guard.buffers import BufferWatch
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
+from outlast.guard.parameter_writes import counted_writes
 from outlast.guard.policy import Level, Policy, policy_of
 from outlast.guard.scrubber import Scrubber
 from outlast.guard.survey import Survey
@@ -651,6 +652,7 @@ class Guard:
             self.watch.driven = True
             self._undo.callback(lambda: setattr(self.watch, "driven", False))
             if self.policy.reaches("light"):
+                self._undo.enter_context(counted_writes(self._model))
                 self.scrubber = self._new_scrubber()
             if self.policy.audits:
                 wrapper = model if isinstance(model, DistributedDataParallel) else None

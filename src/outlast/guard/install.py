@@ -17,7 +17,6 @@ from outlast.guard.layers import EmbeddingChecks, NormChecks, norm_kind, why_no_
 from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
 from outlast.guard.loss import LossChecks, RepeatChecks
 from outlast.guard.operations import OperationChecks
-from outlast.guard.parameter_writes import counted_writes
 from outlast.guard.policy import Coverage
 
 if TYPE_CHECKING:
@@ -139,8 +138,6 @@ class Installed:
 def install(watch: Watch, model: nn.Module) -> Installed:
     """Put the checks that the policy asks for into `model`; warns once of modules without any."""
     installed = Installed(watch)
-    if watch.policy.reaches("light"):
-        installed.undo.enter_context(counted_writes(model))
     if watch.policy.reaches("linear"):
         watch.operations = OperationChecks(watch, model)
         watch.operations.install()
