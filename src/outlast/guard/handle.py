@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard.audit import Audit
-from outlast.guard.buffers import BufferWatch
+from outlast.guard.buffers import BufferWatch, KeptBuffers
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
 from outlast.guard.parameter_writes import counted_writes
@@ -570,8 +570,8 @@ class Guard:
                 loss(model(batch)).backward()
             optimizer.step()
 
-        Attempts begin with the same state of torch's random generators. Buffers that the passes
-        change, such as batch normalisation's averages, are changed by every attempt.
+        Attempts begin with the same state of torch's random generators, and with the same buffers,
+        such as batch normalisation's averages.
 
         A step whose turn for an audit has come repeats its passes, too; see `outlast.guard.audit`.
 
@@ -586,8 +586,11 @@ class Guard:
         random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
         size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         made = 0
+        kept: KeptBuffers | None = None
         while True:
             self._begin()
+            with self.watch.uncounted():
+                kept = kept or KeptBuffers(self._model)
             for _ in (None,) if self.replays is None else self.replays.step_passes(self._begin):
                 yield made
                 made += 1
@@ -598,6 +601,7 @@ class Guard:
                 return
             # A false alarm does not survive other signs, and all ranks draw the same.
             self.watch.redraw()
+            kept.restore()
             # So that dropout drops the same numbers again.
             host, devices = random
             torch.set_rng_state(host)
