@@ -159,6 +159,15 @@ def test_complex_parameters_are_refused_by_name() -> None:
     assert "forward" not in vars(model[0])
 
 
+def test_a_lazy_module_is_refused_until_it_has_run() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(GuardError, match=r"parameter 0\.(weight|bias) has no shape.*run the model"):
+        guard(model, optimizer)
+    model(torch.randn(3, 6))
+    guard(model, optimizer).remove()
+
+
 def test_a_pattern_raises_the_level_of_some_modules() -> None:
     policy = Policy("light", modules={"*.mlp.*": "linear"})
     plain, training = Training(), Training(policy)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard.audit import Audit
@@ -746,6 +747,10 @@ def _refuse(model: nn.Module) -> None:
             which = f"its part {name}" if name else "the model"
             raise GuardError(f"{which} is guarded already; call remove() of that guard first")
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise GuardError(
+                f"parameter {name} has no shape yet; run the model once before it is guarded"
+            )
         if parameter.is_complex():
             raise GuardError(
                 f"parameter {name} is {parameter.dtype}, and complex numbers have no checks; guard "

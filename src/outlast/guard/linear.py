@@ -602,7 +602,8 @@ class LinearChecks(ForwardPatch):
         end = perf_counter()
         watch.touch("linear.output", self.name, y)
         fitting = encoding if later is None else replace(encoding, offset=0.0)
-        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        # Not `y` itself: selective checkpointing, which has kept it, refuses what was written to.
+        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.data.view(-1, y.shape[-1])
         projections, judged = product.forward(flat_x, flat_y, self.seen(fitting))
         if is_doubtful(judged) and not self._weight_changed(weight, encoding):
             judged = second_look(

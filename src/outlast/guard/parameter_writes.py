@@ -13,8 +13,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from outlast.guard.residual import equal_bits
@@ -70,7 +70,7 @@ def _count(given: _Given) -> int:
     new = given.new()
     if new and not any(other is not given and other.new() for other in list(_open.values())):
         before = given.before
-        with torch._C._DisableTorchDispatch():
+        with _disable_current_modes():
             changed = 0 if before is None else int((~equal_bits(given.aliases[-1], before)).sum())
         new = new if changed > 1 else 0
     return given.count + new
@@ -115,7 +115,7 @@ def _data(parameter: Tensor) -> Tensor:
         with _lock:
             if id(parameter) not in _open:
                 if len(_open) < _COPIES and not alias.is_meta:
-                    with torch._C._DisableTorchDispatch():
+                    with _disable_current_modes():
                         given.before = alias.clone()
                 _open[id(parameter)] = given
             given.aliases.append(alias)
