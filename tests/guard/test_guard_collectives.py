@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from outlast.errors import DataCorruptionError, GuardError
+from outlast.guard import guard
 from outlast.guard.collectives import ReductionTerms, checksums, compare
 from outlast.guard.findings import Site
 from outlast.guard.handle import agree, install_collectives, remedy
@@ -158,6 +159,29 @@ def reference_without(rank_left_out, at):
             (model(batch_of(step, rank)).square().mean() / len(remaining)).backward()
         optimizer.step()
     return numbers_of(model)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("level", ["linear", "full"])
+def test_a_guarded_model_on_three_ranks_has_the_bits_of_plain_ddp(ranks, level):
+    # A bucket of many gradients: where each lies decides in which order the ranks are added.
+    def work():
+        trained = []
+        for guarded in (False, True):
+            rank = start()
+            ddp = DistributedDataParallel(Branches())
+            optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+            handle = guard(ddp, optimizer, level) if guarded else None
+            for step in range(STEPS):
+                for _ in (0,) if handle is None else handle.attempts():
+                    optimizer.zero_grad()
+                    ddp(batch_of(step, rank)).square().mean().backward()
+                optimizer.step()
+            trained.append(numbers_of(ddp))
+        return trained
+
+    for plain, checked in ranks(3)(work):
+        assert (plain == checked).all()
 
 
 @pytest.mark.distributed

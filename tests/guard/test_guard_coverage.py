@@ -377,6 +377,20 @@ def test_a_compiled_model_is_compiled_still() -> None:
     handle.remove()
 
 
+def test_a_compiled_linear_layer_counts_as_checked() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = guard(model, optimizer, "full")
+    squares((32, 64))(torch.compile(model, backend="aot_eager")).backward()
+    optimizer.step()
+    step = handle.coverage().step
+    handle.remove()
+    assert step is not None
+    assert not [name for name in step.unchecked if "checked_linear" in name]
+    assert step.covered_bytes > 0.2
+
+
 def parallel(sharded: bool) -> tuple[float, list[str], bool]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")

@@ -159,6 +159,15 @@ def test_complex_parameters_are_refused_by_name() -> None:
     assert "forward" not in vars(model[0])
 
 
+def test_a_lazy_module_is_refused_until_it_has_run() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(GuardError, match=r"parameter 0\.(weight|bias) has no shape.*run the model"):
+        guard(model, optimizer)
+    model(torch.randn(3, 6))
+    guard(model, optimizer).remove()
+
+
 def test_a_pattern_raises_the_level_of_some_modules() -> None:
     policy = Policy("light", modules={"*.mlp.*": "linear"})
     plain, training = Training(), Training(policy)
@@ -256,6 +265,44 @@ def test_attempts_repeat_what_cannot_be_computed_again(module: str) -> None:
     # The projection's input is the output of attention, which looks at it again, too.
     assert {*found} <= ({"attention.output"} if "projection" in module else set())
     assert all(finding.outcome == "repeated" for finding in found.values())
+
+
+class Normed(nn.Module):
+    """A norm with running averages, and a buffer that every pass replaces, before a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 1)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        result: Tensor = self.head(self.norm(self.body(x)) * self.seen)
+        return result
+
+
+def test_a_repeated_step_changes_buffers_once() -> None:
+    def run(level: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Normed()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        handle = quietly(model, optimizer, level) if level else None
+        if handle is not None:
+            handle.watch.fault_hook = once("linear.saved", "head", 2)
+        for step in range(3):
+            for _ in (0,) if handle is None else handle.attempts():
+                optimizer.zero_grad()
+                x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+            optimizer.step()
+        if handle is not None:
+            assert [finding.outcome for finding in handle.ledger.findings] == ["repeated"]
+        return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+    clean = run("")
+    assert equal(run("linear"), clean)
+    assert equal(run("full"), clean)
 
 
 def test_attempts_yields_how_many_there_were_before() -> None:

@@ -398,3 +398,24 @@ def test_findings_are_only_counted_where_correction_is_off() -> None:
     for _ in range(2):
         layer(torch.randn(6, 8))
     assert [each.outcome for each in handle.ledger.findings] == ["detected"]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("level", ["linear", "full"])
+def test_gradients_arrive_in_the_order_of_an_unguarded_model(level: str, autocast: bool) -> None:
+    # DDP puts them into buckets in this order, which decides how three and more ranks are added.
+    def arrived(guarded: bool) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        handle = quietly(model, None, level) if guarded else None
+        order: list[str] = []
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(torch.randn(2, 6, 16)).float().square().mean().backward()
+        if handle is not None:
+            handle.remove()
+        return order
+
+    assert len(arrived(True)) == 24
+    assert arrived(True) == arrived(False)

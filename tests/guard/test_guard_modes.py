@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from outlast.errors import GuardError
 from outlast.guard import Guard, guard, linear
@@ -363,3 +369,30 @@ def test_products_of_layers_split_by_tensor_parallelism_are_checked(ranks: Any) 
         assert struck[1] == ["corrected"] * rank
         assert all("product" in operations for operations in clean[3])
         assert not any("weight" in name for name in clean[2])
+
+
+def test_a_product_that_selective_checkpointing_has_kept_is_put_right() -> None:
+    def keep_products(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        kept = operation is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def run(guarded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        handle = guard(model, optimizer, "full") if guarded else None
+        if handle is not None:
+            spoil = once("linear.output", "0")
+            # The hook's own write is one that torch does not count, as a fault's.
+            handle.watch.fault_hook = lambda *place: spoil(*place[:2], place[2].data)
+        contexts = partial(create_selective_checkpoint_contexts, keep_products)
+        x = torch.randn(8, 16)
+        y = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        y.square().mean().backward()
+        optimizer.step()
+        if handle is not None:
+            assert [finding.outcome for finding in handle.ledger.findings] == ["corrected"]
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for right, found in zip(run(False), run(True), strict=True):
+        assert torch.equal(right, found)

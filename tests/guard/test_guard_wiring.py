@@ -51,6 +51,67 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), IDS.flatten())
 
 
+def trained(step: Any, level: str, steps: int = 12) -> tuple[list[str], list[torch.Tensor]]:
+    """Train `Small`, with `step(model, optimizer)` after each backward pass."""
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = guard(model, optimizer, level) if level else None  # type: ignore[arg-type]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        step(model, optimizer)
+    findings = [] if handle is None else [*map(str, handle.ledger.findings)]
+    if handle is not None:
+        handle.finish()
+        handle.remove()
+    return findings, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def clip_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def normalise_one_weight(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    model.head.weight.data /= model.head.weight.data.norm(dim=1, keepdim=True)
+
+
+def minimise_sharpness(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    # SAM: the gradient of the step is that of perturbed weights.
+    before = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad.sign(), alpha=0.05)
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        parameter.data.copy_(old)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["linear", "full"])
+@pytest.mark.parametrize("step", [clip_weights, normalise_one_weight, minimise_sharpness])
+def test_what_a_program_writes_to_data_is_no_fault(step: Any, level: str) -> None:
+    findings, weights = trained(step, level)
+    assert not findings
+    for one, other in zip(weights, trained(step, "")[1], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_one_number_that_changes_without_a_write_of_the_program_is_a_fault(reads: bool) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        if reads:
+            sum(float(parameter.data.norm()) for parameter in model.parameters())
+        model.head.weight.data.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << 20)
+
+    with pytest.raises(DataCorruptionError, match=r"rest of optimizer.*torch\.no_grad"):
+        trained(step, "full")
+
+
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
     parameters = list(model.parameters())
     return [torch.optim.SGD(parameters[:3], lr=0.1), torch.optim.SGD(parameters[3:], lr=0.1)]

@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from outlast.guard.scrubber import flat, local
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +59,30 @@ class _Buffer:
         numbers = flat(part)
         version = 0 if held.is_inference() else held._version
         return (None if numbers is None else numbers.view(torch.uint8)), (part.data_ptr(), version)
+
+
+class KeptBuffers:
+    """Buffers of a model as they are now, for passes that may have to begin anew.
+
+    Those of DTensor and of inference mode are not among them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, key, buffer, buffer.clone())
+            for module in model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_inference() and not is_dtensor(buffer)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put those back that have changed, or were replaced."""
+        for module, key, buffer, content in self._kept:
+            if not torch.equal(buffer, content):
+                buffer.copy_(content)
+            module._buffers[key] = buffer
 
 
 class BufferWatch:

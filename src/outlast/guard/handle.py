@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard.audit import Audit
-from outlast.guard.buffers import BufferWatch
+from outlast.guard.buffers import BufferWatch, KeptBuffers
 from outlast.guard.findings import Certificate, certificates
 from outlast.guard.install import install
+from outlast.guard.parameter_writes import counted_writes
 from outlast.guard.policy import Level, Policy, policy_of
 from outlast.guard.scrubber import Scrubber
 from outlast.guard.survey import Survey
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_WRITTEN = (
+    "If the program itself writes there in a way that is not seen (NumPy, .data of optimizer state "
+    "or of one number), let it write to the tensor under torch.no_grad(). "
+)
 ATTEMPTS = 3
 """How often a step's passes are run at most."""
 
@@ -565,8 +571,8 @@ class Guard:
                 loss(model(batch)).backward()
             optimizer.step()
 
-        Attempts begin with the same state of torch's random generators. Buffers that the passes
-        change, such as batch normalisation's averages, are changed by every attempt.
+        Attempts begin with the same state of torch's random generators, and with the same buffers,
+        such as batch normalisation's averages.
 
         A step whose turn for an audit has come repeats its passes, too; see `outlast.guard.audit`.
 
@@ -581,8 +587,11 @@ class Guard:
         random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
         size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         made = 0
+        kept: KeptBuffers | None = None
         while True:
             self._begin()
+            with self.watch.uncounted():
+                kept = kept or KeptBuffers(self._model)
             for _ in (None,) if self.replays is None else self.replays.step_passes(self._begin):
                 yield made
                 made += 1
@@ -593,6 +602,7 @@ class Guard:
                 return
             # A false alarm does not survive other signs, and all ranks draw the same.
             self.watch.redraw()
+            kept.restore()
             # So that dropout drops the same numbers again.
             host, devices = random
             torch.set_rng_state(host)
@@ -622,7 +632,9 @@ class Guard:
         return DataCorruptionError(
             f"step {verdict.step + 1}: the numbers of rank {ranks} are wrong and stay so"
             + (f" ({last})" if last else "")
-            + "; take the device out of service and continue from the newest checkpoint. If other "
+            + "; take the device out of service and continue from the newest checkpoint. "
+            + (_WRITTEN if last is not None and last.operation in {"rest", "weight"} else "")
+            + "If other "
             "devices give the same numbers, it is the library's kernel that is wrong: use another "
             "type or memory format for this operation"
         )
@@ -645,6 +657,7 @@ class Guard:
             self.watch.driven = True
             self._undo.callback(lambda: setattr(self.watch, "driven", False))
             if self.policy.reaches("light"):
+                self._undo.enter_context(counted_writes(self._model))
                 self.scrubber = self._new_scrubber()
             if self.policy.audits:
                 wrapper = model if isinstance(model, DistributedDataParallel) else None
@@ -734,6 +747,10 @@ def _refuse(model: nn.Module) -> None:
             which = f"its part {name}" if name else "the model"
             raise GuardError(f"{which} is guarded already; call remove() of that guard first")
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise GuardError(
+                f"parameter {name} has no shape yet; run the model once before it is guarded"
+            )
         if parameter.is_complex():
             raise GuardError(
                 f"parameter {name} is {parameter.dtype}, and complex numbers have no checks; guard "

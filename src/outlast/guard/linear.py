@@ -38,6 +38,7 @@ from torch.nn import functional
 
 from outlast.errors import GuardError
 from outlast.guard.forward_patch import ForwardPatch
+from outlast.guard.parameter_writes import data_writes
 from outlast.guard.product import (
     NATIVE_TYPES,
     Encoding,
@@ -576,8 +577,10 @@ class LinearChecks(ForwardPatch):
             bias = None if bias is None else bias.to(dtype)
             return checked(x, weight, bias, self.number)
         within = region(device, dtype)
-        x, weight = x.to(dtype), cast(weight, dtype, within)
+        # In torch's order: what was cast last gets its gradient first.
         bias = None if bias is None else cast(bias, dtype, within)
+        weight = cast(weight, dtype, within)
+        x = x.to(dtype)
         with torch.autocast(device, enabled=False):
             return _checked(x, weight, bias, self)
 
@@ -599,7 +602,8 @@ class LinearChecks(ForwardPatch):
         end = perf_counter()
         watch.touch("linear.output", self.name, y)
         fitting = encoding if later is None else replace(encoding, offset=0.0)
-        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        # Not `y` itself: selective checkpointing, which has kept it, refuses what was written to.
+        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.data.view(-1, y.shape[-1])
         projections, judged = product.forward(flat_x, flat_y, self.seen(fitting))
         if is_doubtful(judged) and not self._weight_changed(weight, encoding):
             judged = second_look(
@@ -800,10 +804,10 @@ class LinearChecks(ForwardPatch):
             return product_for(weight).encode(weight, bias, self.watch.signs)
         key = (
             self.watch.generation,
-            parameter._version,
+            parameter._version + data_writes(parameter),
             parameter.data_ptr(),
             weight.dtype,
-            0 if offset is None else offset._version,
+            0 if offset is None else offset._version + data_writes(offset),
         )
         if self._encoding is None or key != self._encoded:
             self._encoding = product_for(weight).encode(weight, bias, self.watch.signs)
@@ -906,12 +910,15 @@ def keep(
 class CheckedLinear(torch.autograd.Function):
     """y = x W^T + b with the products of `outlast.guard.product` checked.
 
-    The same torch operations as autograd's own, in the same order, so also the same bits.
+    The same torch operations as autograd's own, in the same order, so also the same bits. Gradients
+    arrive in the order of the inputs, and DDP puts them into buckets as they arrive, where a
+    number's place decides in which order the ranks are added: so the bias comes first, as in
+    ``addmm``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearChecks
+        ctx: Any, bias: Tensor | None, x: Tensor, weight: Tensor, layer: LinearChecks
     ) -> Tensor:
         """x: (..., inputs), weight: (outputs, inputs), bias: (outputs,)."""
         y, projections, encoding = layer.product(x, weight, bias)
@@ -931,8 +938,9 @@ class CheckedLinear(torch.autograd.Function):
             else:
                 encoding = layer.latest(encoding)
         kept = (encoding, Projections(dots, squares))
-        made = layer.gradients(dy, x, weight, kept, ctx.needs_input_grad)
-        return made.dx, made.dw, made.db, None
+        wants_db, wants_dx, wants_dw, _ = ctx.needs_input_grad
+        made = layer.gradients(dy, x, weight, kept, (wants_dx, wants_dw, wants_db))
+        return made.db, made.dx, made.dw, None
 
 
 # Function.apply without its handling of functorch's transformations, which these checks refuse.
@@ -940,5 +948,5 @@ _apply = super(torch.autograd.Function, CheckedLinear).apply
 
 
 def _checked(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearChecks) -> Tensor:
-    output: Tensor = _apply(x, weight, bias, layer)  # type: ignore[no-untyped-call]
+    output: Tensor = _apply(bias, x, weight, layer)  # type: ignore[no-untyped-call]
     return output

@@ -85,6 +85,8 @@ _PRODUCTS = frozenset(
     )
 )
 _OF_TORCH = frozenset(("aten", "prims", "quantized"))
+_OWN = "outlast.checked_linear"
+"""The linear layers of a compiled graph, and their gradients: products that are checked."""
 _SUMS = frozenset(("add", "add_"))
 _SUM_OF_GRADIENTS = "sum of gradients"
 _ENGINE = "_engine_run_backward"
@@ -238,7 +240,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             products = operations.total[0] - checked_before
             others = operations.total[1] - other_before
             size = _bytes(func, args, kwargs, out)
-            if func.namespace not in _OF_TORCH:
+            if str(func).startswith(_OWN):
+                self._count(func, products, size, checked=True)
+            elif func.namespace not in _OF_TORCH:
                 # Of what it is made of, products alone are known.
                 self._count(func, products, 0.0, checked=True)
                 others += _flops(func, args, kwargs, out)
@@ -278,7 +282,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 check = next((own for of in graphs if (own := of(node)) is not None), "")
         if self.optimizer:
             name, place, custom = f"{self.optimizer}'s update", "", ""
-        elif func.namespace not in _OF_TORCH:
+        elif func.namespace not in _OF_TORCH and not str(func).startswith(_OWN):
             name = f"custom operation {func.name().replace('::', '_')}_{func._overloadname}"
         elif custom:
             name = custom

@@ -23,6 +23,7 @@ from torch import nn
 
 from outlast.guard import optimizer as bounds
 from outlast.guard.findings import LASTING
+from outlast.guard.parameter_writes import data_writes, step_done
 from outlast.guard.replica_hashes import Replica, Replicas, compare, hash64
 from outlast.guard.residual import ResidualTest, equality_test
 from outlast.guard.watch import Watch
@@ -253,7 +254,11 @@ class Block:
                     state[key] = part
                 elif self.start == 0:
                     others.append(numbers.contiguous())
-        return Views(parameter, state, others)
+        return Views(parameter, state, others, self.writes(parameter))
+
+    def writes(self, numbers: Tensor) -> int:
+        """Count of the writes to the parameter, of which `numbers` is a view."""
+        return numbers._version + data_writes(self.entry.parameter)
 
     def gradient(self) -> Tensor | None:
         """(numbers,), where there is one that lies in memory as the parameter does."""
@@ -269,11 +274,13 @@ class Views:
         parameter: (numbers,)
         state: (numbers,) each, of the state that is as large as the parameter.
         others: Step counts and the like, whole, which belong to the first block.
+        writes: Of a program to the parameter so far.
     """
 
     parameter: Tensor
     state: dict[str, Tensor]
     others: list[Tensor]
+    writes: int
 
     def optimizer(self) -> list[Tensor]:
         """All state."""
@@ -297,7 +304,7 @@ class BlockPiece:
         # What an unknown optimizer may do to a parameter is unknown.
         checked = block.entry.kind != "other"
         old = data.clone() if checked else torch.full((1,), torch.nan, device=data.device)
-        return cls(block, old, 0.0 if steps is None else steps, data._version)
+        return cls(block, old, 0.0 if steps is None else steps, block.writes(data))
 
     def range_since_last_round(self, parameter: Tensor, step: int) -> ResidualTest | None:
         """Judge whether the largest number is one that steps can have made since the last round.
@@ -310,7 +317,7 @@ class BlockPiece:
         if group is None or math.isinf(group.distance):
             return None
         least, most = torch.aminmax(parameter)
-        version, before = parameter._version, entry.ranges.get(self.block.start)
+        version, before = self.block.writes(parameter), entry.ranges.get(self.block.start)
         now = BlockRange(torch.maximum(-least, most), step, version, group.distance, group.growth)
         entry.ranges[self.block.start] = now
         if before is None:
@@ -374,9 +381,12 @@ def hashes_of(views: list[Views]) -> tuple[Tensor, Tensor]:
 def writes_of(views: list[Views]) -> list[tuple[int, int]]:
     """Counters that change when a program, and not a fault, writes to the tensors."""
     return [
-        (tensor.data_ptr(), tensor._version)
+        place
         for view in views
-        for tensor in (view.parameter, *view.optimizer())
+        for place in (
+            (view.parameter.data_ptr(), view.writes),
+            *((tensor.data_ptr(), tensor._version) for tensor in view.optimizer()),
+        )
     ]
 
 
@@ -637,7 +647,7 @@ class Scrubber:
         started = self._clock()
         # What it was before is nobody's question: no step is checked.
         pieces = [
-            BlockPiece(block, block.parameter()[:0], 0.0, block.parameter()._version)
+            BlockPiece(block, block.parameter()[:0], 0.0, block.writes(block.parameter()))
             for block in self._blocks
         ]
         first = self._round = Round(pieces)
@@ -687,6 +697,7 @@ class Scrubber:
         What it finds is said by the next `before_step` or `finish`.
         """
         self.steps += 1
+        step_done()
         for note, settings, optimizer, number in self._readers:
             note(settings(optimizer.param_groups[number]))
         if self._round is not None:

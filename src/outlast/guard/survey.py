@@ -879,13 +879,14 @@ def _flops(node: Node, kind: str) -> float | None:
 
     None where shapes do not tell: of nested tensors, and of what is multiplied by frozen numbers.
     """
-    if getattr(node, "_forward_cls", None) is CheckedLinear:
-        kind = "Linear"
+    of_layer = getattr(node, "_forward_cls", None) is CheckedLinear
+    kind = "Linear" if of_layer else kind
     is_convolution, is_attention = kind.endswith("Convolution"), kind.startswith("ScaledDot")
     is_recurrent = re.search("Rnn|Lstm|Gru", kind)
     if not (kind in _PRODUCTS or is_convolution or is_attention or is_recurrent):
         return 0.0
-    operands = [_shape(*edge) for edge in node.next_functions]
+    # A layer's bias comes first, if it has one.
+    operands = [_shape(*edge) for edge in node.next_functions[-2 if of_layer else 0 :]]
     out = _shape(node, 0)
     if not out:
         return None

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from outlast.guard.findings import HARMFUL, LASTING, Finding, Ledger, Outcome, Site
 from outlast.guard.residual import equal_bits, is_half
@@ -417,7 +418,9 @@ class Watch:
         outcome: Outcome = "detected"
         if self.policy.correct:
             flags = judged.flags.to(stored.device)
-            outcome = correct(stored, flags, redo, check, beyond)
+            # Selective checkpointing must not keep what is computed here.
+            with _disable_current_modes():
+                outcome = correct(stored, flags, redo, check, beyond)
         self.find(site, stored.device, int(judged.exceeded), float(judged.worst), outcome)
         return outcome
 
