@@ -804,9 +804,10 @@ class Lane:
         self._memory = StagingMemory(size, device)
         arena = self._memory.arena
         if self._writer_kind == "thread":
-            self._writer = ThreadWriter(self._place, self._reduction, arena)
+            kind: type[ThreadWriter | ProcessWriter] = ThreadWriter
         else:
-            self._writer = ProcessWriter(self._place, self._reduction, arena, self._timeout_seconds)
+            kind = ProcessWriter
+        self._writer = kind(self._place, self._reduction, arena, self._timeout_seconds)
 
     def _in_background(self, work: Callable[[], None]) -> None:
         try:
@@ -856,7 +857,8 @@ class Lane:
     def _stored_bytes(self, job: PartJob, written: Written) -> int:
         if job.rank > 0 or job.world_size == 1:
             return written.stored_bytes
+        files = functools.partial(storage_of(self._place).files, job.version.folder)
         try:
-            return sum(storage_of(self._place).files(job.version.folder).values())
+            return sum(within(self._timeout_seconds, files, self._place).values())
         except (OSError, CheckpointError):
             return written.stored_bytes

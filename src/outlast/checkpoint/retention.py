@@ -6,13 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.version import (
-    SEAL,
-    UnreadableError,
-    find_seal,
-    list_versions,
-    load,
-)
+from outlast.checkpoint.storage import UnreadableError
+from outlast.checkpoint.version import SEAL, find_seal, list_versions, load
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -303,7 +303,7 @@ class CheckpointStore:
                 (kept as it is), ``retyped`` (converted).
             warn: Warn of newer versions that were passed over, or never finished; False where the
                 caller tells of `Restored.skipped` and `unfinished`.
-            after: Take versions of later steps than this one alone, for who has a state of it.
+            after: Take later steps than this one alone, for who has a state of it.
             until: Take no later step than this one, after which something went wrong. Saves that
                 follow count as newer than what was saved of later steps.
 
@@ -375,6 +375,17 @@ class CheckpointStore:
             ]
             self._warn_of_unfinished(warn)
         return found
+
+    def newest_step(self) -> int:
+        """Steps of the newest version, or of the last replay log that leads on from it; -1: none.
+
+        As with `newest`, each rank looks for itself, and nothing is verified.
+        """
+        version = self.newest(warn=False)
+        if version is None:
+            return -1
+        logs, _ = self._restorer.own_logs(version)
+        return logs[-1].step if logs else version.step
 
     def drained(self, *, wait: bool = False) -> list[DrainResult]:
         """Results of the copies to lower tiers, oldest first; the newest thousand.
@@ -617,7 +628,8 @@ class CheckpointStore:
                 problem = self._signals.hear(key, problem)
                 if not problem:
                     if place.private:
-                        self._seal_here(place, version)
+                        seals = functools.partial(self._seal_here, place, version)
+                        within(self._timeout_seconds, seals, self._place)
                     self._offer(version, number)
         except (CheckpointError, LeaseLostError, OSError) as error:
             return problem or describe_failure(error)

@@ -52,7 +52,13 @@ from outlast.checkpoint.manifest import (
     sealed,
     unsealed,
 )
-from outlast.checkpoint.storage import LocalStorage, publish, sentence_of, storage_of
+from outlast.checkpoint.storage import (
+    LocalStorage,
+    UnreadableError,
+    publish,
+    sentence_of,
+    storage_of,
+)
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, covers
 from outlast.state.values import tensors_of
@@ -69,7 +75,8 @@ INDEXED_ABOVE = 128
 GROUP_RANKS = 128
 """Ranks of a group."""
 
-_FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)
+# What no counter reaches is no version, and takes no name from the ones to come.
+_FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,17})-a([1-9]\d{0,17})", re.ASCII)
 # Of ranks whose files are not even listed, as a listing that lags behind may hide a few.
 _UNLISTED = 64
 _NAMED = 8
@@ -77,10 +84,6 @@ _NAMED = 8
 
 class UnfinishedError(CheckpointError):
     """A version that was never published: its save was cut short, or is still under way."""
-
-
-class UnreadableError(CheckpointError):
-    """A version that may be whole: the storage failed to say."""
 
 
 class _DamagedIndexError(CheckpointError):
