@@ -29,7 +29,7 @@ from torch import nn
 
 from outlast.checkpoint.lane import SaveHandle, SaveResult
 from outlast.checkpoint.manifest import REPLAY, collection_paused
-from outlast.checkpoint.reader import VersionReader, Wanted
+from outlast.checkpoint.reader import VersionReader, Wanted, untied
 from outlast.checkpoint.storage import UnreadableError, describe_failure, sentence_of, within
 from outlast.checkpoint.tiers import Place, Tiers
 from outlast.checkpoint.version import (
@@ -937,7 +937,9 @@ class Restorer:
         if place.private:
             held = set().union(*self._ranks.gather(held))
         if targets is not None:
-            problem = check_fit(targets, saved, taken, wish.allow)
+            problem = check_fit(targets, saved, taken, wish.allow) or untied(
+                contents, targets.tied(saved)
+            )
             if place.private and not problem:
                 elsewhere = [name for name in targets.missing if name in held]
                 lacking = next(iter(elsewhere), "") or not_held(contents, targets.boxes(saved))

@@ -172,16 +172,17 @@ class LocalStorage:
     Its files have names such as ``step-00000100-a1/rank-00000.json``.
 
     Attributes:
-        root: The directory.
+        root: The directory; it stays the same when the program changes its working directory.
         location: Its path, for people.
+        address: Its path or URL, for another process.
         reads_at_once: Reads of a few MiB that are asked for together at the least.
     """
 
     reads_at_once = 1
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.location = str(root)
+        self.root = root.absolute()
+        self.location, self.address = str(root), str(self.root)
 
     def folders(self) -> list[str]:
         """Names of the folders below the root; empty when there is none."""
@@ -368,6 +369,7 @@ class FsspecStorage:
 
     Attributes:
         location: The URL, for people.
+        address: The same.
         reads_at_once: As of `LocalStorage`.
     """
 
@@ -376,7 +378,7 @@ class FsspecStorage:
     def __init__(self, url: str) -> None:
         import fsspec
 
-        self.location = url.rstrip("/")
+        self.location = self.address = url.rstrip("/")
         try:
             self._filesystem, root = fsspec.core.url_to_fs(self.location)
         except (ValueError, ImportError) as error:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -122,6 +123,17 @@ class Version:
     def index_name(self, world_size: int) -> str:
         """File with what the groups of ranks hold."""
         return f"{self.folder}/index-of-{world_size:05d}.json"
+
+
+def whole_step(step: int) -> int:
+    """A step as JSON can hold it; of NumPy and torch, too."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(f"step = {step!r} cannot be saved; steps are counted from 0")
+    return number
 
 
 def led_by(rank: int, world_size: int) -> range:
@@ -932,7 +944,7 @@ def logs_of(storage: Storage) -> Storage:
 def states_of(logs: Storage) -> Storage:
     """The store whose versions the logs in `logs` start from: the inverse of `logs_of`."""
     if isinstance(logs, LocalStorage):
-        return LocalStorage(logs.root.absolute().parent)
+        return LocalStorage(logs.root.parent)
     return storage_of(logs.location.rpartition("/")[0])
 
 

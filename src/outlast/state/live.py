@@ -231,6 +231,7 @@ class _Names:
                             self._groups.append((optimizers, number, groups))
                         owned += [(key, name) for name in own]
                     optimizers += 1
+                _refuse_shared(key, found, names)
             else:
                 self._objects.append(key)
         self._named(_Parts.of(state, self.found), paths, owned)
@@ -343,6 +344,21 @@ def _check_owners(key: str, optimizer: torch.optim.Optimizer) -> None:
                 f"the optimizer `{key}` keeps a state under {str(owner)[:60]!r}, which is no "
                 "parameter of it; give it a state_dict() of its own in the state"
             )
+
+
+def _refuse_shared(
+    key: str, optimizers: list[torch.optim.Optimizer], names: dict[int, str]
+) -> None:
+    """Refuse a parameter of two optimizers, whose settings would have one name."""
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        if both := seen & own:
+            raise CheckpointError(
+                f"two optimizers of `{key}` have the parameter `{names[min(both)]}`; give each of "
+                "them a key of its own in the state"
+            )
+        seen |= own
 
 
 def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -580,5 +596,10 @@ class Filling:
         for dimension in self._expanded:
             target = target.narrow(dimension, 0, 1)
             source = source.narrow(dimension, 0, 1)
+        if self._expanded and not bool((self.out == opaque_array(source)).all()):
+            raise CheckpointError(
+                f"`{self.name}` was saved with content that differs along a dimension in which the "
+                "live tensor is expanded; give that memory of its own (clone())"
+            )
         with torch.no_grad():
             target.copy_(source)
