@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_states import Holder, Net, open_store, steps_in
+from fsspec.implementations.memory import MemoryFileSystem
 
 from outlast.checkpoint import CheckpointStore, Tier
 from outlast.checkpoint.encoder import Encoder
@@ -269,3 +270,33 @@ def test_a_restore_from_a_place_that_hangs_takes_the_next_one(
         assert restored.place == str(tmp_path / "disk")
         storage.let_go()
         assert not store._tiers.first.damaged
+
+
+@pytest.mark.slow
+def test_a_lower_tier_that_hangs_from_the_start_hinders_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    listing = MemoryFileSystem.ls
+
+    def hang(*args: Any, **settings: Any) -> Any:
+        answers.wait(60)
+        return listing(*args, **settings)
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", hang)
+    tiers = [Tier(f"memory://{tmp_path.name}")]
+    with open_store(tmp_path, tiers=tiers, timeout_seconds=1.0) as store:
+        assert store.save_async(1, numbers(1)).result().error is None
+        assert "did not answer within 1 s" in str(store.drained()[0].error)
+        answers.set()
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_place_that_hangs_is_not_asked_for_its_newest_version_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = Hanging(monkeypatch, LocalStorage, "folders", "")
+    with open_store(tmp_path, timeout_seconds=1.0) as store:
+        with pytest.raises(CheckpointError, match=r"did not answer within 1 s \(timeout_sec"):
+            store.newest()
+        storage.let_go()

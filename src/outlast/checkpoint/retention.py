@@ -43,6 +43,8 @@ class Retention:
             raise CheckpointError(
                 f"every = {self.every} and best = {self.best} must be 0 (none) or larger"
             )
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(f'mode = "{self.mode}" must be min or max')
         if self.best and not self.metric:
             raise CheckpointError(
                 f"best = {self.best} needs the name of a metric to compare, e.g. metric='loss'"

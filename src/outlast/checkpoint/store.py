@@ -384,7 +384,8 @@ class CheckpointStore:
         wait_for_saves(self.storage.address, besides=self)
         found = self._tiers.newest()
         if found is None and not self._session:
-            begun = list_versions(self.storage)
+            lists = functools.partial(list_versions, self.storage)
+            begun = within(self._timeout_seconds, lists, self._place)
             self._restorer.unfinished = [
                 f"{version.folder} was never finished" for version in begun
             ]

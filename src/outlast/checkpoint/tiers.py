@@ -521,6 +521,8 @@ def _attempt(work: Callable[[], None]) -> str:
 
 _RESULTS = 1000
 _JOIN_SECONDS = 1.0
+_CLAIMED = 0.75
+"""Share of the time limit in which the lower tiers are to be claimed."""
 
 
 class Tiers:
@@ -660,13 +662,18 @@ class Tiers:
             OwnedError: When another process does.
             OSError: When the first place fails.
         """
-        for index, place in enumerate(self.places):
-            if place.keeps_house:
-                try:
-                    place.ownership.claim(session)
-                except OSError:
-                    if not index:
-                        raise
+        first, *lower = self.places
+        if first.keeps_house:
+            first.ownership.claim(session)
+        # A lower tier that hangs hinders no save; the caller has a time limit for all of them.
+        claims = [
+            in_background(functools.partial(place.ownership.claim, session))
+            for place in lower
+            if place.keeps_house
+        ]
+        for claim in wait(claims, _CLAIMED * self.timeout_seconds).done:
+            with contextlib.suppress(OSError):
+                claim.result()
 
     def disown(self) -> None:
         """Let others write to these places, as far as they answer."""
@@ -678,7 +685,9 @@ class Tiers:
     def newest(self) -> Version | None:
         """The newest complete version of the first tier and of those that answer."""
         lower = (_head(place, self.timeout_seconds) for place in self.places[1:])
-        found = [self.first.newest(), *lower]
+        first = self.first
+        mine = within(self.timeout_seconds, first.newest, first.storage.location)
+        found = [mine, *lower]
         return max((pair for pair in found if pair is not None), default=None)
 
     def begin(self, signals: StoreAgreement, *, coordinated: bool) -> None:
