@@ -440,3 +440,39 @@ def test_an_import_that_fails_leaves_the_store_as_it_was(
     assert [version.step for version in list_versions(storage_of(store))] == [1]
     monkeypatch.undo()
     import_checkpoint(tmp_path / "a.pt", store, step=2)
+
+
+def test_a_file_that_says_that_something_contains_itself_is_refused(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless += [endless, endless]
+    torch.save({"weight": torch.ones(2), "more": endless}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="contains itself"):
+        import_checkpoint(tmp_path / "a.pt", tmp_path / "store")
+    doubled: Any = []
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    torch.save({"weight": torch.ones(2), "more": doubled}, tmp_path / "b.pt")
+    import_checkpoint(tmp_path / "b.pt", tmp_path / "store")
+
+
+def test_files_of_safetensors_that_are_not_all_there_are_not_imported_in_part(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="has 1 of 2 files"):
+        import_checkpoint(folder, tmp_path / "store")
+    weight_map = dict.fromkeys(("a", "b"), "model-00001-of-00002.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="names `b`, which is in none of its files"):
+        import_checkpoint(folder, tmp_path / "store")
+
+
+def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is a pipe or device"):
+        import_checkpoint(folder, tmp_path / "store")

@@ -23,8 +23,8 @@ from outlast.checkpoint.compiled import CompiledTiles
 from outlast.checkpoint.content import compare
 from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.inspection import describe, find_version, list_saved, verify
-from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.tiers import Copy, Place, RateLimiter
+from outlast.checkpoint.storage import LocalStorage, RateLimiter
+from outlast.checkpoint.tiers import Copy, Place
 from outlast.errors import CheckpointError
 
 STEPS = {

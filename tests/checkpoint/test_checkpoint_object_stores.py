@@ -12,7 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from outlast.checkpoint import Retention, list_versions, storage_of
 from outlast.checkpoint.retention import prune
-from outlast.checkpoint.version import SEAL, UnreadableError, Version, is_published
+from outlast.checkpoint.storage import UnreadableError
+from outlast.checkpoint.version import SEAL, Version, is_published
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*offers no conditional write")

@@ -227,7 +227,7 @@ def test_a_kill_after_any_step_loses_at_most_the_log_under_way(tmp_path: Path) -
         with open_store(place) as store:
             restored = store.restore(state)
             assert restored is not None
-            assert restored.skipped == []
+            assert all("still under way" in each for each in restored.skipped)
             assert restored.step in (last - 1, last)
             assert restored.step == 0 or all_bits(state) == expected[restored.step]
             train(store, state, restored.step + 1, end)

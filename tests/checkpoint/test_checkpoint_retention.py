@@ -89,6 +89,7 @@ def test_versions_without_the_figure_are_not_the_best(tmp_path: Path) -> None:
     [
         ({"keep": 0}, "keep = 0"),
         ({"every": -1}, "every = -1"),
+        ({"best": 1, "metric": "loss", "mode": "least"}, 'mode = "least"'),
         ({"best": -2}, "best = -2"),
         ({"best": 2}, "best = 2 needs the name of a metric"),
     ],

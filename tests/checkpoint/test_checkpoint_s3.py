@@ -1,5 +1,6 @@
 """Checkpoints on an S3 server: uploads in parts, one writer, outages, kills, lost answers."""
 
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -152,14 +153,14 @@ def test_storage_that_hangs_holds_no_save_longer_than_its_time(
 ) -> None:
     place, faults = server
     gate = threading.Event()
-    with open_quietly(place, timeout_seconds=1.0, keep=1) as store:
+    with open_quietly(place, timeout_seconds=3.0, keep=1) as store:
         store.save(1, state_of(1))
         faults.arm("slow", where=lambda method, _: method == "DELETE" and gate.wait(20))
         # Its version is there; what hangs is the deletion of the one before.
         assert store.save_async(2, state_of(2)).result().error is None
         error = store.save_async(3, state_of(3)).result().error
         assert error is not None
-        assert "did not answer within 1 s" in error
+        assert re.search(r"within 3 s .timeout_seconds", error)
         gate.set()
         store.save(4, state_of(4))
 

@@ -44,8 +44,8 @@ from outlast.checkpoint import (
     storage_of,
 )
 from outlast.checkpoint.reader import VersionReader
-from outlast.checkpoint.storage import LocalStorage
-from outlast.checkpoint.tiers import Copy, Place, RateLimiter, Tiers
+from outlast.checkpoint.storage import LocalStorage, RateLimiter
+from outlast.checkpoint.tiers import Copy, Place, Tiers
 from outlast.checkpoint.version import SEAL, is_published
 from outlast.distributed.group import Group as OneRank
 from outlast.distributed.group import StoreAgreement
@@ -484,7 +484,7 @@ def drain_and_die(first: Path, disk: Path, events: int) -> None:
 
     def count_event(name: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count
-        copying = threading.current_thread().name == "tier-1"
+        copying = threading.current_thread().name.startswith("tier-1")
         if copying and name in FILE_EVENTS and str(disk) in str(arguments[0]):
             count += 1
             if count == events:

@@ -64,6 +64,7 @@ from outlast.checkpoint.version import (
     Version,
     load,
     seal,
+    whole_step,
 )
 from outlast.distributed.group import StoreAgreement
 from outlast.errors import CheckpointError
@@ -195,9 +196,7 @@ class OutlastWriter(_AtStore, StorageWriter):
 
     @step.setter
     def step(self, step: int | None) -> None:
-        if step is not None and step < 0:
-            raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
-        self._step = step
+        self._step = None if step is None else whole_step(step)
         self._request += 1
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -521,8 +521,12 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     name, data = item.index.fqn, item.tensor_data
     assert data is not None
     tensor = planner.resolve_data(item)
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        raise CheckpointError(f"`{name}` cannot be saved: only dense tensors can")
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.layout != torch.strided
+        or tensor.device.type == "meta"
+    ):
+        raise CheckpointError(f"`{name}` cannot be saved: only dense tensors with memory can")
     tensor = tensor.detach()
     announced = (data.properties.dtype, tuple(data.chunk.sizes))
     if (tensor.dtype, tuple(tensor.shape)) != announced:

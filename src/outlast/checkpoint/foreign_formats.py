@@ -141,9 +141,13 @@ def _check_storages(path: Path, root: Any) -> None:
     with zipfile.ZipFile(path) as archive:
         held = Counter(item.file_size for item in archive.infolist() if "/data/" in item.filename)
     storages: dict[int, int] = {}
-    left = [root]
+    left, seen = [root], set[int]()
     while left:
         found = left.pop()
+        # A file may say that something contains itself.
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
         if isinstance(found, torch.Tensor) and found.layout == torch.strided:
             storage = found.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -579,6 +583,10 @@ def open_source(path: Path, kind: str) -> Iterator[ForeignCheckpoint]:
         raise CheckpointError(f'kind = "{kind}" is unknown; take auto, {", ".join(KINDS)}')
     with contextlib.ExitStack() as stack:
         with reading(path):
+            for file in path.rglob("*") if path.is_dir() else [path]:
+                # To open a pipe might take for ever.
+                if file.exists() and not (file.is_file() or file.is_dir()):
+                    raise CheckpointError(f"{file} is a pipe or device where a file should be")
             source = openers[kind](path, stack)
             _check(path, source)
         yield source
@@ -662,22 +670,35 @@ def _open_torch(path: Path, _: contextlib.ExitStack) -> ForeignCheckpoint:
         tensors[name[1:]] = entry_of(name[1:], value)
         return "torch"
 
-    structure = values.encode(_plain(root), "", put)
+    structure = values.encode(_plain(root, {}), "", put)
     flat = all(isinstance(value, torch.Tensor) for value in root.values())
     return ForeignCheckpoint(tensors, structure=None if flat else structure)
 
 
-def _plain(value: Any) -> Any:
-    """`value` with torch's small types as plain ones."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+def _plain(value: Any, known: dict[int, Any]) -> Any:
+    """`value` with torch's small types as plain ones.
+
+    Args:
+        value: What was loaded.
+        known: What became of the containers that were met before; each is made once.
+    """
     if isinstance(value, (torch.dtype, torch.device, torch.layout)):
         return str(value)
-    if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if id(value) not in known:
+        known[id(value)] = _UNDER_WAY
+        if isinstance(value, Mapping):
+            made: Any = {key: _plain(item, known) for key, item in value.items()}
+        else:
+            made = [_plain(item, known) for item in value]
+        known[id(value)] = tuple(made) if isinstance(value, tuple) else made
+    if known[id(value)] is _UNDER_WAY:
+        raise CheckpointError(f"a {type(value).__name__} contains itself; save its tensors alone")
+    return known[id(value)]
+
+
+_UNDER_WAY = object()
 
 
 SAFETENSORS_READ = {
@@ -693,7 +714,8 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpo
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, ForeignTensor] = {}
-    for file in _safetensors_files(path):
+    files, named = _safetensors_files(path)
+    for file in files:
         try:
             content = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
         except SafetensorError as error:
@@ -707,24 +729,38 @@ def _open_safetensors(path: Path, stack: contextlib.ExitStack) -> ForeignCheckpo
             shape, dtype = tuple(stored.get_shape()), SAFETENSORS_READ[stored.get_dtype()]
             read = functools.partial(_read_safetensors, content, name, shape)
             tensors[name] = ForeignTensor(getattr(torch, dtype), shape, read, (whole(shape),))
+    if missing := sorted(named - tensors.keys()):
+        raise CheckpointError(
+            f"the index of {path} names `{missing[0]:.200}`, which is in none of its files"
+        )
     return ForeignCheckpoint(tensors)
 
 
-def _safetensors_files(path: Path) -> list[Path]:
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors", re.ASCII)
+
+
+def _safetensors_files(path: Path) -> tuple[list[Path], set[str]]:
+    """The files, and the names of the tensors that an index says they hold."""
     if path.is_file():
-        return [path]
+        return [path], set()
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        return sorted(path.glob("*.safetensors"))
+        files = sorted(path.glob("*.safetensors"))
+        found = (_SHARD.fullmatch(file.name) for file in files)
+        for (_, total), count in Counter(shard.groups() for shard in found if shard).items():
+            if count < int(total):
+                raise CheckpointError(f"{path} has {count} of {int(total)} files of safetensors")
+        return files, set()
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        table = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(table.values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{index} is no index: it has no weight_map") from None
     files = [path / Path(name).name for name in names]
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{index} names {file.name}, which is missing")
-    return files
+    return files, {*table}
 
 
 def _read_safetensors(content: Any, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:

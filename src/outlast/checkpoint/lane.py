@@ -28,7 +28,7 @@ import torch
 from outlast.checkpoint.encoder import AbandonedError, PartJob, StagedPiece, Written
 from outlast.checkpoint.manifest import STATE
 from outlast.checkpoint.plan import Holding, Plan, make_plan
-from outlast.checkpoint.storage import describe_failure, storage_of, within
+from outlast.checkpoint.storage import describe_failure, within
 from outlast.checkpoint.writer import Arena, ProcessWriter, ThreadWriter, Writer
 from outlast.errors import CheckpointError
 from outlast.state.box import aligned
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.codec import Bound
     from outlast.checkpoint.encoder import Reduction
     from outlast.checkpoint.plan import Holdings
+    from outlast.checkpoint.storage import Storage
     from outlast.checkpoint.version import Version
     from outlast.distributed.group import Group
     from outlast.state.box import Box
@@ -607,7 +608,7 @@ class Lane:
     """Stages and writes, one save at a time.
 
     Args:
-        place: Path or URL of the store.
+        storage: Of the store.
         ranks: This process among those that save together.
         holdings: What this process holds.
         reduction: Codecs and error bounds.
@@ -620,7 +621,7 @@ class Lane:
 
     def __init__(
         self,
-        place: str,
+        storage: Storage,
         ranks: Group,
         holdings: Holdings,
         *,
@@ -630,7 +631,8 @@ class Lane:
         check: Callable[[], None],
         timeout_seconds: float,
     ) -> None:
-        self._place = place
+        self._storage = storage
+        self._place = storage.location
         self._ranks = ranks
         self.holdings = holdings
         self._reduction = reduction
@@ -804,9 +806,10 @@ class Lane:
         self._memory = StagingMemory(size, device)
         arena = self._memory.arena
         if self._writer_kind == "thread":
-            self._writer = ThreadWriter(self._place, self._reduction, arena)
+            kind: type[ThreadWriter | ProcessWriter] = ThreadWriter
         else:
-            self._writer = ProcessWriter(self._place, self._reduction, arena, self._timeout_seconds)
+            kind = ProcessWriter
+        self._writer = kind(self._storage.address, self._reduction, arena, self._timeout_seconds)
 
     def _in_background(self, work: Callable[[], None]) -> None:
         try:
@@ -856,7 +859,8 @@ class Lane:
     def _stored_bytes(self, job: PartJob, written: Written) -> int:
         if job.rank > 0 or job.world_size == 1:
             return written.stored_bytes
+        files = functools.partial(self._storage.files, job.version.folder)
         try:
-            return sum(storage_of(self._place).files(job.version.folder).values())
+            return sum(within(self._timeout_seconds, files, self._place).values())
         except (OSError, CheckpointError):
             return written.stored_bytes

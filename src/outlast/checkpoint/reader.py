@@ -688,3 +688,33 @@ def _batches(fetches: list[_Fetch]) -> Iterator[list[_Fetch]]:
         size += fetch.part.chunks[fetch.chain[0]].length
     if batch:
         yield batch
+
+
+def untied(contents: Contents, tied: list[list[str]]) -> str:
+    """The sentence on a live tensor of several names that were saved with different content."""
+    for first, *others in tied:
+        for other in others:
+            if _differ(contents, first, other):
+                return (
+                    f"`{first}` and `{other}` are one tensor in the model, but were saved with "
+                    "different content; untie them"
+                )
+    return ""
+
+
+def _differ(contents: Contents, first: str, other: str) -> bool:
+    facts, known = contents.catalogue.tensors, {}
+    # What is alike was stored once; rounded tensors are only nearly alike.
+    parts = [
+        part
+        for part in contents.parts
+        if part.pieces.get(first) != part.pieces.get(other) and not part.bounds
+    ]
+    for part in parts:
+        for tile, number in part.tiles(first, facts[first]):
+            known[tile] = part.chunks[number].content_hash
+    found = ((part, pair) for part in parts for pair in part.tiles(other, facts[other]))
+    return any(
+        known.get(tile, part.chunks[number].content_hash) != part.chunks[number].content_hash
+        for part, (tile, number) in found
+    )

@@ -29,12 +29,11 @@ from torch import nn
 
 from outlast.checkpoint.lane import SaveHandle, SaveResult
 from outlast.checkpoint.manifest import REPLAY, collection_paused
-from outlast.checkpoint.reader import VersionReader, Wanted
-from outlast.checkpoint.storage import describe_failure, sentence_of, within
+from outlast.checkpoint.reader import VersionReader, Wanted, untied
+from outlast.checkpoint.storage import UnreadableError, describe_failure, sentence_of, within
 from outlast.checkpoint.tiers import Place, Tiers
 from outlast.checkpoint.version import (
     UnfinishedError,
-    UnreadableError,
     Version,
     leading_on,
     list_versions,
@@ -70,7 +69,7 @@ from outlast.state.live import (
     put_into,
 )
 from outlast.state.sharded import is_dtensor
-from outlast.state.tensors import dtype_of, opaque_array
+from outlast.state.tensors import dtype_of, opaque_array, sums_of_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,12 +136,7 @@ GRADIENT, TENSOR, SETTINGS, OBJECT, EXTRA, DIGEST = (
 )
 """How the names of what a log holds begin."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 1 << 64
-
-# A chunk and its squares stay in a core's cache, or fill a GPU.
-_CHUNK_ELEMENTS = {"cpu": 1 << 16}
-_CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
 
 
 class Trained:
@@ -263,14 +257,14 @@ class Trained:
         for name, parameter in self.parameters.items():
             if name in self._first_of_box:
                 names.append(name)
-                sums.append(_sums_of_bits(parameter))
+                sums.append(sums_of_bits(parameter))
         for key, optimizer in self.optimizers:
             for parameter in parameters_of(optimizer):
                 name = self._names[id(parameter)]
                 for part, tensor in optimizer.state.get(parameter, {}).items():
                     if isinstance(tensor, torch.Tensor) and self._counts(name, tensor):
                         names.append(f"{key}.state.{name}.{part}")
-                        sums.append(_sums_of_bits(tensor))
+                        sums.append(sums_of_bits(tensor))
         # One transfer per device, not one per tensor.
         return dict(zip(names, _on_host(sums), strict=True))
 
@@ -280,21 +274,6 @@ class Trained:
             return name in self._first_of_name
         alike = tensor.placements == parameter.placements
         return name in (self._first_of_box if alike else self._first_of_name)
-
-
-def _sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """(2,) int64: the wrapping sums of the local elements' bits as integers, and of the squares."""
-    with torch.no_grad():
-        local = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-        local = torch.view_as_real(local) if local.is_complex() else local
-        bits = local.view(_INTEGERS[local.element_size()]).reshape(-1)
-        total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-        size = _CHUNK_ELEMENTS.get(bits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
-        for chunk in torch.split(bits, size):
-            wide = chunk.to(torch.int64, copy=True)
-            total[0] += wide.sum()
-            total[1] += wide.mul_(wide).sum()
-        return total
 
 
 def _on_host(sums: list[torch.Tensor]) -> list[list[int]]:
@@ -774,8 +753,9 @@ class Restorer:
             news = [
                 (place, version)
                 for place, version in candidates
-                if wish.after < version.step <= wish.until
-                and (place.storage.location, version) not in tried
+                if (place.storage.location, version) not in tried
+                and version.step <= wish.until
+                and (version.step > wish.after or self._leads_past(version, wish))
             ]
             if not news:
                 break
@@ -784,7 +764,7 @@ class Restorer:
                 contents, problem, harmed = self._load_together(place, version)
                 if contents is not None:
                     restored, problem = self._restore_and_replay(place, contents, wish, skipped)
-                    if restored is not None:
+                    if restored is not None and restored.step > wish.after:
                         return restored
                     harmed = True
                 damaged = damaged or harmed
@@ -856,7 +836,8 @@ class Restorer:
         """
         contents, problem, damaged, unsure = None, "", False, False
         try:
-            contents = place.open(version)
+            opens = functools.partial(place.open, version)
+            contents = within(self._tiers.timeout_seconds, opens, place.storage.location)
         except UnfinishedError as error:
             problem = str(error)
         except CheckpointError as error:
@@ -907,17 +888,26 @@ class Restorer:
         skipped += problems
         return restored, problem
 
-    def _logs_after(self, base: Version, state: State) -> tuple[list[Version], str]:
-        """The replay logs that lead on from `base` on all ranks, and why newer ones do not."""
+    def own_logs(self, base: Version) -> tuple[list[Version], str]:
+        """The replay logs that lead on from `base` on this rank, and why newer ones do not."""
         place = self._log_place
-        mine = None
-        if place.keeps_house:
-            try:
-                mine = leading_on(place.storage, base, lambda _, log: place.load(log))
-            except (OSError, CheckpointError) as error:
-                # The other ranks wait for an answer.
-                reason = describe_failure(error)
-                mine = [], f"the replay logs after step {base.step} cannot be read: {reason}"
+        try:
+            logs = functools.partial(
+                leading_on, place.storage, base, lambda _, log: place.load(log)
+            )
+            return within(self._tiers.timeout_seconds, logs, place.storage.location)
+        except (OSError, CheckpointError) as error:
+            reason = describe_failure(error)
+            return [], f"the replay logs after step {base.step} cannot be read: {reason}"
+
+    def _leads_past(self, base: Version, wish: RestoreRequest) -> bool:
+        """Return whether replay logs lead on from `base` to a step that is wanted."""
+        logs, _ = self._logs_after(base, wish.state)
+        return any(wish.after < log.step <= wish.until for log in logs)
+
+    def _logs_after(self, base: Version, state: State) -> tuple[list[Version], str]:
+        """The same on all ranks, which call it together."""
+        mine = self.own_logs(base) if self._log_place.keeps_house else None
         found = [rank for rank in self._ranks.gather(mine) if rank is not None]
         logs, unused = min(found, key=lambda array: len(array[0]))
         if logs and not all(self._ranks.gather(has_optimizer(state))):
@@ -947,7 +937,9 @@ class Restorer:
         if place.private:
             held = set().union(*self._ranks.gather(held))
         if targets is not None:
-            problem = check_fit(targets, saved, taken, wish.allow)
+            problem = check_fit(targets, saved, taken, wish.allow) or untied(
+                contents, targets.tied(saved)
+            )
             if place.private and not problem:
                 elsewhere = [name for name in targets.missing if name in held]
                 lacking = next(iter(elsewhere), "") or not_held(contents, targets.boxes(saved))

@@ -6,13 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from outlast.checkpoint.version import (
-    SEAL,
-    UnreadableError,
-    find_seal,
-    list_versions,
-    load,
-)
+from outlast.checkpoint.storage import UnreadableError
+from outlast.checkpoint.version import SEAL, find_seal, list_versions, load
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -48,6 +43,8 @@ class Retention:
             raise CheckpointError(
                 f"every = {self.every} and best = {self.best} must be 0 (none) or larger"
             )
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(f'mode = "{self.mode}" must be min or max')
         if self.best and not self.metric:
             raise CheckpointError(
                 f"best = {self.best} needs the name of a metric to compare, e.g. metric='loss'"

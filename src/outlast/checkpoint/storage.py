@@ -16,11 +16,13 @@ import os
 import shutil
 import stat
 import threading
+import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,7 +30,9 @@ from outlast.errors import CheckpointError, OutlastError
 from outlast.records import check_lease, sync_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from numpy.typing import NDArray
 
@@ -119,15 +123,20 @@ def in_background(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="storage", daemon=True).start()
+    asks = threading.current_thread().name
+    threading.Thread(target=run, name=f"{asks}-storage", daemon=True).start()
     return future
+
+
+class UnreadableError(CheckpointError):
+    """Something that may be whole: the storage failed to say."""
 
 
 def within(seconds: float, work: Callable[[], T], location: str) -> T:
     """Do what asks a storage that may hang, in a thread that is left behind when it does.
 
     Raises:
-        CheckpointError: When `work` takes longer than `seconds`.
+        UnreadableError: When `work` takes longer than `seconds`.
     """
     future = in_background(work)
     try:
@@ -135,7 +144,7 @@ def within(seconds: float, work: Callable[[], T], location: str) -> T:
     except TimeoutError:
         if future.done():
             raise
-        raise CheckpointError(
+        raise UnreadableError(
             f"{location} did not answer within {seconds:g} s (timeout_seconds); see whether the "
             "storage hangs"
         ) from None
@@ -163,16 +172,17 @@ class LocalStorage:
     Its files have names such as ``step-00000100-a1/rank-00000.json``.
 
     Attributes:
-        root: The directory.
+        root: The directory; it stays the same when the program changes its working directory.
         location: Its path, for people.
+        address: Its path or URL, for another process.
         reads_at_once: Reads of a few MiB that are asked for together at the least.
     """
 
     reads_at_once = 1
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.location = str(root)
+        self.root = root.absolute()
+        self.location, self.address = str(root), str(self.root)
 
     def folders(self) -> list[str]:
         """Names of the folders below the root; empty when there is none."""
@@ -359,6 +369,7 @@ class FsspecStorage:
 
     Attributes:
         location: The URL, for people.
+        address: The same.
         reads_at_once: As of `LocalStorage`.
     """
 
@@ -367,7 +378,7 @@ class FsspecStorage:
     def __init__(self, url: str) -> None:
         import fsspec
 
-        self.location = url.rstrip("/")
+        self.location = self.address = url.rstrip("/")
         try:
             self._filesystem, root = fsspec.core.url_to_fs(self.location)
         except (ValueError, ImportError) as error:
@@ -661,6 +672,103 @@ class _FsspecReader:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+_BLOCK_BYTES = 4 << 20
+_SMALLEST_BLOCK_BYTES = 16 << 10
+
+
+# With a bandwidth cap, blocks are as small as this time allows, so that the flow is even.
+_BLOCK_SECONDS = 0.1
+
+
+class Rate(Protocol):
+    """Lets the bytes of a copy pass when it is their time."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes to copy between two calls of `take`; may change."""
+
+    def take(self, size_bytes: int, /) -> None:
+        """Wait until so many bytes may be copied; an exception makes the copy fail."""
+
+
+Pacing = Callable[[int], "AbstractContextManager[Rate]"]
+"""Gives the rate of one copy of the version of a step; entered when it begins, left at its end."""
+
+
+class RateLimiter:
+    """The pace of one copy: a context manager around it.
+
+    Args:
+        bytes_per_second: Most that the copy takes; None: no limit.
+        stop: Set when the store is closed.
+        rate: What the caller of the store has to say; None: nothing.
+
+    Attributes:
+        asked: When the storage was asked for what is under way, as `time.monotonic` says; None:
+            the copy waits for its turn, or has not begun.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float | None,
+        stop: threading.Event,
+        rate: AbstractContextManager[Rate] | None = None,
+    ) -> None:
+        self._cap = bytes_per_second
+        self._stop = stop
+        self._free_at = 0.0
+        self._asked = rate
+        self._rate: Rate | None = None
+        self._given_up = threading.Event()
+        self.asked: float | None = None
+        even = _BLOCK_BYTES if bytes_per_second is None else int(bytes_per_second * _BLOCK_SECONDS)
+        self._block_bytes = min(max(even, _SMALLEST_BLOCK_BYTES), _BLOCK_BYTES)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes to copy between two calls of `take`."""
+        if self._rate is None:
+            return self._block_bytes
+        return max(min(self._block_bytes, self._rate.block_bytes), _SMALLEST_BLOCK_BYTES)
+
+    def take(self, size: int) -> None:
+        """Count `size` bytes; raises CheckpointError when the copy is to end."""
+        self.asked = None
+        if self._rate is not None and size:
+            self._rate.take(size)
+        if self._cap is not None:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + size / self._cap
+            self._stop.wait(self._free_at - now)
+        if self._stop.is_set():
+            raise CheckpointError("the store was closed")
+        if self._given_up.is_set():
+            raise CheckpointError("the copy was given up")
+        self.asked = time.monotonic()
+
+    def give_up(self) -> None:
+        """Let the copy end as soon as the storage answers."""
+        self._given_up.set()
+
+    def __enter__(self) -> RateLimiter:
+        if self._asked is not None:
+            self._rate = self._asked.__enter__()
+        self.asked = time.monotonic()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._rate is not None and self._asked is not None:
+            self._rate = None
+            # The copy has ended, well or not; what comes now says nothing about it.
+            with contextlib.suppress(Exception):
+                self._asked.__exit__(kind, error, trace)
 
 
 Storage: TypeAlias = LocalStorage | FsspecStorage

@@ -10,10 +10,11 @@ import contextlib
 import functools
 import math
 import os
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -36,7 +37,14 @@ from outlast.checkpoint.storage import (
     within,
 )
 from outlast.checkpoint.tiers import DrainResult, Place, Tier, Tiers
-from outlast.checkpoint.version import Version, leaders, list_versions, listing, logs_of
+from outlast.checkpoint.version import (
+    Version,
+    leaders,
+    list_versions,
+    listing,
+    logs_of,
+    whole_step,
+)
 from outlast.distributed.group import Group, StoreAgreement
 from outlast.errors import CheckpointError, LeaseLostError
 from outlast.records import check_lease, leave_without_lease
@@ -68,7 +76,7 @@ def wait_for_saves(
         # After a fork, the threads that would end the parent's saves are not there.
         if store is besides or store._process != os.getpid():
             continue
-        if os.path.realpath(store._place) == wanted:
+        if os.path.realpath(store.storage.address) == wanted:
             for lane in store._lanes:
                 lane.settle()
 
@@ -173,6 +181,8 @@ class CheckpointStore:
         self._pruning.set_result(None)
         self._warned = False
         self._process = os.getpid()
+        # A handler of a signal may come in between, in the same thread.
+        self._turns = threading.RLock()
         _OPEN.add(self)
         leave_without_lease()
         self._tiers.look()
@@ -211,14 +221,13 @@ class CheckpointStore:
                 `optimizer.state.layer.weight.exp_avg`).
 
         Raises:
-            CheckpointError: When `step` is negative, the state cannot be saved, `late` names a
-                tensor that it lacks, or another live process owns the store.
+            CheckpointError: When `step` is no whole number from 0 on, the state cannot be saved,
+                `late` names a tensor that it lacks, or another live process owns the store.
             LeaseLostError: When another process has taken over the store or the run, as after a
                 long suspension: this one must end.
         """
-        if step < 0:
-            raise CheckpointError(f"step = {step} cannot be saved; steps are counted from 0")
         begun = time.perf_counter()
+        step = whole_step(step)
         # A figure that is not finite compares with none, and JSON has no word for it.
         figures = {
             name: float(metric) for name, metric in (metrics or {}).items() if math.isfinite(metric)
@@ -231,8 +240,9 @@ class CheckpointStore:
                 notes["mesh"] = mesh
             return live
 
-        handle = self._submit(self._states, step, collected, begun, notes, late=late)
-        self._last_save = LastSave(step, frozenset(state), handle)
+        with self._turn():
+            handle = self._submit(self._states, step, collected, begun, notes, late=late)
+            self._last_save = LastSave(step, frozenset(state), handle)
         if not self._asynchronous:
             handle.result()
         return handle
@@ -270,13 +280,18 @@ class CheckpointStore:
             base: Step of the version that the log leads on from, by the logs between.
         """
         begun = time.perf_counter()
-        if self._logs is None:
-            if isinstance(self._log_place.storage, LocalStorage):
-                # If it fails, so will the write, which is the place to say so.
-                with contextlib.suppress(OSError):
-                    make_directory(self._log_place.storage.root)
-            self._logs = self._lane(Reduction(self._reduction.compression), self._log_place)
-        return self._submit(self._logs, step, lambda: log, begun, {}, kind=REPLAY, requires=(base,))
+        with self._turn():
+            if self._logs is None:
+                if isinstance(self._log_place.storage, LocalStorage):
+                    # If it fails, so will the write, which is the place to say so.
+                    makes = functools.partial(make_directory, self._log_place.storage.root)
+                    with contextlib.suppress(OSError, CheckpointError):
+                        within(self._timeout_seconds, makes, self._log_place.storage.location)
+                self._logs = self._lane(Reduction(self._reduction.compression), self._log_place)
+            step = whole_step(step)
+            return self._submit(
+                self._logs, step, lambda: log, begun, {}, kind=REPLAY, requires=(base,)
+            )
 
     def restore(
         self,
@@ -303,7 +318,7 @@ class CheckpointStore:
                 (kept as it is), ``retyped`` (converted).
             warn: Warn of newer versions that were passed over, or never finished; False where the
                 caller tells of `Restored.skipped` and `unfinished`.
-            after: Take versions of later steps than this one alone, for who has a state of it.
+            after: Take later steps than this one alone, for who has a state of it.
             until: Take no later step than this one, after which something went wrong. Saves that
                 follow count as newer than what was saved of later steps.
 
@@ -316,7 +331,7 @@ class CheckpointStore:
                 fit. The state is untouched by a misfit; damage that is found while reading may
                 leave tensors of the damaged version behind when there is no older one.
         """
-        wait_for_saves(self._place)
+        wait_for_saves(self.storage.address)
         self._went_back = self._session > 0
         if not self._session:
             self._tiers.look()
@@ -366,15 +381,27 @@ class CheckpointStore:
         Args:
             warn: Warn where there is none, but versions that were begun; see `unfinished`.
         """
-        wait_for_saves(self._place, besides=self)
+        wait_for_saves(self.storage.address, besides=self)
         found = self._tiers.newest()
         if found is None and not self._session:
-            begun = list_versions(self.storage)
+            lists = functools.partial(list_versions, self.storage)
+            begun = within(self._timeout_seconds, lists, self._place)
             self._restorer.unfinished = [
                 f"{version.folder} was never finished" for version in begun
             ]
             self._warn_of_unfinished(warn)
         return found
+
+    def newest_step(self) -> int:
+        """Steps of the newest version, or of the last replay log that leads on from it; -1: none.
+
+        As with `newest`, each rank looks for itself, and nothing is verified.
+        """
+        version = self.newest(warn=False)
+        if version is None:
+            return -1
+        logs, _ = self._restorer.own_logs(version)
+        return logs[-1].step if logs else version.step
 
     def drained(self, *, wait: bool = False) -> list[DrainResult]:
         """Results of the copies to lower tiers, oldest first; the newest thousand.
@@ -395,9 +422,12 @@ class CheckpointStore:
                 that at most `timeout_seconds`; False: give up the copies under way. All ranks give
                 the same. Leaving a ``with`` block by an error does not drain.
         """
+        self._closed = True
+        if self._process != os.getpid():
+            # The process that it was forked from saves on.
+            return
         if failed:
             self._signals.give_up()
-        self._closed = True
         for lane in self._lanes:
             lane.close()
             self._settle(lane)
@@ -413,7 +443,7 @@ class CheckpointStore:
 
     def _lane(self, reduction: Reduction, place: Place) -> Lane:
         return Lane(
-            place.storage.location,
+            place.storage,
             self._ranks,
             Holdings(private=place.private),
             reduction=reduction,
@@ -426,6 +456,25 @@ class CheckpointStore:
     @property
     def _lanes(self) -> list[Lane]:
         return [self._states] if self._logs is None else [self._states, self._logs]
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The time of one thread to begin a save.
+
+        Raises:
+            CheckpointError: When the store takes none any more, or none of this process.
+        """
+        if self._process != os.getpid():
+            raise CheckpointError(
+                f"the store {self._place} is of the process that this one was forked from; make "
+                "another to save here"
+            )
+        with self._turns:
+            if self._closed:
+                raise CheckpointError(
+                    f"the store {self._place} is closed; make another to save again"
+                )
+            yield
 
     def _submit(
         self,
@@ -442,8 +491,6 @@ class CheckpointStore:
         self._saves += kind == STATE
         self._submissions += 1
         number = self._saves if kind == STATE else 0
-        if self._closed:
-            raise CheckpointError(f"the store {self._place} is closed; make another to save again")
         held, problem, changed, busy, lost = None, "", False, lane.busy, False
         unexpected: Exception | None = None
         try:
@@ -617,7 +664,8 @@ class CheckpointStore:
                 problem = self._signals.hear(key, problem)
                 if not problem:
                     if place.private:
-                        self._seal_here(place, version)
+                        seals = functools.partial(self._seal_here, place, version)
+                        within(self._timeout_seconds, seals, self._place)
                     self._offer(version, number)
         except (CheckpointError, LeaseLostError, OSError) as error:
             return problem or describe_failure(error)

@@ -30,9 +30,9 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -41,7 +41,11 @@ from outlast.checkpoint.owner import Ownership
 from outlast.checkpoint.retention import Retention, prune
 from outlast.checkpoint.storage import (
     LocalStorage,
+    Pacing,
+    RateLimiter,
+    UnreadableError,
     describe_failure,
+    in_background,
     publish,
     rank_folder,
     sentence_of,
@@ -52,7 +56,6 @@ from outlast.checkpoint.version import (
     SEAL,
     Contents,
     UnfinishedError,
-    UnreadableError,
     Version,
     check_contents,
     group_size,
@@ -77,9 +80,8 @@ from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from types import TracebackType
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from outlast.checkpoint.manifest import Chunk
     from outlast.checkpoint.storage import Storage
@@ -391,6 +393,7 @@ class Copy:
                     raise CheckpointError(f"{self._from.location}/{name} is missing") from None
                 # Others may hold the same; the seal shows whether something is missing.
                 continue
+            self._pace.take(0)
             yield name, content, Part.from_bytes(content, f"{self._from.location}/{name}")
 
     def _groups(self) -> list[str]:
@@ -501,6 +504,12 @@ def failed(
     return DrainResult(location, step, seconds, size, sentence)
 
 
+def _undo(copy: Copy, made: Future[None]) -> None:
+    """Delete what was copied, when the copy has ended."""
+    wait([made])
+    copy.undo()
+
+
 def _attempt(work: Callable[[], None]) -> str:
     """Run `work`; returns what went wrong."""
     try:
@@ -510,90 +519,10 @@ def _attempt(work: Callable[[], None]) -> str:
     return ""
 
 
-_BLOCK_BYTES = 4 << 20
-_SMALLEST_BLOCK_BYTES = 16 << 10
-
-
-# With a bandwidth cap, blocks are as small as this time allows, so that the flow is even.
-_BLOCK_SECONDS = 0.1
-
-
-class Rate(Protocol):
-    """Lets the bytes of a copy pass when it is their time."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes to copy between two calls of `take`; may change."""
-
-    def take(self, size_bytes: int, /) -> None:
-        """Wait until so many bytes may be copied; an exception makes the copy fail."""
-
-
-Pacing = Callable[[int], "AbstractContextManager[Rate]"]
-"""Gives the rate of one copy of the version of a step; entered when it begins, left at its end."""
-
-
-class RateLimiter:
-    """The pace of one copy: a context manager around it.
-
-    Args:
-        bytes_per_second: Most that the copy takes; None: no limit.
-        stop: Set when the store is closed.
-        rate: What the caller of the store has to say; None: nothing.
-    """
-
-    def __init__(
-        self,
-        bytes_per_second: float | None,
-        stop: threading.Event,
-        rate: AbstractContextManager[Rate] | None = None,
-    ) -> None:
-        self._cap = bytes_per_second
-        self._stop = stop
-        self._free_at = 0.0
-        self._asked = rate
-        self._rate: Rate | None = None
-        even = _BLOCK_BYTES if bytes_per_second is None else int(bytes_per_second * _BLOCK_SECONDS)
-        self._block_bytes = min(max(even, _SMALLEST_BLOCK_BYTES), _BLOCK_BYTES)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes to copy between two calls of `take`."""
-        if self._rate is None:
-            return self._block_bytes
-        return max(min(self._block_bytes, self._rate.block_bytes), _SMALLEST_BLOCK_BYTES)
-
-    def take(self, size: int) -> None:
-        """Count `size` bytes; raises CheckpointError when the store was closed."""
-        if self._rate is not None and size:
-            self._rate.take(size)
-        if self._cap is not None:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + size / self._cap
-            self._stop.wait(self._free_at - now)
-        if self._stop.is_set():
-            raise CheckpointError("the store was closed")
-
-    def __enter__(self) -> RateLimiter:
-        if self._asked is not None:
-            self._rate = self._asked.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._rate is not None and self._asked is not None:
-            self._rate = None
-            # The copy has ended, well or not; what comes now says nothing about it.
-            with contextlib.suppress(Exception):
-                self._asked.__exit__(kind, error, trace)
-
-
 _RESULTS = 1000
 _JOIN_SECONDS = 1.0
+_CLAIMED = 0.75
+"""Share of the time limit in which the lower tiers are to be claimed."""
 
 
 class Tiers:
@@ -653,6 +582,8 @@ class Tiers:
         self._slots = [0] * count
         self._last: list[Version | None] = [None] * count
         self._threads: dict[int, threading.Thread] = {}
+        # What the last copy to each tier left to be undone, once its storage answers.
+        self._undoing: dict[int, Future[None]] = {}
         self._results: deque[DrainResult] = deque(maxlen=_RESULTS)
         self.seen: int | None = None
 
@@ -731,13 +662,18 @@ class Tiers:
             OwnedError: When another process does.
             OSError: When the first place fails.
         """
-        for index, place in enumerate(self.places):
-            if place.keeps_house:
-                try:
-                    place.ownership.claim(session)
-                except OSError:
-                    if not index:
-                        raise
+        first, *lower = self.places
+        if first.keeps_house:
+            first.ownership.claim(session)
+        # A lower tier that hangs hinders no save; the caller has a time limit for all of them.
+        claims = [
+            in_background(functools.partial(place.ownership.claim, session))
+            for place in lower
+            if place.keeps_house
+        ]
+        for claim in wait(claims, _CLAIMED * self.timeout_seconds).done:
+            with contextlib.suppress(OSError):
+                claim.result()
 
     def disown(self) -> None:
         """Let others write to these places, as far as they answer."""
@@ -749,7 +685,9 @@ class Tiers:
     def newest(self) -> Version | None:
         """The newest complete version of the first tier and of those that answer."""
         lower = (_head(place, self.timeout_seconds) for place in self.places[1:])
-        found = [self.first.newest(), *lower]
+        first = self.first
+        mine = within(self.timeout_seconds, first.newest, first.storage.location)
+        found = [mine, *lower]
         return max((pair for pair in found if pair is not None), default=None)
 
     def begin(self, signals: StoreAgreement, *, coordinated: bool) -> None:
@@ -922,12 +860,7 @@ class Tiers:
         elif dropped := self._signals.hear(f"{key}/start", ""):
             return DrainResult(target.storage.location, job.version.step, skipped=dropped)
         begun = time.perf_counter()
-
-        def paced() -> None:
-            with pace:
-                copy.run()
-
-        problem = _attempt(paced)
+        made, problem = self._copy(index, copy, pace)
         copied, asked = time.monotonic(), None
         if self._coordinated and self.places[job.source].private and not target.private:
             # What one rank alone can see has no groups yet.
@@ -942,24 +875,59 @@ class Tiers:
             # Without the seal of a shared tier, a version counts once all parts are there.
             seals = target.rank == 0 and (self._coordinated or target.world_size == 1)
             if not problem and not target.private and seals:
-                problem = _attempt(lambda: target.seal(job.version))
+                # The others wait half as long again for the outcome, whatever came before.
+                left = 1.4 * self.timeout_seconds - (time.monotonic() - copied)
+                problem = self._seal(target, job.version, min(self.timeout_seconds, left))
             self._signals.tell(f"{key}/done", problem)
         else:
             problem = self._signals.hear(f"{key}/done", problem)
         if not problem and target.private:
-            problem = _attempt(lambda: target.seal(job.version))
+            problem = self._seal(target, job.version, self.timeout_seconds)
         seconds = time.perf_counter() - begun
+        if problem and made is not None:
+            self._undoing[index] = in_background(functools.partial(_undo, copy, made))
+            wait([self._undoing[index]], self.timeout_seconds if made.done() else 0.0)
         if problem:
-            copy.undo()
             return failed(target, job.version, problem, seconds, copy.bytes)
         return DrainResult(target.storage.location, job.version.step, seconds, copy.bytes)
+
+    def _copy(self, index: int, copy: Copy, pace: RateLimiter) -> tuple[Future[None] | None, str]:
+        """Make a copy, which may wait for its turn as long as it has to.
+
+        Returns:
+            The copy, which may be under way where the storage hangs, and what went wrong.
+        """
+        if (before := self._undoing.get(index)) is not None and not before.done():
+            return None, "its storage has not answered since the copy before"
+
+        def paced() -> None:
+            with pace:
+                copy.run()
+
+        made = in_background(paced)
+        while not wait([made], min(1.0, self.timeout_seconds)).done:
+            asked = pace.asked
+            if asked is not None and time.monotonic() - asked > self.timeout_seconds:
+                pace.give_up()
+                return made, (
+                    f"the storage did not answer within {self.timeout_seconds:g} s "
+                    "(timeout_seconds); see whether it hangs"
+                )
+        return made, _attempt(made.result)
+
+    def _seal(self, target: Place, version: Version, seconds: float) -> str:
+        """Seal a copied version; returns what went wrong."""
+        seals = functools.partial(target.seal, version)
+        return _attempt(lambda: within(seconds, seals, target.storage.location))
 
     def _seal_group(self, target: Place, version: Version, key: str, problem: str) -> str:
         """Seal the group that this rank leads, if it leads one; returns what went wrong."""
         assert self._signals is not None
         gather = functools.partial(self._signals.gather, key, "", passed_on=True)
+        seals = functools.partial(target.seal_group, version, problem, gather)
         try:
-            return target.seal_group(version, problem, gather)
+            # Rank 0 waits no longer, either.
+            return within(self.timeout_seconds, seals, target.storage.location)
         except Exception as error:  # clients of object stores raise what they like
             return describe_failure(error)
 
@@ -985,8 +953,10 @@ class Tiers:
                 self._current[index] = None
                 self._telling += 1
             if done:
+                place = self.places[index].storage.location
                 with contextlib.suppress(Exception):
-                    self.prune(index)
+                    prunes = functools.partial(self.prune, index)
+                    within(self.timeout_seconds, prunes, place)
             with self._changed:
                 self._results.append(result)
                 self._telling -= 1

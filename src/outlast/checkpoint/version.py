@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,7 +53,13 @@ from outlast.checkpoint.manifest import (
     sealed,
     unsealed,
 )
-from outlast.checkpoint.storage import LocalStorage, publish, sentence_of, storage_of
+from outlast.checkpoint.storage import (
+    LocalStorage,
+    UnreadableError,
+    publish,
+    sentence_of,
+    storage_of,
+)
 from outlast.errors import CheckpointError
 from outlast.state.box import Box, covers
 from outlast.state.values import tensors_of
@@ -69,7 +76,8 @@ INDEXED_ABOVE = 128
 GROUP_RANKS = 128
 """Ranks of a group."""
 
-_FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,})-a([1-9]\d*)", re.ASCII)
+# What no counter reaches is no version, and takes no name from the ones to come.
+_FOLDER = re.compile(r"step-(\d{8}|[1-9]\d{8,17})-a([1-9]\d{0,17})", re.ASCII)
 # Of ranks whose files are not even listed, as a listing that lags behind may hide a few.
 _UNLISTED = 64
 _NAMED = 8
@@ -77,10 +85,6 @@ _NAMED = 8
 
 class UnfinishedError(CheckpointError):
     """A version that was never published: its save was cut short, or is still under way."""
-
-
-class UnreadableError(CheckpointError):
-    """A version that may be whole: the storage failed to say."""
 
 
 class _DamagedIndexError(CheckpointError):
@@ -119,6 +123,17 @@ class Version:
     def index_name(self, world_size: int) -> str:
         """File with what the groups of ranks hold."""
         return f"{self.folder}/index-of-{world_size:05d}.json"
+
+
+def whole_step(step: int) -> int:
+    """A step as JSON can hold it; of NumPy and torch, too."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(f"step = {step!r} cannot be saved; steps are counted from 0")
+    return number
 
 
 def led_by(rank: int, world_size: int) -> range:
@@ -929,7 +944,7 @@ def logs_of(storage: Storage) -> Storage:
 def states_of(logs: Storage) -> Storage:
     """The store whose versions the logs in `logs` start from: the inverse of `logs_of`."""
     if isinstance(logs, LocalStorage):
-        return LocalStorage(logs.root.absolute().parent)
+        return LocalStorage(logs.root.parent)
     return storage_of(logs.location.rpartition("/")[0])
 
 

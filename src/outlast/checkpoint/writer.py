@@ -9,6 +9,7 @@ gives up without publishing. `ThreadWriter` runs the same code in a thread, for 
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import signal
@@ -31,7 +32,7 @@ from outlast.checkpoint.encoder import (
     Written,
 )
 from outlast.checkpoint.manifest import Catalogue
-from outlast.checkpoint.storage import describe_failure, storage_of
+from outlast.checkpoint.storage import describe_failure, in_background, storage_of
 from outlast.errors import CheckpointError, LeaseLostError
 
 ABANDON = b"abandon"
@@ -108,14 +109,36 @@ def write_part(encoder: Encoder, job: PartJob, abandoned: threading.Event) -> Wr
 
 
 class ThreadWriter:
-    """Codes in the calling thread; the store calls it from its background thread."""
+    """Codes in a thread, which is left behind when the storage hangs.
 
-    def __init__(self, place: str, reduction: Reduction, arena: Arena) -> None:
+    Args:
+        place: Path or URL of the store.
+        reduction: Codecs and error bounds.
+        arena: Memory.
+        timeout_seconds: A job that takes longer is given up.
+    """
+
+    def __init__(
+        self, place: str, reduction: Reduction, arena: Arena, timeout_seconds: float
+    ) -> None:
+        self._place, self._reduction, self._memory = place, reduction, arena.memory
+        self._timeout_seconds = timeout_seconds
         self._encoder = Encoder(storage_of(place), reduction, arena.memory)
 
     def write(self, job: PartJob, abandoned: threading.Event) -> Written:
         """Code and publish."""
-        return write_part(self._encoder, job, abandoned)
+        work = in_background(functools.partial(write_part, self._encoder, job, abandoned))
+        try:
+            return work.result(self._timeout_seconds)
+        except TimeoutError:
+            # What it codes when the storage answers may be of the next save: nothing of it counts.
+            abandoned.set()
+            self._encoder = Encoder(storage_of(self._place), self._reduction, self._memory)
+            raise CheckpointError(
+                f"{self._place} did not take the part of rank {job.rank} within "
+                f"{self._timeout_seconds:g} s (timeout_seconds); see whether the storage still "
+                "answers"
+            ) from None
 
     def close(self) -> None:
         """Nothing is held."""
@@ -162,11 +185,15 @@ class ProcessWriter:
             known = self._plan is not None and all(map(is_, plan, self._plan))
             shell = replace(job, catalogue=Catalogue({}), pieces=[], bounds={})
             self._plan = plan
-            self._pipe.send((shell, None if known else plan))
+            # A process that hangs reads no plan of many tensors to its end.
+            message = (shell, None if known else plan)
+            sent = in_background(functools.partial(self._pipe.send, message))
             while not self._pipe.poll(_PAUSE_SECONDS):
-                if abandoned.is_set() and not told:
-                    self._pipe.send(ABANDON)
-                    told = True
+                if sent.done():
+                    sent.result()
+                    if abandoned.is_set() and not told:
+                        self._pipe.send(ABANDON)
+                        told = True
                 if time.monotonic() > deadline:
                     self._end(kill=True)
                     raise CheckpointError(

@@ -85,7 +85,8 @@ class Group:
         """
         if alone or not _is_initialized() or dist.get_world_size() == 1:
             return cls(alone=True, error=error, purpose=purpose)
-        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        with cls(error=error, purpose=purpose)._reached():
+            made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         assert isinstance(made, dist.ProcessGroup)
         return cls(made, error=error, purpose=purpose)
 

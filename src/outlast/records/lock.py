@@ -79,7 +79,8 @@ class OwnerLock:
                 deadline += time.monotonic() - begun
                 time.sleep(0.01)
         except OSError as error:
-            raise RunError(f"the lock {self._path} cannot be taken: {error.strerror}") from None
+            words = error.strerror or error
+            raise RunError(f"the lock {self._path} cannot be taken: {words}") from None
         raise RunError(
             f"the lock {self._path} could not be taken within {_ACQUIRE_SECONDS:g} s; if no other "
             "process works in this directory, remove that file"

@@ -464,8 +464,7 @@ class MemoryCheckpoint:
             RecoverError: On all ranks, when more is lost than parity makes good.
         """
         assert self._keeper is not None
-        version = self._store.newest(warn=False)
-        self.saved = max(self._peers.gather(-1 if version is None else version.step))
+        self.saved = max(self._peers.gather(self._store.newest_step()))
         return self._keeper.find()
 
     def _newer(self, step: int, passed_over: list[str]) -> CheckpointRestored | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from outlast.checkpoint import DrainResult, Restored, SaveHandle
-    from outlast.checkpoint.tiers import Pacing
+    from outlast.checkpoint.storage import Pacing
     from outlast.job import CheckpointSection
     from outlast.records import Event, RunDirectory
     from outlast.runtime.cadence import SaveCadence
@@ -291,8 +291,7 @@ class RunSaves:
         Where there may be any, the state is saved again; it counts as newer than them.
         """
         self.collect(wait=True)
-        version = self.store.newest(warn=False)
-        later = any(gather_objects(version is not None and version.step > step))
+        later = any(gather_objects(self.store.newest_step() > step))
         self.begun = self.newest = -1 if later else min(self.newest, step)
         if later:
             # The entries are as they were saved, wherever the loop stands.

@@ -95,6 +95,14 @@ class Targets:
             if name in saved.tensors and saved.tensors[name].shape == tuple(tensor.shape)
         }
 
+    def tied(self, saved: Saved) -> list[list[str]]:
+        """The names of each live tensor that is saved under several."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            if name in saved.tensors:
+                names.setdefault(id(tensor), []).append(name)
+        return [tied for tied in names.values() if len(tied) > 1]
+
 
 def find_targets(state: State, saved: Saved) -> Targets:
     """Match the live objects of `state` with the entries of what was saved.
@@ -122,6 +130,11 @@ def find_targets(state: State, saved: Saved) -> Targets:
         elif key in saved.values or getattr(value, "may_be_missing", False) is not True:
             targets.want_value(saved, key)
     targets.missing += [name for name in targets.tensors if name not in saved.tensors]
+    for name, tensor in targets.tensors.items():
+        if tensor.device.type == "meta" and name in saved.tensors:
+            raise CheckpointError(
+                f"`{name}` is a meta tensor; give it memory with to_empty() first"
+            )
     return targets
 
 

@@ -53,6 +53,7 @@ class FittingState(dict[str, Any]):
 
 # What wrappers put in front of a module's own name; "module" is also a name that a model may use.
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -230,6 +231,7 @@ class _Names:
                             self._groups.append((optimizers, number, groups))
                         owned += [(key, name) for name in own]
                     optimizers += 1
+                _refuse_shared(key, found, names)
             else:
                 self._objects.append(key)
         self._named(_Parts.of(state, self.found), paths, owned)
@@ -342,6 +344,21 @@ def _check_owners(key: str, optimizer: torch.optim.Optimizer) -> None:
                 f"the optimizer `{key}` keeps a state under {str(owner)[:60]!r}, which is no "
                 "parameter of it; give it a state_dict() of its own in the state"
             )
+
+
+def _refuse_shared(
+    key: str, optimizers: list[torch.optim.Optimizer], names: dict[int, str]
+) -> None:
+    """Refuse a parameter of two optimizers, whose settings would have one name."""
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        if both := seen & own:
+            raise CheckpointError(
+                f"two optimizers of `{key}` have the parameter `{names[min(both)]}`; give each of "
+                "them a key of its own in the state"
+            )
+        seen |= own
 
 
 def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -493,8 +510,14 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
             )
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         local = tensor.to_local()
-        _refuse_wrapped(local)
+        _refuse_unsuited(local)
         return Box(tuple(chunk.offsets), tuple(local.shape)), local.detach()
+    _refuse_unsuited(tensor)
+    return whole(tuple(tensor.shape)), tensor.detach()
+
+
+def _refuse_unsuited(tensor: torch.Tensor) -> None:
+    """Refuse tensors whose content is not all in one dense memory of their own."""
     what: tuple[str, str] | None = None
     if is_lazy(tensor):
         what = "tensor without a shape", "run one forward pass first"
@@ -502,19 +525,13 @@ def local_box(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
         what = "meta tensor", "give it memory with to_empty() and fill it first"
     elif tensor.is_nested:
         what = "nested tensor", "give its values and offsets"
-    elif tensor.is_quantized:
+    elif tensor.dtype in _QUANTISED:
         what = "quantised tensor", "give its int_repr(), scale and zero point"
     elif tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         what = f"{layout} tensor", "give a dense one, e.g. its indices and values"
     if what:
         raise CheckpointError(f"a {what[0]} cannot be saved; {what[1]}")
-    _refuse_wrapped(tensor)
-    return whole(tuple(tensor.shape)), tensor.detach()
-
-
-def _refuse_wrapped(tensor: torch.Tensor) -> None:
-    """Tensors that are made of several others have more content than their own memory."""
     wrapped: bool = is_traceable_wrapper_subclass(tensor)
     if wrapped:
         raise CheckpointError(
@@ -579,5 +596,10 @@ class Filling:
         for dimension in self._expanded:
             target = target.narrow(dimension, 0, 1)
             source = source.narrow(dimension, 0, 1)
+        if self._expanded and not bool((self.out == opaque_array(source)).all()):
+            raise CheckpointError(
+                f"`{self.name}` was saved with content that differs along a dimension in which the "
+                "live tensor is expanded; give that memory of its own (clone())"
+            )
         with torch.no_grad():
             target.copy_(source)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from outlast.errors import CheckpointError
+from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,3 +72,24 @@ def opaque_array(tensor: torch.Tensor) -> NDArray[Any]:
         return found
     flat = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return flat.view(f"V{itemsize}").reshape(tuple(tensor.shape))
+
+
+_SIGNED = {**OPAQUE, 1: torch.int8}
+# A chunk and its squares stay in a core's cache, or fill a GPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 16}
+_CHUNK_ELEMENTS_ELSEWHERE = 1 << 22
+
+
+def sums_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """(2,) int64: the wrapping sums of the local elements' bits as integers, and of the squares."""
+    with torch.no_grad():
+        local = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        local = torch.view_as_real(local) if local.is_complex() else local
+        bits = local.view(_SIGNED[local.element_size()]).reshape(-1)
+        total = torch.zeros(2, dtype=torch.int64, device=bits.device)
+        size = _CHUNK_ELEMENTS.get(bits.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+        for chunk in torch.split(bits, size):
+            wide = chunk.to(torch.int64, copy=True)
+            total[0] += wide.sum()
+            total[1] += wide.mul_(wide).sum()
+        return total
