@@ -109,7 +109,7 @@ class Place(NamedTuple):
 
 
 def copy_of(inside: Box, itemsize: int, to: Place, source: Place) -> bytes | None:
-    """How a box is copied, as bytes of a `COPY`; None where it takes more than three loops."""
+    """Return the copy of a box as bytes of a `COPY`; None where it takes more than three loops."""
     found = runs(inside.shape, itemsize, to.strides, source.strides)
     if found is None:
         return None
@@ -271,7 +271,7 @@ class CompiledTiles:
         return done
 
     def _room(self, size: int, largest: int) -> NDArray[np.uint8]:
-        """What tiles of `size` bytes may need, and the largest of them beside."""
+        """Bytes that tiles of `size` bytes may need, and the largest of them beside."""
         size += largest // 16 + 8192
         if self._out.size < size:
             self._out = np.empty(size, np.uint8)
@@ -279,7 +279,7 @@ class CompiledTiles:
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Where the memory of an array begins."""
+    """Address of the first byte of an array."""
     address: int = array.__array_interface__["data"][0]
     return address
 

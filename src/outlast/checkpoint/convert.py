@@ -160,7 +160,7 @@ def export_checkpoint(
 
 @contextlib.contextmanager
 def _appearing(target: str) -> Iterator[Path]:
-    """Where to write what appears at `target` when the block ends well.
+    """Give a path to write; its content appears at `target` when the block ends well.
 
     Raises:
         CheckpointError: When it is there, or cannot be written.
@@ -183,9 +183,9 @@ def _appearing(target: str) -> Iterator[Path]:
             raise CheckpointError(f"{target} exists already; give a new name")
         with tempfile.TemporaryDirectory(prefix="outlast-export-") as folder:
             yield (made := Path(folder) / name)
-            files = [each for each in [made, *made.rglob("*")] if each.is_file()]
+            files = [file for file in [made, *made.rglob("*")] if file.is_file()]
             # Readers begin with an index.
-            files.sort(key=lambda each: (each.suffix == ".json" or each.name == ".metadata", each))
+            files.sort(key=lambda file: (file.suffix == ".json" or file.name == ".metadata", file))
             try:
                 for file in files:
                     to = str(file.relative_to(folder))

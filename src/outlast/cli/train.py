@@ -380,7 +380,7 @@ def _guarded(run: Run, compute_seconds: float) -> str | None:
 
 
 def _audits(run: Run) -> str:
-    """How many audits the guard has made, of what, and what they took."""
+    """Say how many audits the guard has made, of what, and what they took."""
     from outlast.records import guard_totals
 
     totals = guard_totals(run)

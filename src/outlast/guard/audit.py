@@ -151,7 +151,7 @@ class _Difference:
 
 @dataclass(frozen=True)
 class _Vote:
-    """What a third computation has said of a micro-batch whose first two differ.
+    """Outcome of a third computation of a micro-batch whose first two differ.
 
     Attributes:
         owner: Place in the group of the rank whose micro-batch it is.
@@ -545,7 +545,7 @@ class Audit:
     def _alone(
         self, first: _Fingerprints, second: _Fingerprints, third: _Fingerprints
     ) -> tuple[str, bool]:
-        """Which of two computations of the same device is alone, and whether any two agree."""
+        """Tell which of two computations of a device is alone, and whether any two agree."""
         if not self._compare(third, second):
             return "the first was wrong (a third one agrees with the second)", True
         if not self._compare(third, first):

@@ -138,7 +138,7 @@ class AuditBudget:
         self.seconds += seconds
 
     def pause(self) -> None:
-        """What follows is no step's time, until the next one ends."""
+        """Count the time that follows for no step, until the next one ends."""
         self._last = None
         self._in_step = 0.0
 

@@ -230,8 +230,8 @@ class Convolution:
         return second_look(judged, row, signs)
 
     def _windows(self, big: Tensor, positions: Sequence[int], *, with_ones: bool) -> Tensor:
-        """What each position of the small side reads: (groups, batch positions, channels taps)."""
-        around = [each for each in reversed(self.padding) for _ in range(2)]
+        """Windows of the small side's positions: (groups, batch positions, channels taps)."""
+        around = [width for width in reversed(self.padding) for _ in range(2)]
         windows = self._grouped(functional.pad(big, around))
         for axis, (taps, step, apart) in enumerate(
             zip(self.kernel, self.stride, self.dilation, strict=True)

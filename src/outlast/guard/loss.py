@@ -202,8 +202,8 @@ class RepeatChecks:
             and not is_dtensor(first)
             # Those may be used several times; see `outlast.guard.autograd_hooks`.
             and not any(
-                isinstance(each, torch.Tensor) and (each.requires_grad or is_dtensor(each))
-                for each in (*others, *options.values())
+                isinstance(item, torch.Tensor) and (item.requires_grad or is_dtensor(item))
+                for item in (*others, *options.values())
             )
             and (name == kind or self.watch.policy.reaches("full", name.removesuffix(".softmax")))
         )

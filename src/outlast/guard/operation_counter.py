@@ -318,7 +318,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (None if node is not None else ""), custom
 
     def result(self, step: int, made: Callable[[str], bool]) -> StepCoverage:
-        """What was counted.
+        """Return the counts.
 
         Args:
             step: Of the optimizers, from 1.

@@ -912,7 +912,7 @@ def _leaves_range(out: Tensor, value: Tensor) -> bool:
 
 
 def _is_sum(db: Tensor, dy: Tensor) -> bool:
-    """Whether db (channels,) is the sum of dy (batch, channels, positions...) but for rounding.
+    """Judge db (channels,) to be the sum of dy (batch, channels, positions...) but for rounding.
 
     A wrong no costs a second computation only, so the bound need not hold for like terms.
     """

@@ -30,7 +30,7 @@ _KEPT = 64
 
 @dataclass
 class _Given:
-    """What a parameter's ``.data`` has given since the last step.
+    """Aliases that a parameter's ``.data`` has given since the last step.
 
     Attributes:
         aliases: Of the parameter's memory.

@@ -492,7 +492,7 @@ class Coverage:
 
 @dataclass(frozen=True)
 class StepCoverage:
-    """What the operations of one step have computed, and which share of it was checked.
+    """Operations of one step, and the share of them that was checked.
 
     FLOPs of products, convolutions and the like are those of their sums; all other operations count
     one per element of their output or input. Bytes are those of inputs and outputs.

@@ -731,7 +731,7 @@ def threads_for(matrix: Tensor) -> int:
 
 
 def judged_rows(verdict: NativeVerdict, flags: Tensor) -> ResidualTest:
-    """What a native check has found in rows with these flags."""
+    """Findings of a native check in rows with these flags."""
     return ResidualTest(flags, verdict.exceeded, verdict.worst, verdict.total, verdict.widest)
 
 

@@ -309,7 +309,7 @@ class Watch:
         self.signs.renew()
 
     def repeats_on(self, device: torch.device) -> bool:
-        """Whether operations on `device` are computed twice, where an identity would see less.
+        """Return whether operations on `device` are computed twice: an identity would see less.
 
         On the CPU, whose kernels give the same bits every time, and where nothing waits for it.
         """
@@ -317,7 +317,7 @@ class Watch:
         return self.repeats and device.type == "cpu" and not transformed
 
     def repeats_product(self, result: Tensor) -> bool:
-        """Whether a product with this result is also computed twice; see `REPEATED_BELOW`."""
+        """Return whether a product with this result is repeated, too; see `REPEATED_BELOW`."""
         return (
             is_half(result.dtype)
             and result.numel() <= REPEATED_BELOW

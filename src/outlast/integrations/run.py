@@ -153,7 +153,7 @@ def entry_of(name: str, item: Any, taken: Container[str]) -> Any:
 
 
 class ExtraState(Mapping[str, Any]):
-    """What a script saves beside its models and optimizers: name -> object with a state.
+    """Objects that a script saves beside its models and optimizers: name -> object with a state.
 
     Args:
         items: Known from the start.
@@ -500,7 +500,7 @@ class Run:
             self._say(f"{again}: {total:,} steps" if total else again)
 
     def _source(self, step: int) -> str:
-        """What was restored, and how old it is."""
+        """Say what was restored, and how old it is."""
         if self._in_memory:
             return "memory"
         saves = read_run(self.directory).of(CheckpointSaved)

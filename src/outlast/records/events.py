@@ -359,7 +359,7 @@ class Guarded(Event):
 
 @dataclass(frozen=True)
 class CoverageWarned(Event):
-    """What the guard has no check for, as it saw it first, or has no longer.
+    """Operations that the guard has no check for, as it saw them first, or has no longer.
 
     Attributes:
         step: The step in which it was seen, from 1.

@@ -357,7 +357,7 @@ def guard_totals(run: Run) -> GuardTotals | None:
 
 
 def _audits(reports: Sequence[dict[str, Any]]) -> str:
-    """How many audits were made, what they have compared, and what they took."""
+    """Number of audits, what they have compared, and what they took."""
     if not reports:
         return ""
 

@@ -486,7 +486,7 @@ def _gaps(totals: GuardTotals) -> str:
 
 
 def _lost(overview: Overview) -> str:
-    """What the guard has said of its coverage in the steps that showed it."""
+    """Rows of the guard's coverage, from the steps that showed it."""
     warned = [event for _, event in overview.run.of(CoverageWarned)]
     rows = [[digits(f"{event.step:,}"), words(event.message)] for event in warned]
     heads = [digits("step"), words("what no check has watched, or watches no longer")]

@@ -171,7 +171,7 @@ class RunGuard:
         return own + step - loop
 
     def give_up(self) -> None:
-        """What is wrong stays so: its ranks count as lost."""
+        """Count ranks whose numbers stay wrong as lost."""
         self._gave_up = True
 
     def memory_faults(self) -> tuple[int | None, str]:

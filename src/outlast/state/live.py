@@ -168,7 +168,7 @@ class _Parts:
         return cls(kinds, modules, optimizers, tensors, owned, entries, entered)
 
     def structure(self) -> tuple[list[Any], list[object]]:
-        """What must be equal, and what must be the same objects, for names to stay."""
+        """Collect what must be equal, and what must be the same objects, for names to stay."""
         equal: list[Any] = [self.kinds, [*map(type, self.modules)]]
         children: list[object] = []
         for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):

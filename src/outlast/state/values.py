@@ -279,7 +279,7 @@ def _name(kind: type) -> str:
 
 
 def _class_of(name: str) -> Any:
-    """What the program has under the name of a class; None without it.
+    """Return what the program has under the name of a class; None without it.
 
     Nothing is imported and no code runs, whatever name a file gives.
     """

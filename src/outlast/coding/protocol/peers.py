@@ -137,7 +137,7 @@ class _Held:
 
 
 class _PeerReduce(CodedReduce):
-    """What the server and gossip share: a sum at some workers, its commit, and its way to all."""
+    """The common part of server and gossip: a sum at some workers, its commit, its way to all."""
 
     def _set_up(self) -> None:
         super()._set_up()
