@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from outlast.errors import DataCorruptionError, GuardError
-from outlast.guard import Policy, guard
+from outlast.guard import Policy, guard, parameter_writes
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.inject import inject, parse_faults
 
@@ -98,6 +98,27 @@ def test_what_a_program_writes_to_data_is_no_fault(step: Any, level: str) -> Non
     assert not findings
     for one, other in zip(weights, trained(step, "")[1], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_torchs_data_comes_back_with_the_last_guard(removed: bool) -> None:
+    gc.collect()
+    # Guards of other tests may be left.
+    before = len(parameter_writes._guarded)
+    models = [Small(), Small()]
+    handles = [guard(model, halves(model), "linear") for model in models]
+    handles.pop().remove()
+    models.pop()
+    assert "data" in vars(nn.Parameter)
+    if removed:
+        handles.pop().remove()
+    handles.clear()
+    models.clear()
+    for _ in range(3):
+        gc.collect()
+    assert nn.Parameter(torch.ones(1)).data == 1
+    assert len(parameter_writes._guarded) == before
+    assert ("data" in vars(nn.Parameter)) == bool(before)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,9 @@ _given: Any = WeakIdKeyDictionary()
 """Of guarded parameters; a `_Given` each."""
 _open: dict[int, _Given] = {}
 """Those among them that have given something since the last step, by the parameter's id."""
+_guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose parameters are counted."""
 _lock = threading.RLock()
-_users = 0
 
 
 def data_writes(parameter: Tensor) -> int:
@@ -88,29 +90,34 @@ def step_done() -> None:
 @contextlib.contextmanager
 def counted_writes(model: nn.Module) -> Iterator[None]:
     """Count the writes to the ``.data`` of a model's parameters from now on."""
-    global _users  # noqa: PLW0603
     with _lock:
         for parameter in model.parameters():
             # A DTensor's numbers are in another tensor.
             if type(_original.__get__(parameter)) is Tensor:
                 _given.setdefault(parameter, _Given())
-        _users += 1
-        if _users == 1:
-            nn.Parameter.data = property(_data, _set_data)  # type: ignore[assignment]
+        _guarded.add(model)
+        nn.Parameter.data = property(_data, _set_data)  # type: ignore[assignment]
     try:
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                del nn.Parameter.data
-                _given.clear()
-                _open.clear()
+        _guarded.discard(model)
+        _release()
+
+
+def _release() -> None:
+    """Give torch its attribute back if no model is left, which may go without its guard's end."""
+    with _lock:
+        if not _guarded and "data" in vars(nn.Parameter):
+            del nn.Parameter.data
+            _given.clear()
+            _open.clear()
 
 
 def _data(parameter: Tensor) -> Tensor:
     alias: Tensor = _original.__get__(parameter)
     given: _Given | None = _given.get(parameter)
+    if given is None and not _guarded:
+        _release()
     if given is not None and not alias.is_inference():
         with _lock:
             if id(parameter) not in _open:
