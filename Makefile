@@ -1,5 +1,5 @@
 # make train   set up .venv and train the embedded default model
-# make test    set up .venv and run the quick tests: under 5 minutes on two cores
+# make test    set up .venv and run the quick tests: 6 to 7 minutes on two cores
 # make test-rest    run all others: slow ones, those of several processes, Slurm's where it is installed
 # make test-all     run both
 # make test-float8    install torchao and test the layers with float8 products
