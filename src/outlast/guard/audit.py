@@ -105,19 +105,15 @@ class _Moment:
 
     def restore(self, device: torch.device, buffers: Sequence[Tensor]) -> None:
         """Put everything back."""
-        self.restore_buffers(buffers)
+        with torch.no_grad():
+            for buffer, saved in zip(buffers, self.buffers, strict=True):
+                if not bool(equal_bits(buffer, saved.to(buffer.device)).all()):
+                    buffer.copy_(saved)
         torch.set_rng_state(self.host)
         if self.device is not None:
             torch.cuda.set_rng_state(self.device, device)
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002
-
-    @torch.no_grad()
-    def restore_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Put the buffers back that have changed."""
-        for buffer, saved in zip(buffers, self.buffers, strict=True):
-            if not bool(equal_bits(buffer, saved.to(buffer.device)).all()):
-                buffer.copy_(saved)
 
 
 @dataclass
@@ -262,8 +258,6 @@ class Audit:
         self._replays = self._compared = 0
         self._unit = ""
         self._audited = False
-        # Of a step with an audit, as its first attempt has met them.
-        self._before: _Moment | None = None
         self._signs: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -307,7 +301,6 @@ class Audit:
         self.budget.pause()
         self._failed_before = -1
         self._audited = False
-        self._before = None
         self.begin()
 
     def begin(self) -> None:
@@ -333,7 +326,6 @@ class Audit:
                 "given to guard.audit(); a share repeats steps in guard.attempts(), too"
             )
         self._audited = False
-        self._before = None
         self._failed_before = -1
         period = torch.tensor([self.budget.period()])
         if _world_size() > 1:
@@ -400,12 +392,6 @@ class Audit:
         Args:
             begin: Forgets what checks have found in the passes before.
         """
-        if self.due:
-            # So that an attempt that follows changes buffers as the first one would have.
-            if self._before is None:
-                self._before = _Moment.take(self.device, self._buffers)
-            else:
-                self._before.restore_buffers(self._buffers)
         given = self._count and not self._together
         if not self.due or self.why_not or given or not self.repeats_steps:
             yield
