@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ from outlast import cluster
 from outlast.checkpoint import (
     CheckpointStore,
     Retention,
-    Version,
     list_versions,
     load,
     storage_of,
@@ -249,21 +248,6 @@ def _listed(names: set[str], prefix: str) -> str:
     return ", ".join(sorted(name.removeprefix(prefix) for name in names)) or "nothing"
 
 
-class _Begun:
-    """Store of a run that began at one of its steps, for a memory.
-
-    Later versions may be of what the run does not continue from, and are no better than memory.
-    """
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def newest(self, *, warn: bool = True) -> Version:
-        """The state that the run resumes from without memory."""
-        del warn
-        return Version(0, self._step)
-
-
 class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     """Saves and restores a training of torchtitan as versions of a `CheckpointStore`.
 
@@ -431,7 +415,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _restored_version(self, wanted: dict[str, Any], step: int | None) -> bool:
         """True if there was a state of the run, of the newest or that step; it is restored then."""
         check_data_keys(self._store, wanted, step)
-        if step is None and self._keep_in_memory(wanted, self._store):
+        if step is None and self._keep_in_memory(wanted):
             return self._restored_newest(wanted)
         began = time.monotonic()
         restored = self._store.restore(wanted, step=step, warn=False)
@@ -459,7 +443,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _restarted(self, wanted: dict[str, Any], step: int) -> bool:
         """Return whether a run that began at `step` resumes from memory, which is restored then."""
         otherwise = f"the run begins at step {step} again, as checkpoint.load_step says"
-        if not self._keep_in_memory(wanted, cast("CheckpointStore", _Begun(step)), otherwise):
+        if not self._keep_in_memory(wanted, begins_at=step, otherwise=otherwise):
             return False
         memory = self.runtime.memory
         assert memory is not None
@@ -490,7 +474,7 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._saves.newest = step if saved else -1
 
     def _keep_in_memory(
-        self, wanted: dict[str, Any], store: CheckpointStore, otherwise: str = ""
+        self, wanted: dict[str, Any], *, begins_at: int | None = None, otherwise: str = ""
     ) -> bool:
         """Keep the state in memory as the job's [recover] says; False where nothing is kept."""
         if self.job is None or self.config.exclude_from_loading or self.config.load_only:
@@ -499,8 +483,9 @@ class OutlastCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self.job,
             self.runtime.ranks,
             directory_of(self.job),
-            store,
+            self._store,
             wanted,
+            begins_at=begins_at,
             note=partial(self.entries.note, wanted),
             otherwise=otherwise,
         )

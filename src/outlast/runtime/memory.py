@@ -144,6 +144,8 @@ class MemoryCheckpoint:
         store: The run's checkpoints.
         state: What is kept: name -> module, optimizer, or object with a ``state_dict``. It may be
             filled later, before `take` and `keep`.
+        begins_at: Step of the checkpoint that the run begins with, whatever is newer; None: the
+            newest.
         note: Called before the state is looked at, to bring entries up to date.
         otherwise: What the loop does where the memory cannot be used, for a warning; empty: it goes
             on from its newest checkpoint.
@@ -171,6 +173,7 @@ class MemoryCheckpoint:
         store: CheckpointStore,
         state: State,
         *,
+        begins_at: int | None = None,
         note: Callable[[], None] = lambda: None,
         otherwise: str = "",
         own_group: bool = True,
@@ -185,6 +188,7 @@ class MemoryCheckpoint:
         self._unusable: int | None = None
         self._otherwise = otherwise
         self._store = store
+        self._begins_at = begins_at
         self._state = state
         self._note = note
         self._shown = shown
@@ -464,7 +468,8 @@ class MemoryCheckpoint:
             RecoverError: On all ranks, when more is lost than parity makes good.
         """
         assert self._keeper is not None
-        self.saved = max(self._peers.gather(self._store.newest_step()))
+        saved = self._begins_at
+        self.saved = max(self._peers.gather(self._store.newest_step())) if saved is None else saved
         return self._keeper.find()
 
     def _newer(self, step: int, passed_over: list[str]) -> CheckpointRestored | None:
