@@ -305,6 +305,50 @@ def test_a_repeated_step_changes_buffers_once() -> None:
     assert equal(run("full"), clean)
 
 
+def graph() -> Tensor:
+    return torch.eye(8) + torch.diag(torch.ones(7), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|deprecated):UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: graph().to_sparse(),
+        lambda: graph().to_sparse_csr(),
+        lambda: graph().to_mkldnn(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: torch.ones(4, dtype=torch.complex64).conj(),
+        lambda: torch.full((2,), 0.0),
+        lambda: torch.quantize_per_tensor(graph(), 0.1, 0, torch.qint8),
+        lambda: torch.ones(1, device="meta"),
+    ],
+    ids=["coo", "csr", "mkldnn", "nested", "conjugate", "zeros", "quantized", "meta"],
+)
+def test_buffers_of_every_layout_pass_a_repeated_step(make: Callable[[], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model.register_buffer("graph", make())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    handle = quietly(model, optimizer, "full")
+    handle.watch.fault_hook = once("linear.saved", "1", 2)
+    for step in range(3):
+        for attempt in handle.attempts():
+            optimizer.zero_grad()
+            x = torch.randn(8, 8)
+            if model.graph.layout in (torch.sparse_coo, torch.sparse_csr):
+                x = model.graph @ x
+            model(x).square().mean().backward()
+            if step == 1 and attempt == 0 and not model.graph.is_quantized:
+                with torch.no_grad():
+                    model.graph.mul_(-1)
+        optimizer.step()
+    assert [finding.outcome for finding in handle.ledger.findings] == ["repeated"]
+    if not (model.graph.is_nested or model.graph.is_meta or model.graph.is_quantized):
+        assert model.graph.to_dense().tolist() == make().to_dense().tolist()
+        if model.graph.is_floating_point():
+            assert not torch.signbit(model.graph.to_dense()).any()
+
+
 def test_attempts_yields_how_many_there_were_before() -> None:
     training = Training("linear")
     assert training.handle is not None

@@ -49,16 +49,23 @@ class _Buffer:
     steady: bool = False
 
     def memory(self) -> tuple[Tensor | None, tuple[int, int]]:
-        """(bytes,) uint8 of its memory, None where that has gaps, and its `writes` now."""
+        """Its content, None where that cannot be compared, and its `writes` now."""
         held = self.holder._buffers.get(self.key)
-        if held is None or held.is_meta or held.is_sparse:
+        if held is None:
             return None, (0, 0)
         if held.numel() == 1 and not (held.is_floating_point() or held.is_complex()):
             return None, (0, 0)
-        part = local(held)
-        numbers = flat(part)
+        content = _content(held)
+        if content is None:
+            return None, (0, 0)
         version = 0 if held.is_inference() else held._version
-        return (None if numbers is None else numbers.view(torch.uint8)), (part.data_ptr(), version)
+        return content, (content.data_ptr(), version)
+
+
+def _content(buffer: Tensor) -> Tensor | None:
+    """(bytes,) uint8 of this rank's memory; None where that is no plain array."""
+    numbers = flat(local(buffer))
+    return None if numbers is None else numbers.view(torch.uint8)
 
 
 class KeptBuffers:
@@ -70,7 +77,7 @@ class KeptBuffers:
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module, key, buffer, buffer.clone())
+            (module, key, buffer, buffer._version, buffer.clone())
             for module in model.modules()
             for key, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_inference() and not is_dtensor(buffer)
@@ -79,8 +86,11 @@ class KeptBuffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Put those back that have changed, or were replaced."""
-        for module, key, buffer, content in self._kept:
-            if not torch.equal(buffer, content):
+        for module, key, buffer, version, content in self._kept:
+            # Torch counts no writes of kernels, such as a norm's to its running statistics.
+            now, then = _content(buffer), _content(content)
+            alike = now is None or then is None or torch.equal(now, then)
+            if buffer._version != version or not alike:
                 buffer.copy_(content)
             module._buffers[key] = buffer
 

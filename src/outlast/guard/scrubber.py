@@ -407,7 +407,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def flat(part: Tensor) -> Tensor | None:
-    """(numbers,) in the order of the memory, or None where that has gaps or overlaps."""
+    """(numbers,) in the order of the memory, or None where that has gaps or is no plain array."""
+    if part.layout is not torch.strided or part.is_nested or part.is_quantized or part.is_meta:
+        return None
+    if part.is_conj() or part.is_neg():
+        return None
     if part.is_contiguous():
         return part.view(-1)
     expected = 1
