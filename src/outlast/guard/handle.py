@@ -460,6 +460,7 @@ class Guard:
         if self.watch.operations is not None:
             self.watch.operations.prefer()
 
+    @computing("check")
     def finish(self) -> None:
         """Make the checks that wait for a next step; all ranks together, after the last one.
 
@@ -475,6 +476,7 @@ class Guard:
         if not verdict.clean:
             raise self._wrong(verdict)
 
+    @computing("check")
     def before_save(self) -> None:
         """Look whether what is to be saved is what the last step has left; all ranks together.
 
@@ -490,6 +492,7 @@ class Guard:
         if not agree(self.watch.step, int(moved and self.policy.correct)).clean:
             self.finish()
 
+    @computing("check")
     def restart(self, step: int) -> None:
         """Weights and optimizer state were loaded from outside: continue at `step` with them.
 
@@ -518,6 +521,7 @@ class Guard:
         """
         return self.watch.intact
 
+    @computing("check")
     def has_left(self, step: int) -> bool | None:
         """Return whether weights and optimizer state are now as the step to `step` has left them.
 
@@ -526,6 +530,7 @@ class Guard:
         """
         return None if self.scrubber is None else self.scrubber.has_left(step)
 
+    @computing("check")
     def go_back(self, step: int) -> None:
         """Continue at an earlier `step` with its state; as `restart`, with what is known of it."""
         earlier = self.scrubber
@@ -602,7 +607,8 @@ class Guard:
                 return
             # A false alarm does not survive other signs, and all ranks draw the same.
             self.watch.redraw()
-            kept.restore()
+            with self.watch.uncounted():
+                kept.restore()
             # So that dropout drops the same numbers again.
             host, devices = random
             torch.set_rng_state(host)
