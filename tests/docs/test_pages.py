@@ -124,6 +124,7 @@ for name in ("quickstart", "a", "b"):
 """
 
 RUN_BY_OTHERS = {
+    "guard-checks": "tests/guard/test_guard_docs.py",
     "integrations/pytorch": "tests/docs/test_documents.py",
     "integrations/tracking": "tests/docs/test_pages.py",
     "launch": "tests/train/test_launch.py",

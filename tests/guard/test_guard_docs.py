@@ -7,7 +7,7 @@ from pathlib import Path
 from outlast.guard import LEVELS, OPERATIONS
 from outlast.guard.policy import table
 
-PAGE = Path(__file__).parents[2] / "docs" / "guard.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guard-checks.md"
 
 
 def test_the_page_has_the_table_of_the_code() -> None:
