@@ -543,7 +543,9 @@ class Replayed:
     needed_bytes: int = 0
 
 
-def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Replayed:
+def replay(
+    place: Place, logs: list[Version], state: State, ranks: Group, timeout_seconds: float
+) -> Replayed:
     """Apply `logs`, one after the other, to live objects that hold the version before them.
 
     All ranks call it together, and agree after every part of it.
@@ -553,13 +555,16 @@ def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Rep
         logs: Those of consecutive steps.
         state: Module, optimizers and other objects.
         ranks: Those that restore together.
+        timeout_seconds: Longest wait for an answer of the storage.
     """
     replayed = Replayed()
     trained = Trained(state, ranks)
     for log in logs:
         step, problem = None, ""
         try:
-            with VersionReader(place.storage, place.load(log)) as reader:
+            loads = functools.partial(place.load, log)
+            contents = within(timeout_seconds, loads, place.storage.location)
+            with VersionReader(place.storage, contents, timeout_seconds) as reader:
                 step = _read(reader, trained, state, whole=log == logs[-1])
                 replayed.read_bytes += reader.counters.read_bytes
                 replayed.needed_bytes += reader.counters.needed_bytes
@@ -871,7 +876,8 @@ class Restorer:
             restored, problem = self._restore_version(place, contents, wish, skipped)
             if restored is None or not logs:
                 break
-            replayed = replay(self._log_place, logs, wish.state, self._ranks)
+            timeout_seconds = self._tiers.timeout_seconds
+            replayed = replay(self._log_place, logs, wish.state, self._ranks, timeout_seconds)
             restored = replace(
                 restored,
                 step=logs[-1].step,
@@ -970,7 +976,8 @@ class Restorer:
             return None, problem
         counters, unexpected, unsure, decoded = None, None, False, {}
         try:
-            with VersionReader(place.storage, contents) as reader:
+            timeout_seconds = self._tiers.timeout_seconds
+            with VersionReader(place.storage, contents, timeout_seconds) as reader:
                 read_into(targets, reader)
                 counters = reader.counters
             decoded = decode_values(targets, saved)
