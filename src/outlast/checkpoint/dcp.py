@@ -443,13 +443,23 @@ class OutlastReader(_AtStore, StorageReader):
         Raises:
             CheckpointError: When there are versions, and none can be used.
         """
-        if rank_folders(self._root):
-            saved = [name for name in common_versions(self._root) if self.step in (None, name.step)]
-            return saved[-1] if saved else None
+        with self._answering():
+            if rank_folders(self._root):
+                found = common_versions(self._root)
+                saved = [name for name in found if self.step in (None, name.step)]
+                return saved[-1] if saved else None
+            try:
+                return newest_contents(self._root, self.step)[0].version
+            except UnfinishedError:
+                return None
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Say which store it is that the storage fails to list."""
         try:
-            return newest_contents(self._root, self.step)[0].version
-        except UnfinishedError:
-            return None
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self._place} cannot be read: {sentence_of(error)}") from error
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the version to be loaded.
@@ -462,23 +472,25 @@ class OutlastReader(_AtStore, StorageReader):
             CheckpointError: When there is none.
         """
         rank, among = kwargs.get("rank"), None
-        folders = rank_folders(self._root)
-        self._storage = self._root
-        if rank is not None and folders:
-            folder = rank_folder(rank)
-            if folder not in folders:
-                raise CheckpointError(
-                    f"rank {rank} has saved nothing in {self._place}, of which each rank has saved "
-                    f"its own part (use_collectives=False); load with {len(folders)} ranks"
-                )
-            self._storage = storage_of(joined(self._root.location, folder))
-            among = common_versions(self._root)
-            if not among:
-                raise CheckpointError(f"no step in {self._place} was saved by all its ranks")
-        self._contents, self._content, self.skipped = newest_contents(
-            self._storage, self.step, among
-        )
-        metadata = metadata_with(self._storage, self._contents, self._content)
+        with self._answering():
+            folders = rank_folders(self._root)
+            self._storage = self._root
+            if rank is not None and folders:
+                folder = rank_folder(rank)
+                if folder not in folders:
+                    raise CheckpointError(
+                        f"rank {rank} has saved nothing in {self._place}, of which each rank has "
+                        "saved its own part (use_collectives=False); load with "
+                        f"{len(folders)} ranks"
+                    )
+                self._storage = storage_of(joined(self._root.location, folder))
+                among = common_versions(self._root)
+                if not among:
+                    raise CheckpointError(f"no step in {self._place} was saved by all its ranks")
+            self._contents, self._content, self.skipped = newest_contents(
+                self._storage, self.step, among
+            )
+            metadata = metadata_with(self._storage, self._contents, self._content)
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         self.version = self._contents.version
