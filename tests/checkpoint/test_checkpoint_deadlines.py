@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,35 @@ def test_a_restore_whose_storage_hangs_while_tensors_are_read_takes_the_next_pla
         torch.nn.init.zeros_(next(model.parameters()))
         storage.let_go()
         assert not next(model.parameters()).any()
+
+
+def restore_while_one_hangs(directory: Path, rank: int, what: str, part: str) -> tuple[str, Any]:
+    dist.init_process_group("gloo")
+    model, tiers = Net(1), [Tier(directory / "disk")]
+    with open_store(directory / "first", tiers=tiers) as store:
+        store.save(1, {"model": model})
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = {"mapped": _LocalReader, "open": Place, "folders": LocalStorage}[what]
+        storage = Hanging(patch, kind, what, part if dist.get_rank() == rank else "nowhere")
+        with open_store(directory / "first", tiers=tiers, timeout_seconds=2.0) as store:
+            restored = store.restore({"model": Net(2)})
+        storage.let_go()
+    assert restored is not None
+    return Path(restored.place).name, restored.skipped
+
+
+@pytest.mark.parametrize(
+    ("rank", "what", "part", "served"),
+    [(1, "mapped", "", "disk"), (1, "open", "first", "disk"), (0, "folders", "disk", "first")],
+)
+def test_ranks_wait_for_the_one_whose_storage_hangs_and_take_another_place_together(
+    ranks: Group, tmp_path: Path, rank: int, what: str, part: str, served: str
+) -> None:
+    first, second = ranks(2)(restore_while_one_hangs, tmp_path, rank, what, part)
+    assert first == second
+    assert first[0] == served
+    assert "did not answer within 1.5 s (timeout_seconds)" in first[1][0]
 
 
 STARTS_WITHOUT_STORAGE = """

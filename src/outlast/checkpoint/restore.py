@@ -794,7 +794,7 @@ class Restorer:
         storage = self._log_place.storage
         try:
             asks = functools.partial(list_versions, storage)
-            return within(self._tiers.timeout_seconds, asks, storage.location)
+            return within(self._tiers.answer_seconds, asks, storage.location)
         except OSError as error:
             raise CheckpointError(
                 f"{storage.location} cannot be listed: {sentence_of(error)}"
@@ -842,7 +842,7 @@ class Restorer:
         contents, problem, damaged, unsure = None, "", False, False
         try:
             opens = functools.partial(place.open, version)
-            contents = within(self._tiers.timeout_seconds, opens, place.storage.location)
+            contents = within(self._tiers.answer_seconds, opens, place.storage.location)
         except UnfinishedError as error:
             problem = str(error)
         except CheckpointError as error:
@@ -876,7 +876,7 @@ class Restorer:
             restored, problem = self._restore_version(place, contents, wish, skipped)
             if restored is None or not logs:
                 break
-            timeout_seconds = self._tiers.timeout_seconds
+            timeout_seconds = self._tiers.answer_seconds
             replayed = replay(self._log_place, logs, wish.state, self._ranks, timeout_seconds)
             restored = replace(
                 restored,
@@ -901,7 +901,7 @@ class Restorer:
             logs = functools.partial(
                 leading_on, place.storage, base, lambda _, log: place.load(log)
             )
-            return within(self._tiers.timeout_seconds, logs, place.storage.location)
+            return within(self._tiers.answer_seconds, logs, place.storage.location)
         except (OSError, CheckpointError) as error:
             reason = describe_failure(error)
             return [], f"the replay logs after step {base.step} cannot be read: {reason}"
@@ -976,7 +976,7 @@ class Restorer:
             return None, problem
         counters, unexpected, unsure, decoded = None, None, False, {}
         try:
-            timeout_seconds = self._tiers.timeout_seconds
+            timeout_seconds = self._tiers.answer_seconds
             with VersionReader(place.storage, contents, timeout_seconds) as reader:
                 read_into(targets, reader)
                 counters = reader.counters
