@@ -691,6 +691,25 @@ class Tiers:
         found = [mine, *lower]
         return max((pair for pair in found if pair is not None), default=None)
 
+    def behind(self, step: int) -> bool:
+        """As `CheckpointStore.behind`."""
+        if len(self.places) == 1:
+            return False
+        asked = [
+            in_background(
+                functools.partial(within, self.answer_seconds, place.newest, place.storage.location)
+            )
+            for place in self.places[1:]
+            if place.keeps_house
+        ]
+        is_behind = False
+        for answer in asked:
+            # One that is away could be given nothing.
+            with contextlib.suppress(Exception):
+                newest = answer.result()
+                is_behind = is_behind or newest is None or newest.step < step
+        return any(self._ranks.gather(is_behind))
+
     def begin(self, signals: StoreAgreement, *, coordinated: bool) -> None:
         """Start a session; what the one before saved and did not copy any more is copied now.
 
