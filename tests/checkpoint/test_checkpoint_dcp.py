@@ -117,6 +117,19 @@ def test_an_object_store_does_too() -> None:
     assert same(state, found)
 
 
+def test_digits_at_the_end_of_the_place_are_no_step(tmp_path: Path) -> None:
+    place = tmp_path / "run-7"
+    state = make_dcp_state(1)
+    writer = OutlastWriter(place)
+    for _ in range(2):
+        dcp.save(state, storage_writer=writer, checkpoint_id=place)
+    dcp.save(state, storage_writer=writer, checkpoint_id=place / "step-7")
+    assert saved_steps(place) == [1, 2, 7]
+    found = make_dcp_state(2)
+    dcp.load(found, storage_reader=OutlastReader(place, step=2), checkpoint_id=f"{place}/")
+    assert same(state, found)
+
+
 def test_a_place_that_cannot_be_listed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

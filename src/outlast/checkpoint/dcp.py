@@ -109,9 +109,13 @@ class _AtStore:
         return bool(os.fspath(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from a checkpoint_id such as ``step-100``; others are ignored."""
-        found = None if checkpoint_id is None else _STEP.search(os.fspath(checkpoint_id))
-        if found is not None:
+        """Take the step from a checkpoint_id such as ``step-100``; others are ignored.
+
+        So is the store's own name, whose digits are no step.
+        """
+        name = "" if checkpoint_id is None else os.fspath(checkpoint_id)
+        found = _STEP.search(name)
+        if found is not None and os.path.normpath(name) != os.path.normpath(self._place):
             self.step = int(found[1])
 
 
@@ -127,9 +131,10 @@ class OutlastWriter(_AtStore, StorageWriter):
     writer keeps until `close`. With ``dcp.async_save``, which copies the state itself, leave it
     off: its future then says that the version is durable.
 
-    The step of a save comes from the ``checkpoint_id`` when that ends in digits, else from `step`
-    when it was set since the last save, else it is one more than the last. A step that is not
-    larger than the one before begins a new session of the store: nothing is overwritten.
+    The step of a save comes from the ``checkpoint_id`` when that ends in digits and is not `place`,
+    else from `step` when it was set since the last save, else it is one more than the last. A step
+    that is not larger than the one before begins a new session of the store: nothing is
+    overwritten.
 
     Works with ``dcp.save`` and ``dcp.async_save`` (both executors). Set `step` and `metrics` only
     while no save is under way. Ranks that save with ``use_collectives=False`` have a store of their
