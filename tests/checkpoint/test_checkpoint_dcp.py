@@ -1,6 +1,7 @@
 """Outlast's storage under torch.distributed.checkpoint: exact, reduced, verified, atomic."""
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ from outlast.checkpoint import (
 )
 from outlast.checkpoint import dcp as dcp_storage
 from outlast.checkpoint.dcp import OutlastReader, OutlastWriter
+from outlast.checkpoint.storage import LocalStorage
 from outlast.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (un|dis)")
@@ -113,6 +115,33 @@ def test_an_object_store_does_too() -> None:
     found = make_dcp_state(2)
     dcp.load(found, storage_reader=OutlastReader(place))
     assert same(state, found)
+
+
+def test_digits_at_the_end_of_the_place_are_no_step(tmp_path: Path) -> None:
+    place = tmp_path / "run-7"
+    state = make_dcp_state(1)
+    writer = OutlastWriter(place)
+    for _ in range(2):
+        dcp.save(state, storage_writer=writer, checkpoint_id=place)
+    dcp.save(state, storage_writer=writer, checkpoint_id=place / "step-7")
+    assert saved_steps(place) == [1, 2, 7]
+    found = make_dcp_state(2)
+    dcp.load(found, storage_reader=OutlastReader(place, step=2), checkpoint_id=f"{place}/")
+    assert same(state, found)
+
+
+def test_a_place_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcp.save(make_dcp_state(1), storage_writer=OutlastWriter(tmp_path))
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(LocalStorage, "folders", fail)
+    for asks in (OutlastReader(tmp_path).newest, OutlastReader(tmp_path).read_metadata):
+        with pytest.raises(CheckpointError, match=f"{tmp_path} cannot be read: Input/output err"):
+            asks()
 
 
 def test_metadata_is_that_of_the_stock_writer_and_no_pickle(tmp_path: Path) -> None:

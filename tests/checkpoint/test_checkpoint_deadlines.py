@@ -3,8 +3,11 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from outlast.checkpoint import CheckpointStore, Tier
 from outlast.checkpoint.encoder import Encoder
-from outlast.checkpoint.storage import LocalStorage, PendingFile
+from outlast.checkpoint.storage import LocalStorage, PendingFile, _LocalReader
 from outlast.checkpoint.tiers import Place
 from outlast.checkpoint.writer import ProcessWriter
 from outlast.distributed import group
@@ -270,6 +273,87 @@ def test_a_restore_from_a_place_that_hangs_takes_the_next_one(
         assert restored.place == str(tmp_path / "disk")
         storage.let_go()
         assert not store._tiers.first.damaged
+
+
+@pytest.mark.parametrize(("kind", "method"), [(_LocalReader, "mapped"), (LocalStorage, "open")])
+def test_a_restore_whose_storage_hangs_while_tensors_are_read_takes_the_next_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, method: str
+) -> None:
+    model, tiers = Net(1), [Tier(tmp_path / "disk")]
+    saved = [parameter.clone() for parameter in model.parameters()]
+    with open_store(tmp_path / "first", tiers=tiers) as store:
+        store.save(1, {"model": model})
+    model = Net(2)
+    storage = Hanging(monkeypatch, kind, method, "")
+    with open_store(tmp_path / "first", tiers=tiers, timeout_seconds=2.0) as store:
+        with pytest.warns(UserWarning, match=r"first did not answer within 2 s \(timeout_sec"):
+            restored = store.restore({"model": model})
+        assert restored is not None
+        assert restored.place == str(tmp_path / "disk")
+        assert all(map(torch.equal, model.parameters(), saved))
+        assert not store._tiers.first.damaged
+        # Training continues; an answer that comes late must not undo it.
+        torch.nn.init.zeros_(next(model.parameters()))
+        storage.let_go()
+        assert not next(model.parameters()).any()
+
+
+def restore_while_one_hangs(directory: Path, rank: int, what: str, part: str) -> tuple[str, Any]:
+    dist.init_process_group("gloo")
+    model, tiers = Net(1), [Tier(directory / "disk")]
+    with open_store(directory / "first", tiers=tiers) as store:
+        store.save(1, {"model": model})
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = {"mapped": _LocalReader, "open": Place, "folders": LocalStorage}[what]
+        storage = Hanging(patch, kind, what, part if dist.get_rank() == rank else "nowhere")
+        with open_store(directory / "first", tiers=tiers, timeout_seconds=2.0) as store:
+            restored = store.restore({"model": Net(2)})
+        storage.let_go()
+    assert restored is not None
+    return Path(restored.place).name, restored.skipped
+
+
+@pytest.mark.parametrize(
+    ("rank", "what", "part", "served"),
+    [(1, "mapped", "", "disk"), (1, "open", "first", "disk"), (0, "folders", "disk", "first")],
+)
+def test_ranks_wait_for_the_one_whose_storage_hangs_and_take_another_place_together(
+    ranks: Group, tmp_path: Path, rank: int, what: str, part: str, served: str
+) -> None:
+    first, second = ranks(2)(restore_while_one_hangs, tmp_path, rank, what, part)
+    assert first == second
+    assert first[0] == served
+    assert "did not answer within 1.5 s (timeout_seconds)" in first[1][0]
+
+
+STARTS_WITHOUT_STORAGE = """
+import sys, time
+from checkpoint_states import Net
+from outlast.checkpoint import CheckpointStore
+from outlast.checkpoint.storage import _LocalReader
+
+_LocalReader.mapped = lambda *_: time.sleep(1000)
+try:
+    CheckpointStore(sys.argv[1], timeout_seconds=1.0).restore({"model": Net(2)})
+except Exception as error:
+    print(error)
+"""
+
+
+def test_a_program_whose_only_place_hangs_learns_it_and_can_end(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.save(1, {"model": Net(1)})
+    found = subprocess.run(
+        [sys.executable, "-c", STARTS_WITHOUT_STORAGE, tmp_path],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "did not answer within 1 s (timeout_seconds); see whether the storage" in found.stdout
+    assert not found.stderr
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from checkpoint_states import (
 )
 
 from outlast.checkpoint import CheckpointStore, SaveResult
+from outlast.checkpoint.convert import export_checkpoint
 from outlast.checkpoint.storage import LocalStorage, PendingFile
 from outlast.errors import CheckpointError
 
@@ -104,6 +105,20 @@ def test_a_full_disk_is_one_clear_sentence(small_disk: Path, free_kilobytes: int
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp", "megatron"])
+def test_an_export_to_a_full_disk_is_one_clear_sentence(
+    small_disk: Path, tmp_path: Path, kind: str
+) -> None:
+    with open_store(tmp_path / "store") as store:
+        store.save(1, {"model": torch.nn.Linear(500, 500)})
+    filler = fill(small_disk)
+    os.truncate(filler, filler.stat().st_size - (200 << 10))
+    with pytest.raises(CheckpointError, match="cannot be written: No space left") as caught:
+        export_checkpoint(tmp_path / "store", small_disk / "exported", kind=kind)
+    assert "\n" not in str(caught.value)
+    assert files_in(small_disk) == [filler]
+
+
 def test_a_full_disk_is_told_by_the_writer_process(small_disk: Path) -> None:
     directory = small_disk / "store"
     with CheckpointStore(directory, keep=2) as store:

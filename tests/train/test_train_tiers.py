@@ -266,6 +266,32 @@ def test_the_newest_step_is_taken_and_a_damaged_one_hides_none(tmp_path: Path) -
     assert any(str(tmp_path / "disk") in text for text in staged.warnings())
 
 
+def test_the_last_checkpoint_reaches_all_tiers_though_the_run_was_killed_before(
+    tmp_path: Path,
+) -> None:
+    job = four_tiers(tmp_path, "late", 2)
+    assert finish(start_process(job, tmp_path))[0] == EXIT_DONE
+    path, expected = run_directory(job).path, weights(job)
+    checkpoints, events = path / "checkpoints", path / "events.jsonl"
+
+    def start_as_if_killed_at_the_end() -> None:
+        lines = events.read_text().splitlines(keepends=True)
+        assert "attempt_ended" in lines.pop()
+        events.write_text("".join(lines))
+        code, output = finish(start_process(job, tmp_path))
+        assert code == EXIT_DONE, output
+        assert_equal_bits(weights(job), expected)
+
+    # Killed after its last save, and before this was copied.
+    (last,) = checkpoints.glob(f"step-{STEPS:08d}-*")
+    shutil.rmtree(last)
+    start_as_if_killed_at_the_end()
+    # Once it is everywhere, there is nothing to save.
+    saved = sorted(checkpoints.iterdir())
+    start_as_if_killed_at_the_end()
+    assert sorted(checkpoints.iterdir()) == saved
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_disk_that_cannot_be_written_to_is_refused_at_the_start(
     tmp_path: Path, processes: int

@@ -328,7 +328,7 @@ def _export_safetensors(selection: _Selection, folder: Path, shard_bytes: int) -
 def _export_torch(selection: _Selection, path: Path, _: int) -> None:
     structure = selection.structure()
     if structure is not None:
-        torch.save(structure, path)
+        _save(structure, path)
         return
     found = {name: selection.value(name) for name in selection.values}
     flat: dict[str, Any] = {
@@ -351,7 +351,24 @@ def _export_torch(selection: _Selection, path: Path, _: int) -> None:
     paths = selection.paths()
     if paths is not None:
         flat = _nested(flat, paths)
-    torch.save(flat, path)
+    _save(flat, path)
+
+
+def _save(found: Any, path: Path) -> None:
+    try:
+        # With a path alone, torch does not say what the disk said.
+        with path.open("xb") as file:
+            torch.save(found, file)
+    except RuntimeError as error:
+        raise _met_by(error) from None
+
+
+def _met_by(error: BaseException) -> BaseException:
+    """The storage's failure that torch hides behind an unexpected position in its file."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, (OutlastError, OSError)):
+        found = found.__context__
+    return found or error
 
 
 def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
@@ -385,7 +402,7 @@ def _export_dcp(selection: _Selection, folder: Path, _: int) -> None:
                 no_dist=True,
             )
         except CheckpointException as error:
-            cause = error.failures[0][0]
+            cause = _met_by(error.failures[0][0])
             if isinstance(cause, (OutlastError, OSError)):
                 raise cause from None
             raise CheckpointError(f"DCP cannot write {folder}: {cause}") from cause

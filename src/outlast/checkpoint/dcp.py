@@ -109,9 +109,13 @@ class _AtStore:
         return bool(os.fspath(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from a checkpoint_id such as ``step-100``; others are ignored."""
-        found = None if checkpoint_id is None else _STEP.search(os.fspath(checkpoint_id))
-        if found is not None:
+        """Take the step from a checkpoint_id such as ``step-100``; others are ignored.
+
+        So is the store's own name, whose digits are no step.
+        """
+        name = "" if checkpoint_id is None else os.fspath(checkpoint_id)
+        found = _STEP.search(name)
+        if found is not None and os.path.normpath(name) != os.path.normpath(self._place):
             self.step = int(found[1])
 
 
@@ -127,9 +131,10 @@ class OutlastWriter(_AtStore, StorageWriter):
     writer keeps until `close`. With ``dcp.async_save``, which copies the state itself, leave it
     off: its future then says that the version is durable.
 
-    The step of a save comes from the ``checkpoint_id`` when that ends in digits, else from `step`
-    when it was set since the last save, else it is one more than the last. A step that is not
-    larger than the one before begins a new session of the store: nothing is overwritten.
+    The step of a save comes from the ``checkpoint_id`` when that ends in digits and is not `place`,
+    else from `step` when it was set since the last save, else it is one more than the last. A step
+    that is not larger than the one before begins a new session of the store: nothing is
+    overwritten.
 
     Works with ``dcp.save`` and ``dcp.async_save`` (both executors). Set `step` and `metrics` only
     while no save is under way. Ranks that save with ``use_collectives=False`` have a store of their
@@ -443,13 +448,23 @@ class OutlastReader(_AtStore, StorageReader):
         Raises:
             CheckpointError: When there are versions, and none can be used.
         """
-        if rank_folders(self._root):
-            saved = [name for name in common_versions(self._root) if self.step in (None, name.step)]
-            return saved[-1] if saved else None
+        with self._answering():
+            if rank_folders(self._root):
+                found = common_versions(self._root)
+                saved = [name for name in found if self.step in (None, name.step)]
+                return saved[-1] if saved else None
+            try:
+                return newest_contents(self._root, self.step)[0].version
+            except UnfinishedError:
+                return None
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Say which store it is that the storage fails to list."""
         try:
-            return newest_contents(self._root, self.step)[0].version
-        except UnfinishedError:
-            return None
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self._place} cannot be read: {sentence_of(error)}") from error
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata of the version to be loaded.
@@ -462,23 +477,25 @@ class OutlastReader(_AtStore, StorageReader):
             CheckpointError: When there is none.
         """
         rank, among = kwargs.get("rank"), None
-        folders = rank_folders(self._root)
-        self._storage = self._root
-        if rank is not None and folders:
-            folder = rank_folder(rank)
-            if folder not in folders:
-                raise CheckpointError(
-                    f"rank {rank} has saved nothing in {self._place}, of which each rank has saved "
-                    f"its own part (use_collectives=False); load with {len(folders)} ranks"
-                )
-            self._storage = storage_of(joined(self._root.location, folder))
-            among = common_versions(self._root)
-            if not among:
-                raise CheckpointError(f"no step in {self._place} was saved by all its ranks")
-        self._contents, self._content, self.skipped = newest_contents(
-            self._storage, self.step, among
-        )
-        metadata = metadata_with(self._storage, self._contents, self._content)
+        with self._answering():
+            folders = rank_folders(self._root)
+            self._storage = self._root
+            if rank is not None and folders:
+                folder = rank_folder(rank)
+                if folder not in folders:
+                    raise CheckpointError(
+                        f"rank {rank} has saved nothing in {self._place}, of which each rank has "
+                        "saved its own part (use_collectives=False); load with "
+                        f"{len(folders)} ranks"
+                    )
+                self._storage = storage_of(joined(self._root.location, folder))
+                among = common_versions(self._root)
+                if not among:
+                    raise CheckpointError(f"no step in {self._place} was saved by all its ranks")
+            self._contents, self._content, self.skipped = newest_contents(
+                self._storage, self.step, among
+            )
+            metadata = metadata_with(self._storage, self._contents, self._content)
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         self.version = self._contents.version

@@ -17,9 +17,10 @@ import itertools
 import os
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -36,11 +37,12 @@ from outlast.checkpoint.compiled import (
     hashes_of,
 )
 from outlast.checkpoint.manifest import ManifestError, collection_paused, tiles, tiles_within
+from outlast.checkpoint.storage import UnreadableError, answer_of
 from outlast.checkpoint.version import unreadable
 from outlast.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
     from outlast.checkpoint.storage import RangeReader, Storage
     from outlast.checkpoint.version import Contents
     from outlast.state.box import Box
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _BATCH_BYTES = 4 << 20
 _MOST_THREADS = 8
@@ -125,22 +130,30 @@ class VersionReader:
     Args:
         storage: Where the version lies.
         contents: Its manifests.
+        timeout_seconds: Longest wait for the storage to answer one request; None: no limit.
 
     Raises:
         CheckpointError: When a file is missing.
+        UnreadableError: When the storage does not answer, here or later.
     """
 
-    def __init__(self, storage: Storage, contents: Contents) -> None:
+    def __init__(
+        self, storage: Storage, contents: Contents, timeout_seconds: float | None = None
+    ) -> None:
         self.contents = contents
         self.counters = Counters()
         self._storage = storage
         self._coder = codec.Coder()
         self._files: dict[str, RangeReader] = {}
         self._opening = threading.Lock()
+        self._timeout_seconds = timeout_seconds
+        self._changed = threading.Condition()
+        self._placing = 0
+        self._given_up = False
         packs = sorted(contents.packs)
         try:
-            for pack in packs if len(packs) <= _FILES_HELD else ():
-                self._file(pack)
+            for _ in self._in_turn(self._file, packs if len(packs) <= _FILES_HELD else (), 1):
+                pass
         except CheckpointError:
             self.close()
             raise
@@ -152,10 +165,11 @@ class VersionReader:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        """Close the files, unless the storage did not answer, when they may be in use."""
+        if not self._given_up:
+            for file in self._files.values():
+                file.close()
+            self._files = {}
 
     def read(self, wanted: list[Wanted], done: Callable[[int], None] | None = None) -> None:
         """Fill the arrays of `wanted`.
@@ -225,24 +239,79 @@ class VersionReader:
         Decoding in several threads is slower than in one: they would pass the interpreter's lock to
         and fro between calls of microseconds.
         """
-        if not batches:
-            return
-        coming: deque[tuple[list[_Fetch], Future[dict[int, memoryview]]]] = deque()
-        ahead = self._storage.reads_at_once
-        with ThreadPoolExecutor(ahead, thread_name_prefix="restore") as pool:
-            try:
-                for number in range(len(batches) + ahead):
-                    if number < len(batches):
-                        batch = batches[number]
-                        coming.append((batch, pool.submit(self._read_chunks, batch)))
-                    if number >= ahead:
-                        batch, blocks = coming.popleft()
-                        size = self._place(batch, blocks.result())
-                        if done is not None:
-                            done(size)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        blocks = self._in_turn(self._read_chunks, batches, self._storage.reads_at_once)
+        with contextlib.closing(blocks):
+            for batch, found in zip(batches, blocks, strict=True):
+                with self._unless_given_up():
+                    size = self._place(batch, found)
+                if done is not None:
+                    done(size)
+
+    def _in_turn(self, work: Callable[[S], T], items: Iterable[S], threads: int) -> Generator[T]:
+        """Do what asks the storage, in several threads, each one item ahead; results in order.
+
+        Where the storage does not answer, nobody waits for them, not even the end of the program.
+        """
+        asked: SimpleQueue[tuple[Future[T], S] | None] = SimpleQueue()
+        coming: deque[Future[T]] = deque()
+        location, seconds = self._storage.location, self._timeout_seconds
+
+        def serve() -> None:
+            for future, item in iter(asked.get, None):
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(work(item))
+                    except BaseException as error:
+                        future.set_exception(error)
+
+        workers: list[threading.Thread] = []
+        try:
+            for item in items:
+                if len(workers) < threads:
+                    workers.append(threading.Thread(target=serve, name="restore", daemon=True))
+                    workers[-1].start()
+                coming.append(Future())
+                asked.put((coming[-1], item))
+                if len(coming) > 2 * threads:
+                    yield answer_of(coming[0], seconds, location)
+                    coming.popleft()
+            while coming:
+                yield answer_of(coming[0], seconds, location)
+                coming.popleft()
+        except UnreadableError:
+            if not coming[0].done():
+                seconds = 0.0
+            raise
+        finally:
+            for future in coming:
+                future.cancel()
+            for _ in workers:
+                asked.put(None)
+            for worker in workers:
+                worker.join(seconds)
+                if worker.is_alive():
+                    self._give_up()
+                    seconds = 0.0
+
+    @contextlib.contextmanager
+    def _unless_given_up(self) -> Iterator[None]:
+        """Write to the caller's memory in the block, which may be the caller's again by now."""
+        with self._changed:
+            if self._given_up:
+                raise UnreadableError(f"the restore from {self._storage.location} was given up")
+            self._placing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._placing -= 1
+                self._changed.notify_all()
+
+    def _give_up(self) -> None:
+        """Let threads that still wait for the storage write nothing when it answers."""
+        with self._changed:
+            self._given_up = True
+            self._changed.wait_for(lambda: not self._placing)
 
     def _plan(self, name: str, wants: list[Wanted]) -> list[_Fetch]:
         """The tiles of a tensor that overlap with what is wanted, each tile once."""
@@ -488,20 +557,25 @@ class _CompiledPlan:
         stored, packs = self._stored(part)
         numbers = np.array(piece.chunks)[shape.numbers]
         table = stored[numbers]
-        for row in np.flatnonzero(table["bytes"] != shape.bytes)[:1]:
+        wrong = table["bytes"] != shape.bytes
+        if wrong.any():
             # It says what is wrong.
+            row = int(wrong.argmax())
             self._reader._fetch(part, name, int(numbers[row]), shape.boxes[row], [])
         able, boxes = shape.able & (table["codec"] >= 0), shape.boxes
-        fresh = np.ones(len(boxes), np.bool_)
+        ready = able
         if taken is not None:
             fresh = np.array([box not in taken for box in boxes])
             taken.update(boxes)
+            ready = able & fresh
         table["copy"], table["itemsize"] = shape.copies, facts.itemsize
         table["target"] = 0 if want is None else address_of(want.out)
         chosen = _Selection(part, name, numbers, boxes, want)
-        rest = [self._fetch(chosen, row) for row in np.flatnonzero(fresh & ~able).tolist()]
-        if not (able & fresh).all():
-            kept = np.flatnonzero(able & fresh)
+        rest: list[_Fetch] = []
+        if not ready.all():
+            unable = ~able if taken is None else fresh & ~able
+            rest = [self._fetch(chosen, row) for row in np.flatnonzero(unable).tolist()]
+            kept = np.flatnonzero(ready)
             table, numbers = table[kept], numbers[kept]
             chosen = _Selection(part, name, numbers, [boxes[row] for row in kept], want)
         if len(table):
@@ -519,7 +593,9 @@ class _CompiledPlan:
         """
         if not self._tables:
             return 0
-        table, pack = np.concatenate(self._tables), np.concatenate(self._packs)
+        # `np.concatenate` compares the fields of any two.
+        table = np.frombuffer(b"".join(table.data for table in self._tables), TILE)
+        pack = np.concatenate(self._packs)
         order = np.lexsort((table["itemsize"], table["stored"], pack))
         if once:
             keys = np.stack([pack, table["stored"], table["itemsize"]])[:, order]
@@ -535,14 +611,11 @@ class _CompiledPlan:
             return self._read(table[batch], names[pack[span[0]]], order[batch])
 
         threads = max(_threads(), self._reader._storage.reads_at_once)
-        with ThreadPoolExecutor(threads, thread_name_prefix="restore") as pool:
-            try:
-                for size in pool.map(read, itertools.pairwise(bounds)):
-                    if done is not None:
-                        done(size)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        sizes = self._reader._in_turn(read, itertools.pairwise(bounds), threads)
+        with contextlib.closing(sizes):
+            for size in sizes:
+                if done is not None:
+                    done(size)
         return len(table)
 
     def _read(self, table: Table, pack: str, places: NDArray[np.intp]) -> int:
@@ -587,7 +660,8 @@ class _CompiledPlan:
             if memory is not None:
                 reader.counters.add(read=size)
                 table["stored"] += np.repeat(address_of(memory) + into - starts, last - first + 1)
-                right = self._own.compiled.read(table)
+                with reader._unless_given_up():
+                    right = self._own.compiled.read(table)
         if not right.all():
             ends = np.cumsum([len(table) for table in self._tables])
             wrong = places[~right]

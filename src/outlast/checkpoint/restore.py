@@ -543,7 +543,9 @@ class Replayed:
     needed_bytes: int = 0
 
 
-def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Replayed:
+def replay(
+    place: Place, logs: list[Version], state: State, ranks: Group, timeout_seconds: float
+) -> Replayed:
     """Apply `logs`, one after the other, to live objects that hold the version before them.
 
     All ranks call it together, and agree after every part of it.
@@ -553,13 +555,16 @@ def replay(place: Place, logs: list[Version], state: State, ranks: Group) -> Rep
         logs: Those of consecutive steps.
         state: Module, optimizers and other objects.
         ranks: Those that restore together.
+        timeout_seconds: Longest wait for an answer of the storage.
     """
     replayed = Replayed()
     trained = Trained(state, ranks)
     for log in logs:
         step, problem = None, ""
         try:
-            with VersionReader(place.storage, place.load(log)) as reader:
+            loads = functools.partial(place.load, log)
+            contents = within(timeout_seconds, loads, place.storage.location)
+            with VersionReader(place.storage, contents, timeout_seconds) as reader:
                 step = _read(reader, trained, state, whole=log == logs[-1])
                 replayed.read_bytes += reader.counters.read_bytes
                 replayed.needed_bytes += reader.counters.needed_bytes
@@ -789,7 +794,7 @@ class Restorer:
         storage = self._log_place.storage
         try:
             asks = functools.partial(list_versions, storage)
-            return within(self._tiers.timeout_seconds, asks, storage.location)
+            return within(self._tiers.answer_seconds, asks, storage.location)
         except OSError as error:
             raise CheckpointError(
                 f"{storage.location} cannot be listed: {sentence_of(error)}"
@@ -837,7 +842,7 @@ class Restorer:
         contents, problem, damaged, unsure = None, "", False, False
         try:
             opens = functools.partial(place.open, version)
-            contents = within(self._tiers.timeout_seconds, opens, place.storage.location)
+            contents = within(self._tiers.answer_seconds, opens, place.storage.location)
         except UnfinishedError as error:
             problem = str(error)
         except CheckpointError as error:
@@ -871,7 +876,8 @@ class Restorer:
             restored, problem = self._restore_version(place, contents, wish, skipped)
             if restored is None or not logs:
                 break
-            replayed = replay(self._log_place, logs, wish.state, self._ranks)
+            timeout_seconds = self._tiers.answer_seconds
+            replayed = replay(self._log_place, logs, wish.state, self._ranks, timeout_seconds)
             restored = replace(
                 restored,
                 step=logs[-1].step,
@@ -895,7 +901,7 @@ class Restorer:
             logs = functools.partial(
                 leading_on, place.storage, base, lambda _, log: place.load(log)
             )
-            return within(self._tiers.timeout_seconds, logs, place.storage.location)
+            return within(self._tiers.answer_seconds, logs, place.storage.location)
         except (OSError, CheckpointError) as error:
             reason = describe_failure(error)
             return [], f"the replay logs after step {base.step} cannot be read: {reason}"
@@ -970,7 +976,8 @@ class Restorer:
             return None, problem
         counters, unexpected, unsure, decoded = None, None, False, {}
         try:
-            with VersionReader(place.storage, contents) as reader:
+            timeout_seconds = self._tiers.answer_seconds
+            with VersionReader(place.storage, contents, timeout_seconds) as reader:
                 read_into(targets, reader)
                 counters = reader.counters
             decoded = decode_values(targets, saved)

@@ -138,7 +138,15 @@ def within(seconds: float, work: Callable[[], T], location: str) -> T:
     Raises:
         UnreadableError: When `work` takes longer than `seconds`.
     """
-    future = in_background(work)
+    return answer_of(in_background(work), seconds, location)
+
+
+def answer_of(future: Future[T], seconds: float | None, location: str) -> T:
+    """The result of what asks a storage that may hang; None: of one that is waited for.
+
+    Raises:
+        UnreadableError: When it takes longer than `seconds`.
+    """
     try:
         return future.result(seconds)
     except TimeoutError:

@@ -403,6 +403,13 @@ class CheckpointStore:
         logs, _ = self._restorer.own_logs(version)
         return logs[-1].step if logs else version.step
 
+    def behind(self, step: int) -> bool:
+        """Return whether a lower tier that answers has no version of `step`, and none of a later.
+
+        All ranks ask together. Only a store that saves copies what one before it has left.
+        """
+        return self._tiers.behind(step)
+
     def drained(self, *, wait: bool = False) -> list[DrainResult]:
         """Results of the copies to lower tiers, oldest first; the newest thousand.
 

@@ -521,8 +521,8 @@ def _attempt(work: Callable[[], None]) -> str:
 
 _RESULTS = 1000
 _JOIN_SECONDS = 1.0
-_CLAIMED = 0.75
-"""Share of the time limit in which the lower tiers are to be claimed."""
+_ANSWERED = 0.75
+"""Share of the time limit in which a storage has to answer where other ranks wait for this one."""
 
 
 class Tiers:
@@ -540,6 +540,7 @@ class Tiers:
 
     Attributes:
         places: As given, the first one first.
+        answer_seconds: Longest wait of a restore for an answer of a storage.
         seen: The newest session that was in the object stores when this rank looked last, before
             it restored; None: not known.
 
@@ -569,6 +570,7 @@ class Tiers:
         count = len(self.places)
         self._ranks = ranks
         self.timeout_seconds = timeout_seconds
+        self.answer_seconds = timeout_seconds * (_ANSWERED if ranks.size > 1 else 1.0)
         self._every = [1, *(tier.every for tier in lower)]
         self._signals: StoreAgreement | None = None
         self._coordinated = False
@@ -605,19 +607,18 @@ class Tiers:
         """
         mine: list[tuple[int, Version]] = []
         problems: dict[int, str] = {}
+        asked: dict[int, Future[list[Version]]] = {}
         for index, place in enumerate(self.places):
             if place.keeps_house:
-                try:
-                    there = within(
-                        self.timeout_seconds,
-                        functools.partial(list_versions, place.storage),
-                        place.storage.location,
-                    )
-                    mine += [(index, version) for version in there]
-                except Exception as error:  # clients of object stores raise what they like
-                    problems[index] = (
-                        f"{place.storage.location} cannot be listed: {describe_failure(error)}"
-                    )
+                lists = functools.partial(list_versions, place.storage)
+                asks = functools.partial(within, self.answer_seconds, lists, place.storage.location)
+                asked[index] = in_background(asks)
+        for index, answer in asked.items():
+            try:
+                mine += [(index, version) for version in answer.result()]
+            except Exception as error:  # clients of object stores raise what they like
+                location = self.places[index].storage.location
+                problems[index] = f"{location} cannot be listed: {describe_failure(error)}"
         found: set[tuple[int, Version]] = set()
         for versions, troubles in self._ranks.gather((mine, problems)):
             found.update(versions)
@@ -671,7 +672,7 @@ class Tiers:
             for place in lower
             if place.keeps_house
         ]
-        for claim in wait(claims, _CLAIMED * self.timeout_seconds).done:
+        for claim in wait(claims, _ANSWERED * self.timeout_seconds).done:
             with contextlib.suppress(OSError):
                 claim.result()
 
@@ -689,6 +690,25 @@ class Tiers:
         mine = within(self.timeout_seconds, first.newest, first.storage.location)
         found = [mine, *lower]
         return max((pair for pair in found if pair is not None), default=None)
+
+    def behind(self, step: int) -> bool:
+        """As `CheckpointStore.behind`."""
+        if len(self.places) == 1:
+            return False
+        asked = [
+            in_background(
+                functools.partial(within, self.answer_seconds, place.newest, place.storage.location)
+            )
+            for place in self.places[1:]
+            if place.keeps_house
+        ]
+        is_behind = False
+        for answer in asked:
+            # One that is away could be given nothing.
+            with contextlib.suppress(Exception):
+                newest = answer.result()
+                is_behind = is_behind or newest is None or newest.step < step
+        return any(self._ranks.gather(is_behind))
 
     def begin(self, signals: StoreAgreement, *, coordinated: bool) -> None:
         """Start a session; what the one before saved and did not copy any more is copied now.

@@ -159,7 +159,8 @@ class MemoryCheckpoint:
     Attributes:
         events: What `find` and `take` had to say.
         saved: Steps of the newest checkpoint when `find` looked; -1 without one.
-        unsaved: Whether what was restored is on no disk, so that it must be saved in the end.
+        unsaved: Whether what was restored is on no disk, or not on all that the run saves to, so
+            that it must be saved in the end.
 
     Raises:
         RecoverError: On all ranks, when the parity that is asked for is not possible.
@@ -240,6 +241,12 @@ class MemoryCheckpoint:
         Raises:
             RecoverError: When steps were done, and no state of them can be used.
         """
+        step, events = self._restored()
+        behind = step > 0 and self._store.behind(step)
+        self.unsaved = self.unsaved or behind
+        return step, events
+
+    def _restored(self) -> tuple[int, list[Event]]:
         missing, self._missing = self._missing, []
         if self._keeper is None:
             step, events = from_disk(self._store, self._state, shown=self._shown)
