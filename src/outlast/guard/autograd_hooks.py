@@ -244,7 +244,9 @@ class _PartsRecord(Record):
         if not self.can_judge():
             self.dy = None
             return
-        self.dy, self._kept = dy, kept
+        # A parameter's gradient may be complete, and an optimizer step with it, before the last part.
+        copies = (None if one is None else one.clone() if one.is_leaf else one for one in kept)
+        self.dy, self._kept = dy, tuple(copies)
         CALLING.spans.add((self.first, self.end))
         self._parts = [[] for _ in self.wanted]
         self._waiting = self._nodes

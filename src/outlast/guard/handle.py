@@ -700,6 +700,8 @@ class Guard:
             verdict = self.verdict()
             if not verdict.clean:
                 raise self._wrong(verdict)
+        if self.scrubber is not None:
+            self.scrubber.written(optimizer)
         self.watch.timed(self._survey.judge, optimizer)
         if self.replays is not None and self.replays.due:
             self.replays.budget.spend(self.replays.updates.before(optimizer))
