@@ -520,3 +520,29 @@ def test_a_program_may_write_to_weights_between_the_attempts_and_the_step() -> N
 
     assert not handle.ledger.findings
     assert handle.certificate()["optimizer.update"].checks
+
+
+def test_parameters_that_join_an_optimizer_later_are_watched_at_rest() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = quietly(model, optimizer, "full")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    head = nn.Linear(WIDTH, 4)
+    model.append(head)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    for _ in range(3):
+        step()
+    assert not handle.ledger.findings
+    elements, checked = handle.at_rest()
+    assert elements == checked == 16 * 16 + 16 + 4 * 16 + 4
+
+    head.weight.detach().numpy()[1, 2] *= 2
+    with pytest.raises(DataCorruptionError, match="rest"):
+        step()

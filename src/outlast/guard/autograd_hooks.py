@@ -244,7 +244,7 @@ class _PartsRecord(Record):
         if not self.can_judge():
             self.dy = None
             return
-        # A parameter's gradient may be complete, and an optimizer step with it, before the last part.
+        # An optimizer may step with a parameter's whole gradient before the last part is there.
         copies = (None if one is None else one.clone() if one.is_leaf else one for one in kept)
         self.dy, self._kept = dy, tuple(copies)
         CALLING.spans.add((self.first, self.end))
