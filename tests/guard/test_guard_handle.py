@@ -546,3 +546,27 @@ def test_parameters_that_join_an_optimizer_later_are_watched_at_rest() -> None:
     head.weight.detach().numpy()[1, 2] *= 2
     with pytest.raises(DataCorruptionError, match="rest"):
         step()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_checks_do_not_depend_on_the_default_type(default: torch.dtype) -> None:
+    def trained(dtype: torch.dtype) -> tuple[list[float], list[Tensor], Guard]:
+        # Its first numbers are drawn in the usual type.
+        training = Training("full", bf16=True)
+        assert training.handle is not None
+        torch.set_default_dtype(dtype)
+        try:
+            losses = training.run(2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        training.handle.remove()
+        return losses, training.weights(), training.handle
+
+    losses, weights, usual = trained(torch.float32)
+
+    found, others, handle = trained(default)
+
+    assert found == losses
+    assert equal(others, weights)
+    assert not handle.ledger.findings
+    assert handle.certificate() == usual.certificate()

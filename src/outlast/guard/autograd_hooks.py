@@ -83,7 +83,11 @@ def stagnation(count: Any, unit: float, squares: Tensor) -> Tensor:
         unit: Unit roundoff of the sum.
         squares: Sum of the terms' squares.
     """
-    share = torch.as_tensor(count * unit, device=squares.device).pow(4).clamp(max=1.0)
+    share = (
+        torch.as_tensor(count * unit, dtype=squares.dtype, device=squares.device)
+        .pow(4)
+        .clamp(max=1.0)
+    )
     lost: Tensor = share * count * squares / 3.0
     return lost
 

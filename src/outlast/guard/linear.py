@@ -257,7 +257,7 @@ def region(device: str, dtype: torch.dtype) -> object:
     probe = _probes.get((device, dtype))
     if probe is None:
         factors = torch.zeros((2, 1), dtype=dtype, device=device)
-        parameter = torch.zeros((1, 1), device=device, requires_grad=True)
+        parameter = torch.zeros((1, 1), dtype=torch.float32, device=device, requires_grad=True)
         probe = _probes[device, dtype] = (parameter, factors[:0].t(), factors[:0])
     # A sum without terms: nothing is computed, and nothing saved for the backward pass.
     node = torch.addmm(*probe).grad_fn
