@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outlast.errors import DataCorruptionError, GuardError
 from outlast.guard import LEVELS, Finding, Guard, Policy, guard
@@ -524,3 +525,95 @@ def test_level_off_checks_nothing() -> None:
     assert training.handle is not None
     assert training.handle.ledger.checks == 0
     assert training.handle.scrubber is None
+
+
+def test_optimizers_may_step_within_the_backward_pass() -> None:
+    def trained(level: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), LlamaRMSNorm(WIDTH), nn.Linear(WIDTH, 4))
+        optimizers = {p: torch.optim.AdamW([p], 0.01) for p in model.parameters()}
+        handle = quietly(model, [*optimizers.values()], level) if level else None
+
+        def step(parameter: Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            optimizers[parameter].zero_grad()  # type: ignore[index]
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(4):
+            model(torch.randn(8, WIDTH)).square().mean().backward()
+        assert handle is None or (not handle.ledger.findings and handle.watch.step == 4)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    expected = trained("")
+
+    assert equal(trained("full"), expected)
+
+
+def test_a_program_may_write_to_weights_between_the_attempts_and_the_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = quietly(model, optimizer, "full")
+    for _ in range(4):
+        for _ in handle.attempts():
+            optimizer.zero_grad()
+            model(torch.randn(8, WIDTH)).square().mean().backward()
+        with torch.no_grad():
+            # As masks of pruned weights do, or a bound on their size.
+            model.weight[::2] = 0.0
+        optimizer.step()
+    handle.finish()
+
+    assert not handle.ledger.findings
+    assert handle.certificate()["optimizer.update"].checks
+
+
+def test_parameters_that_join_an_optimizer_later_are_watched_at_rest() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    handle = quietly(model, optimizer, "full")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    head = nn.Linear(WIDTH, 4)
+    model.append(head)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    for _ in range(3):
+        step()
+    assert not handle.ledger.findings
+    elements, checked = handle.at_rest()
+    assert elements == checked == 16 * 16 + 16 + 4 * 16 + 4
+
+    head.weight.detach().numpy()[1, 2] *= 2
+    with pytest.raises(DataCorruptionError, match="rest"):
+        step()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_checks_do_not_depend_on_the_default_type(default: torch.dtype) -> None:
+    def trained(dtype: torch.dtype) -> tuple[list[float], list[Tensor], Guard]:
+        # Its first numbers are drawn in the usual type.
+        training = Training("full", bf16=True)
+        assert training.handle is not None
+        torch.set_default_dtype(dtype)
+        try:
+            losses = training.run(2)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        training.handle.remove()
+        return losses, training.weights(), training.handle
+
+    losses, weights, usual = trained(torch.float32)
+
+    found, others, handle = trained(default)
+
+    assert found == losses
+    assert equal(others, weights)
+    assert not handle.ledger.findings
+    assert handle.certificate() == usual.certificate()

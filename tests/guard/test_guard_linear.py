@@ -4,6 +4,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -146,6 +147,29 @@ def test_one_layer_gives_the_bits_of_an_unguarded_one(kind: str, bias: bool, fro
         assert all(same(*pair) for pair in zip(*made, strict=True)), name
     assert handle.ledger.checks > 0
     assert handle.ledger.findings == []
+
+
+def _gradients_with_swapped_axes(level: str, offloaded: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.GRU(32, 32, batch_first=True), nn.Linear(32, 50))
+    handle = None if not level else quietly(model, None, level)
+    saving = torch.autograd.graph.save_on_cpu() if offloaded else nullcontext()
+    with saving:
+        states, _ = model[0](torch.randn(8, 6, 32))
+        # States lie in memory by time, and the loss wants classes before time.
+        logits = model[1](states).transpose(1, 2)
+        functional.cross_entropy(logits, torch.randint(0, 50, (8, 6))).backward()
+    assert handle is None or not handle.ledger.findings
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_bias_sums_a_gradient_with_swapped_axes_as_torch_does(offloaded: bool) -> None:
+    expected = _gradients_with_swapped_axes("", offloaded)
+
+    found = _gradients_with_swapped_axes("linear", offloaded)
+
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("kind", TYPES)

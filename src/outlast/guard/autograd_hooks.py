@@ -83,7 +83,11 @@ def stagnation(count: Any, unit: float, squares: Tensor) -> Tensor:
         unit: Unit roundoff of the sum.
         squares: Sum of the terms' squares.
     """
-    share = torch.as_tensor(count * unit, device=squares.device).pow(4).clamp(max=1.0)
+    share = (
+        torch.as_tensor(count * unit, dtype=squares.dtype, device=squares.device)
+        .pow(4)
+        .clamp(max=1.0)
+    )
     lost: Tensor = share * count * squares / 3.0
     return lost
 
@@ -244,7 +248,9 @@ class _PartsRecord(Record):
         if not self.can_judge():
             self.dy = None
             return
-        self.dy, self._kept = dy, kept
+        # An optimizer may step with a parameter's whole gradient before the last part is there.
+        copies = (None if one is None else one.clone() if one.is_leaf else one for one in kept)
+        self.dy, self._kept = dy, tuple(copies)
         CALLING.spans.add((self.first, self.end))
         self._parts = [[] for _ in self.wanted]
         self._waiting = self._nodes

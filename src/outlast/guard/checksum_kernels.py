@@ -487,8 +487,8 @@ def both_sums(
     rows, columns = matrix.shape
     span = BOTH_TILE * BOTH_TILES
     blocks, spans = triton.cdiv(rows, BOTH_ROWS), triton.cdiv(columns, span)
-    dots, squares = torch.empty((2, spans, rows), device=matrix.device)
-    sums, spreads = torch.empty((2, blocks, columns), device=matrix.device)
+    dots, squares = torch.empty((2, spans, rows), dtype=torch.float32, device=matrix.device)
+    sums, spreads = torch.empty((2, blocks, columns), dtype=torch.float32, device=matrix.device)
     with on_device_of(matrix):
         both_kernel[(blocks, spans)](
             matrix,
@@ -518,7 +518,9 @@ def on_device_of(matrix: Tensor) -> AbstractContextManager[object]:
 def _pointer(value: float | Tensor, neutral: float, device: torch.device) -> Tensor | None:
     """`value` in the memory of the device, or None for what changes nothing."""
     if isinstance(value, float):
-        return None if value == neutral else torch.full((), value, device=device)
+        return (
+            None if value == neutral else torch.full((), value, dtype=torch.float32, device=device)
+        )
     return value
 
 

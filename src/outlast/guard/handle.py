@@ -327,6 +327,7 @@ class Guard:
         given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(given or [])
         self._stepped: set[int] = set()
+        self._known_sizes = self._sizes()
         self._replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
         self._survey = Survey(
             self.watch,
@@ -503,11 +504,8 @@ class Guard:
         if self.replays is not None:
             self.replays.restart(step)
         self._begin()
-        if self.scrubber is not None:
-            # It remembers numbers that are no longer there.
-            self.watch.seconds += self.scrubber.seconds
-            self.scrubber = self._new_scrubber()
-            self.scrubber.begin()
+        # It remembers numbers that are no longer there.
+        self._renew_scrubber()
         if self._buffers is not None:
             self._buffers.note()
 
@@ -654,6 +652,16 @@ class Guard:
             self.policy.reaches("full"),
         )
 
+    def _renew_scrubber(self) -> None:
+        if self.scrubber is not None:
+            self.watch.seconds += self.scrubber.seconds
+            self.scrubber = self._new_scrubber()
+            self.scrubber.begin()
+
+    def _sizes(self) -> list[int]:
+        """How many parameters the optimizers' groups have."""
+        return [len(group["params"]) for each in self._optimizers for group in each.param_groups]
+
     def _install_rest(self, model: nn.Module) -> None:
         if self.policy.reaches("linear"):
             self._reduction = install_collectives(self.watch, model)
@@ -706,6 +714,8 @@ class Guard:
             verdict = self.verdict()
             if not verdict.clean:
                 raise self._wrong(verdict)
+        if self.scrubber is not None:
+            self.scrubber.written(optimizer)
         self.watch.timed(self._survey.judge, optimizer)
         if self.replays is not None and self.replays.due:
             self.replays.budget.spend(self.replays.updates.before(optimizer))
@@ -738,6 +748,11 @@ class Guard:
         self.watch.advance()
         if self._reduction is not None:
             self._reduction.restore()
+        if self.scrubber is not None and self._known_sizes != (sizes := self._sizes()):
+            # Parameters have joined, as with a new adapter, which are to be watched, too.
+            self._known_sizes = sizes
+            self.scrubber.finish()
+            self._renew_scrubber()
 
 
 def _at_rest(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -214,14 +214,13 @@ def unexplained(
     return replace(judged, flags=flags, exceeded=int(wrong.sum()))
 
 
-def overflowed(dy: Tensor, db: Tensor, judged: ResidualTest) -> bool:
-    """Return whether only the bias's gradient is wrong, by sums of dy (rows, outputs) too large.
+def overflowed(again: Tensor, db: Tensor, judged: ResidualTest) -> bool:
+    """Return whether only the bias's gradient is wrong, by sums of dy that are too large.
 
-    Otherwise `db` holds what a second computation gives.
+    Otherwise `db` holds `again`, what a second computation gives.
     """
     if bool(torch.isfinite(db[judged.flags]).any()):
         return False
-    again = dy.sum(0)
     if torch.equal(bits(again), bits(db)):
         return True
     db.copy_(again)
@@ -258,7 +257,7 @@ def region(device: str, dtype: torch.dtype) -> object:
     probe = _probes.get((device, dtype))
     if probe is None:
         factors = torch.zeros((2, 1), dtype=dtype, device=device)
-        parameter = torch.zeros((1, 1), device=device, requires_grad=True)
+        parameter = torch.zeros((1, 1), dtype=torch.float32, device=device, requires_grad=True)
         probe = _probes[device, dtype] = (parameter, factors[:0].t(), factors[:0])
     # A sum without terms: nothing is computed, and nothing saved for the backward pass.
     node = torch.addmm(*probe).grad_fn
@@ -594,8 +593,8 @@ class LinearChecks(ForwardPatch):
         encoding = self.encoding(weight, bias)
         watch.touch("weight", self.name, weight)
         later: Tensor | None = None
-        if bias is not None and x.dim() > 2 and not x.is_contiguous():
-            # torch does this in two steps, the second of which rounds a second time.
+        if bias is not None and adds_later(x):
+            # The second step rounds a second time.
             bias, later = None, bias
         start = perf_counter()
         y = _linear(watch.touched("linear.operand", self.name, x), weight, bias)
@@ -646,6 +645,8 @@ class LinearChecks(ForwardPatch):
         weight: Tensor,
         kept: tuple[Encoding, Projections],
         wants: Sequence[bool],
+        *,
+        added_later: bool = False,
     ) -> Gradients:
         """Those that are wanted of x, weight and bias, for dy (..., outputs), checked.
 
@@ -655,6 +656,7 @@ class LinearChecks(ForwardPatch):
             weight: As given to `product`.
             kept: What `product` returned.
             wants: Whether x, weight and bias get a gradient.
+            added_later: Whether `adds_later` holds for the x of the forward pass.
         """
         watch, product = self.watch, product_for(x)
         encoding, projections = kept
@@ -666,7 +668,9 @@ class LinearChecks(ForwardPatch):
         watch.touch("linear.dy", self.name, flat_dy)
         dx = _checked_dx(flat_dy, weight, flat_x) if wants[0] else None
         dw = _checked_dw(flat_dy, weight, flat_x) if wants[1] else None
-        db = flat_dy.sum(0) if wants[2] else None
+        # As autograd, which sums dy as it lies in memory where the bias was added to y.
+        summed = dy if added_later else flat_dy
+        db = _db(summed) if wants[2] else None
         if watch.fault_hook is not None:
             if dx is not None:
                 watch.touch("linear.dx", self.name, dx)
@@ -694,7 +698,7 @@ class LinearChecks(ForwardPatch):
         if dx_failed and dx is not None and dx_judged is not None:
             self._correct_dx(operands, dx, kept, dx_judged)
         if dw_failed and dw is not None and dw_judged is not None:
-            self._correct_dw(operands, Gradients(None, dw, db), kept, dw_judged)
+            self._correct_dw(operands, Gradients(None, dw, db), kept, dw_judged, summed)
         return Gradients(None if dx is None else dx.view(x.shape), dw, db)
 
     def _look_at_dx(
@@ -763,19 +767,20 @@ class LinearChecks(ForwardPatch):
         made: Gradients,
         kept: tuple[Encoding, Projections],
         judged: ResidualTest,
+        summed: Tensor,
     ) -> None:
         (dy, x, weight), dw, db = operands, made.dw, made.db
         assert dw is not None
         beta = kept[0].beta if db is not None else 0.0
         if self._input_changed(x, kept[0].input_signs, kept[1].dots - beta, judged):
             return
-        if db is not None and overflowed(dy, db, judged):
+        if db is not None and overflowed(_db(summed), db, judged):
             self._find(self.dw_site, judged, "not_finite")
             return
 
         def redo(first: int, last: int) -> Tensor:
             if db is not None:
-                db.copy_(dy.sum(0))
+                db.copy_(_db(summed))
             again = _dw(dy[:, first:last], weight, x)
             self.watch.touch("linear.dw", self.name, again)
             return again
@@ -889,6 +894,11 @@ def _dw(dy: Tensor, weight: Tensor, x: Tensor) -> Tensor:
     return x.t().mm(dy).t()
 
 
+def _db(dy: Tensor) -> Tensor:
+    """The gradient of the bias: dy (..., outputs), summed."""
+    return dy.sum(tuple(range(dy.dim() - 1)))
+
+
 _linear = computing("checked")(functional.linear)
 _checked_dx, _checked_dw = computing("checked")(_dx), computing("checked")(_dw)
 
@@ -907,6 +917,11 @@ def keep(
     ctx.generation, ctx.layer = layer.watch.generation, layer
 
 
+def adds_later(x: Tensor) -> bool:
+    """Return whether torch adds the bias of a linear layer to its product with x afterwards."""
+    return x.dim() > 2 and not x.is_contiguous()
+
+
 class CheckedLinear(torch.autograd.Function):
     """y = x W^T + b with the products of `outlast.guard.product` checked.
 
@@ -923,6 +938,8 @@ class CheckedLinear(torch.autograd.Function):
         """x: (..., inputs), weight: (outputs, inputs), bias: (outputs,)."""
         y, projections, encoding = layer.product(x, weight, bias)
         keep(ctx, (x, weight), (encoding, projections), layer)
+        # Hooks of saved tensors may give x back in another layout.
+        ctx.added_later = adds_later(x)
         return y
 
     @staticmethod
@@ -939,7 +956,8 @@ class CheckedLinear(torch.autograd.Function):
                 encoding = layer.latest(encoding)
         kept = (encoding, Projections(dots, squares))
         wants_db, wants_dx, wants_dw, _ = ctx.needs_input_grad
-        made = layer.gradients(dy, x, weight, kept, (wants_dx, wants_dw, wants_db))
+        wants = (wants_dx, wants_dw, wants_db)
+        made = layer.gradients(dy, x, weight, kept, wants, added_later=ctx.added_later)
         return made.db, made.dx, made.dw, None
 
 

@@ -109,6 +109,32 @@ def end_all() -> None:
         counter.end()
 
 
+_IDLE: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
+"""Those that count no more, and could not leave."""
+
+
+def in_compiled_call() -> bool:
+    """Return whether a function that `torch.compile` returned is being called.
+
+    At its end it puts back whether torch looks for modes, and so none may come or go within it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave_idle() -> None:
+    """Let modes of this thread go that could not leave when their counts ended."""
+    if _IDLE and not in_compiled_call():
+        _IDLE.clear()
+        with _other_modes():
+            pass
+
+
 os.register_at_fork(after_in_child=end_all)
 
 
@@ -182,6 +208,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See no more; from another thread, or within an operation, it only counts no more."""
         _COUNTING.discard(self)
         self._is_over = True
+        if in_compiled_call():
+            _IDLE.add(self)
+            return
         with _other_modes(self):
             pass
 
@@ -193,7 +222,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            if seen and not self._is_over:
+            if seen and (not self._is_over or in_compiled_call()):
                 self._enter()
 
     def _matched(self) -> float:
@@ -414,7 +443,8 @@ class _other_modes:  # noqa: N801 - a context
 
     def __exit__(self, *_: object) -> None:
         for mode in reversed(self._modes):
-            if mode is not self._without and not getattr(mode, "_is_over", False):
+            is_over = getattr(mode, "_is_over", False) and mode not in _IDLE
+            if mode is not self._without and not is_over:
                 torch._C._push_on_torch_dispatch_stack(mode)
 
 

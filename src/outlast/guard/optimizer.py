@@ -73,7 +73,7 @@ def idle_optimizer(kind: Kind, parameter: Tensor) -> Optimizer:
     names = ("exp_avg", "exp_avg_sq") if kind == "adam" else ("momentum_buffer",)
     state = {name: torch.zeros_like(parameter) for name in names}
     # Fused steps count on the parameter's device, where nothing waits for them.
-    steps = torch.zeros((), device=parameter.device)
+    steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
     optimizer.state[parameter] = {"step": steps, **state}
     return optimizer
 
@@ -386,6 +386,6 @@ def _passed(rows: int, worst: float) -> ResidualTest:
 
 
 def _judged(flags: Tensor, ratio: Tensor) -> ResidualTest:
-    zero = torch.zeros((), device=flags.device)
+    zero = torch.zeros((), dtype=torch.float32, device=flags.device)
     worst = ratio.nan_to_num(torch.inf).amax()
     return ResidualTest(flags, flags.sum(), worst, zero, zero)

@@ -369,7 +369,7 @@ class NativeProduct:
         if bias is not None:
             bias = bias.to(weight.dtype).contiguous()
         # Read in whole vectors, so with room behind the last number.
-        both = torch.zeros(outputs + inputs + 2 * _PADDING)
+        both = torch.zeros(outputs + inputs + 2 * _PADDING, dtype=torch.float32)
         right, left = both[: outputs + _PADDING], both[outputs + _PADDING :]
         call = NativeEncode(
             weight.data_ptr(),

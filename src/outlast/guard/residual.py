@@ -76,7 +76,7 @@ def compared_bits(judged: ResidualTest, made: Tensor, again: Tensor) -> Residual
 def equality_test(found: Tensor, expected: Tensor) -> ResidualTest:
     """Judge values (rows,) that must be equal bit for bit, such as hashes."""
     flags = found != expected
-    zero = torch.zeros((), device=flags.device)
+    zero = torch.zeros((), dtype=torch.float32, device=flags.device)
     worst = torch.where(flags.any(), torch.inf, 0.0)
     return ResidualTest(flags, flags.sum(), worst, zero, zero, bitwise=True)
 

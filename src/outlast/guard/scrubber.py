@@ -695,6 +695,22 @@ class Scrubber:
             self._round = Round(list(map(BlockPiece.of, self._blocks[self._cursor : self._until])))
             self._charge(begun, self._round)
 
+    def written(self, optimizer: Optimizer) -> None:
+        """Look anew at what the program has written to since `before_step`, as `optimizer` steps.
+
+        Without it the optimizer's update would be taken for longer than it can be.
+        """
+        current = self._round
+        if current is None or current.hashes is not None:
+            return
+        for number, piece in enumerate(current.pieces):
+            block = piece.block
+            group = block.entry.group
+            if group is None or group.optimizer is not optimizer:
+                continue
+            if block.writes(block.parameter()) != piece.version:
+                current.pieces[number] = BlockPiece.of(block)
+
     def after_step(self) -> None:
         """Check what the step has done to the slice; right after the optimizer's step.
 

@@ -40,7 +40,13 @@ from outlast.guard.findings import ANYWHERE
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.install import ProductLayer
 from outlast.guard.linear import CheckedLinear
-from outlast.guard.operation_counter import FRAMEWORKS, OperationCounter, fallen
+from outlast.guard.operation_counter import (
+    FRAMEWORKS,
+    OperationCounter,
+    fallen,
+    in_compiled_call,
+    leave_idle,
+)
 from outlast.guard.operations import NODES
 from outlast.guard.policy import Coverage, Coverages, StepCoverage, Uncovered, summarized
 from outlast.guard.product_calls import TYPES
@@ -83,6 +89,9 @@ _NOT_CALLED = "not called in the step, or where its checks do not see it"
 _NOT_USED = "not used in the step: its parameters got no gradient"
 _EVALUATED = "in evaluation mode, and nothing of it trains"
 _NO_MORE = "its attention or loss is no longer checked"
+_COMPILED_STEP = (
+    "operations of later steps are not counted, since the optimizer steps inside of torch.compile"
+)
 _NOT_WATCHED = "the check of its gradient was not made"
 
 _MOVES = frozenset(
@@ -237,6 +246,7 @@ class Survey:
         _SURVEYS.add(self)
         undo.callback(_SURVEYS.discard, self)
         undo.enter_context(_REPLACED.by(_backward))
+        undo.callback(leave_idle)
         self._count()
         undo.callback(self._count_no_more)
         return undo
@@ -253,7 +263,12 @@ class Survey:
 
     def _count(self) -> None:
         """Count operations from now on, where they are checked at all."""
-        if self.watch.operations is not None and not (self._unknown or self._uncounted):
+        if self.watch.operations is None or self._unknown or self._uncounted:
+            return
+        if in_compiled_call():
+            self._uncounted = _COMPILED_STEP
+            self._warn(_COMPILED_STEP)
+        else:
             counter = self.watch.counter = OperationCounter(self.watch, self._model)
             # A model may go, and its guard with it, in the middle of a step.
             self._leave = weakref.finalize(self, counter.end)
@@ -659,6 +674,7 @@ class Survey:
 
 def _backward(original: Callable[..., None], *args: Any, **options: Any) -> None:
     """Stand in for ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
+    leave_idle()
     roots = args[0] if args else options.get("tensors")
     surveys = [*_SURVEYS]
     for survey in surveys:
