@@ -370,14 +370,11 @@ class _Call:
         return self.watch.touched(site, self.name, numbers)
 
     def backward(self, seen: Seen) -> Gradients:
-        kept = self.kept.take()
+        o = self.kept.take()
         dq, dk, dv, dmask = seen.gradients
-        if not kept:
-            return seen.gradients
-        (o,) = kept
         query, key, value, mask = seen.kept
-        if not self.compare_output(o):
-            # What followed has used another O, so that the step must be run again.
+        if o is None or not self.compare_output(o):
+            # Nothing was kept, or what followed has used another O: the step must be run again.
             return seen.gradients
         head = _Heads(self, (query, key, value), seen.dy, o)
         rows = _open_rows(mask, query, key)
@@ -486,7 +483,6 @@ class _Heads:
     ) -> None:
         query, key, value = inputs
         self._call = call
-        self._value_like = value
         self._dtype = dtype = summing(*inputs)
         self._query, self._key, self._value = (tensor_in.detach().to(dtype) for tensor_in in inputs)
         self._dy = dy.to(dtype)

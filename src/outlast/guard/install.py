@@ -199,7 +199,7 @@ def _install(
     if isinstance(module, ProductLayer):
         own = module.product
         module.product = CheckedProducts(watch, module, name)
-        installed.undo.callback(lambda: setattr(module, "product", own))
+        installed.undo.callback(setattr, module, "product", own)
         return LINEAR_OPERATIONS, ""
     if norm_kind(module) is not None:
         if not policy.reaches("full", name):
@@ -217,13 +217,5 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _replace_forward(installed: Installed, module: nn.Module, forward: Any) -> None:
-    before = module.__dict__.get("forward")
     module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    installed.undo.callback(undo)
+    installed.undo.callback(delattr, module, "forward")

@@ -38,11 +38,9 @@ On the CPU norms are computed twice instead, and compared bit for bit.
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,7 +54,7 @@ from outlast.guard.autograd_hooks import (
     floor_of,
     judge_only,
     powers_squared,
-    repeated,
+    repeated_gradients,
     repeated_output,
     same_bits,
     stagnation,
@@ -83,7 +81,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outlast.guard.autograd_hooks import Gradients
-    from outlast.guard.findings import Site
     from outlast.guard.watch import Watch
 
 Kind = Literal["layer", "rms", "rms_like"]
@@ -321,16 +318,15 @@ class NormChecks(ForwardPatch):
         used: list[Tensor] = []
         y = watched(self._compute, inputs, inputs, partial(self._backward, used), separate=separate)
         self.watch.touch("norm.output", self.name, y.data)
-        flat_x = _rows(x)
+        flat_x, again = _rows(x), partial(self._again, x.detach())
         if self.watch.repeats_on(y.device):
-            again = partial(self._again, x.detach())
             repeated_output(self.watch, self.forward_site, y, again)
         else:
             corrected_output(
                 self.watch,
                 self.forward_site,
                 y,
-                partial(self._again, x.detach()),
+                again,
                 lambda given: self._judge_forward(flat_x, _rows(given)),
             )
         if y.device.type == "cpu" and y.requires_grad:
@@ -480,7 +476,9 @@ class NormChecks(ForwardPatch):
             return bool(used) and bool(hash64([seen.again((x, weight, bias))[0]]) != used[0])
 
         if self.watch.repeats_on(seen.dy.device) and seen.exact:
-            return self._backward_again(used, seen)
+            digest = used[0] if used else None
+            checks = [(self.dx_site, (0,)), (self.dw_site, (1, 2))]
+            return repeated_gradients(self.watch, seen, digest, self.forward_site, checks)
         dx, dw, db = seen.gradients
         flat_x, flat_dy = _rows(x), _rows(seen.dy)
         dtype = summing(x, seen.dy, weight)
@@ -512,34 +510,6 @@ class NormChecks(ForwardPatch):
             dw = right[0] if dw is not None else None
             db = right[-1] if db is not None else None
         return dx, dw, db
-
-    def _backward_again(self, used: list[Tensor], seen: Seen) -> Gradients:
-        """Compute the gradients a second time, and Y with them: X may have changed since."""
-        y, second = seen.again(seen.kept)
-        if used and not bool(hash64([y]) == used[0]):
-            # What followed has used another Y, or X and the gain are others now.
-            self.watch.find(self.forward_site, y.device, 1, math.inf, "detected")
-            return seen.gradients
-        gradients = list(seen.gradients)
-        for site, several in ((self.dx_site, (0,)), (self.dw_site, (1, 2))):
-            places = [i for i in several if gradients[i] is not None]
-            if not places:
-                continue
-            computations = chain([second], iter(lambda: seen.again(seen.kept)[1], None))
-
-            def touched(made: Gradients, places: list[int] = places, site: Site = site) -> Any:
-                return self._touched(site.operation, [made[i] for i in places])
-
-            right = repeated(
-                self.watch,
-                site,
-                touched(seen.gradients),
-                lambda: touched(next(computations)),  # noqa: B023 - called at once
-                replaceable=seen.replaceable,
-            )
-            for i, item in zip(places, right, strict=True):
-                gradients[i] = item
-        return tuple(gradients)
 
     def _touched(self, site: str, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         touched = self.watch.touched

@@ -68,7 +68,6 @@ from outlast.state.sharded import is_dtensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from outlast.guard.findings import Outcome, Site
     from outlast.guard.product import Product
     from outlast.guard.watch import Watch
 
@@ -770,7 +769,7 @@ class LinearChecks(ForwardPatch):
         if self._input_changed(x, kept[0].input_signs, kept[1].dots - beta, judged):
             return
         if db is not None and overflowed(dy, db, judged):
-            self._find(self.dw_site, judged, "not_finite")
+            self.watch.note(self.dw_site, judged, "not_finite")
             return
 
         def redo(first: int, last: int) -> Tensor:
@@ -843,7 +842,7 @@ class LinearChecks(ForwardPatch):
         """After a wrong product: has the weight changed since it was encoded?"""
         changed = self._weight_changed(weight, encoding)
         if changed:
-            self._find(self.watch.ledger.site(self.name, "weight"), judged, "detected")
+            self.watch.note(self.watch.ledger.site(self.name, "weight"), judged, "detected")
         return changed
 
     def _weight_changed(self, weight: Tensor, encoding: Encoding) -> bool:
@@ -861,12 +860,8 @@ class LinearChecks(ForwardPatch):
         """
         changed = bool(compared(x, signs, dots).exceeded)
         if changed:
-            self._find(self.watch.ledger.site(self.name, "linear.saved"), judged, "detected")
+            self.watch.note(self.watch.ledger.site(self.name, "linear.saved"), judged, "detected")
         return changed
-
-    def _find(self, site: Site, judged: ResidualTest, outcome: Outcome) -> None:
-        rows, worst = int(judged.exceeded), float(judged.worst)
-        self.watch.find(site, judged.flags.device, rows, worst, outcome)
 
     def _leave_out(self, why: str) -> None:
         if not self.why_not:

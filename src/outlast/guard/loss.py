@@ -41,7 +41,6 @@ import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +53,7 @@ from outlast.guard.autograd_hooks import (
     corrected_output,
     floor_of,
     powers_squared,
-    repeated,
+    repeated_gradients,
     repeated_output,
     same_bits,
     summing,
@@ -252,26 +251,12 @@ class RepeatedCall:
 
     def backward(self, seen: Seen) -> Gradients:
         """Compute the gradients a second time, and the output: inputs may have changed since."""
-        assert self.digest is not None
-        y, second = seen.again(seen.kept)
-        if not bool(hash64([y]) == self.digest):
-            site = self.watch.ledger.site(self.name, f"{self.kind}.forward")
-            self.watch.find(site, y.device, 1, math.inf, "detected")
-            return seen.gradients
-        computations = chain([second], iter(lambda: seen.again(seen.kept)[1], None))
-        places = [i for i, item in enumerate(seen.gradients) if item is not None]
-
-        def touched(made: Gradients) -> list[Tensor]:
-            own = [item for i in places if (item := made[i]) is not None]
-            return [self.watch.touched(f"{self.kind}.dlogits", self.name, item) for item in own]
-
-        site = self.watch.ledger.site(self.name, f"{self.kind}.dlogits")
-        given = touched(seen.gradients)
-        right = repeated(self.watch, site, given, lambda: touched(next(computations)))
-        gradients = list(seen.gradients)
-        for i, item in zip(places, right, strict=True):
-            gradients[i] = item
-        return tuple(gradients)
+        forward, backward = (
+            self.watch.ledger.site(self.name, f"{self.kind}.{part}")
+            for part in ("forward", "dlogits")
+        )
+        places = tuple(range(len(seen.gradients)))
+        return repeated_gradients(self.watch, seen, self.digest, forward, [(backward, places)])
 
 
 @dataclass(frozen=True)

@@ -623,8 +623,7 @@ class OperationChecks:
         if not torch.isfinite(out).all():
             outcome = "not_finite"
         site = self.watch.ledger.site(self._place("attention"), "attention.output")
-        rows, worst = int(judged.exceeded), float(judged.worst)
-        self.watch.find(site, out.device, rows, worst, outcome)
+        self.watch.note(site, judged, outcome)
         return outcome == "detected"
 
     def _count_output(self, flops: float) -> None:

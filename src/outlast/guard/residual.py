@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outlast.guard.threshold import DEVIATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,13 @@ def equality_test(found: Tensor, expected: Tensor) -> ResidualTest:
     zero = torch.zeros((), device=flags.device)
     worst = torch.where(flags.any(), torch.inf, 0.0)
     return ResidualTest(flags, flags.sum(), worst, zero, zero, bitwise=True)
+
+
+def exact_test(wrong: Sequence[bool]) -> ResidualTest:
+    """Judge what was compared bit for bit on the host: which rows are wrong."""
+    count = sum(wrong)
+    worst = math.inf if count else 0.0
+    return ResidualTest(torch.tensor(wrong), count, worst, 0.0, 0.0, bitwise=True)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

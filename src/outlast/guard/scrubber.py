@@ -25,7 +25,7 @@ from outlast.guard import optimizer as bounds
 from outlast.guard.findings import LASTING
 from outlast.guard.parameter_writes import data_writes, step_done
 from outlast.guard.replica_hashes import Replica, Replicas, compare, hash64
-from outlast.guard.residual import ResidualTest, equality_test
+from outlast.guard.residual import ResidualTest, equality_test, exact_test
 from outlast.guard.watch import Watch
 from outlast.state.sharded import is_dtensor
 
@@ -947,16 +947,11 @@ class Scrubber:
                     if part == 0 and used:
                         self.watch.spoil(current.step)
             site = self.watch.ledger.site("optimizer", "replicas")
-            worst = math.inf if wrong else 0.0
-            if self.watch.wants(
-                site, ResidualTest(torch.tensor([wrong]), int(wrong), worst, 0.0, 0.0)
-            ):
+            if self.watch.wants(site, exact_test([wrong])):
                 self.watch.find(site, current.device, 1, math.inf, outcome)
         for site, item in judged:
             if self.watch.wants(site, item):
-                outcome = "corrected" if repaired else "detected"
-                magnitude = float(item.worst)
-                self.watch.find(site, item.flags.device, int(item.exceeded), magnitude, outcome)
+                self.watch.note(site, item, "corrected" if repaired else "detected")
         return waited
 
 

@@ -366,19 +366,16 @@ class Watch:
         """
         self.unjudged |= of_model
         self.made += 1
-        rows = len(judged.flags)
-        if isinstance(judged.exceeded, torch.Tensor):
-            numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)
-            device = judged.flags.device
+        rows, device = len(judged.flags), judged.flags.device
+        numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)
+        if device.type != "cpu" and isinstance(judged.exceeded, torch.Tensor):
             four = tuple(map(torch.as_tensor, numbers))
             self._waiting.append((site, device, rows, four, judged.bitwise))
-            if device.type != "cpu":
-                return False
-            # The CPU is never behind: its tensors are numbers already.
-            return self._settle_last() > 0
-        own = (float(judged.worst), float(judged.total), float(judged.widest))
-        self._count(site, rows, judged.exceeded, *own)
-        return judged.exceeded > 0
+            return False
+        # The CPU is never behind: its tensors are numbers already.
+        exceeded, worst, total, widest = map(float, numbers)
+        self._count(site, rows, int(exceeded), worst, total, widest)
+        return exceeded > 0
 
     def settle(self) -> None:
         """Wait for the device once and count all checks that `wants` has not known yet."""
@@ -414,7 +411,7 @@ class Watch:
         *,
         beyond: Callable[[ResidualTest], ResidualTest] | None = None,
     ) -> Outcome:
-        """Put a failed check's numbers right if the policy says so; see `recompute.correct`."""
+        """Put a failed check's numbers right if the policy says so; see the function `correct`."""
         outcome: Outcome = "detected"
         if self.policy.correct:
             flags = judged.flags.to(stored.device)
@@ -457,17 +454,16 @@ class Watch:
     def judge(self, site: Site, judged: ResidualTest) -> None:
         """Count a check of numbers that cannot be computed again here; a failure is `detected`."""
         if self.wants(site, judged):
-            rows, worst = int(judged.exceeded), float(judged.worst)
-            self.find(site, judged.flags.device, rows, worst, "detected")
+            self.note(site, judged, "detected")
 
-    def _settle_last(self) -> int:
-        site, _, rows, four, _ = self._waiting.pop()
-        exceeded, worst, total, widest = (float(item) for item in four)
-        self._count(site, rows, int(exceeded), worst, total, widest)
-        return int(exceeded)
+    def note(self, site: Site, judged: ResidualTest, outcome: Outcome) -> None:
+        """Note a failed check as a finding."""
+        rows, worst = int(judged.exceeded), float(judged.worst)
+        self.find(site, judged.flags.device, rows, worst, outcome)
 
-    def _count(self, site: Site, rows: int, exceeded: int, *numbers: float) -> None:
-        worst, total, widest = numbers
+    def _count(  # noqa: PLR0917
+        self, site: Site, rows: int, exceeded: int, worst: float, total: float, widest: float
+    ) -> None:
         site.exceeded += exceeded
         if rows:
             site.last = self.period
@@ -480,3 +476,15 @@ def _rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def reducing_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Device on which a process group reduces: the host if it can."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
