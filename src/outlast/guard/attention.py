@@ -50,14 +50,13 @@ from outlast.guard.autograd_hooks import (
     powers_squared,
     same_bits,
     stored,
-    summing,
     watched,
 )
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.fused_attention import KEY_BLOCK, blockwise, query_block
 from outlast.guard.product import rounding_of
 from outlast.guard.replica_hashes import hash64
-from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test
+from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test, summing
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 from outlast.guard.watch import CALLING, computing
 from outlast.state.sharded import is_dtensor

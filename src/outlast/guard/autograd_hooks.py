@@ -59,12 +59,6 @@ def powers_squared(values: Tensor, dtype: torch.dtype) -> Tensor:
     return powers.to(dtype).square_()
 
 
-def summing(*tensors: Tensor | None) -> torch.dtype:
-    """The type in which to sum these: wide enough that the sums' own rounding is small."""
-    wide = any(t is not None and t.dtype in (torch.float32, torch.float64) for t in tensors)
-    return torch.float64 if wide else torch.float32
-
-
 def floor_of(count: int, stored: torch.dtype, summed: torch.dtype) -> float:
     """Variance of a sum of `count` numbers that are below the normal ones of their types."""
     spacing = torch.finfo(stored).smallest_normal * torch.finfo(stored).eps / 2.0

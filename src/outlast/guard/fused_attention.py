@@ -31,8 +31,10 @@ from outlast.guard.product import (
     NativeAttention,
     NativeHeads,
     NativeRounding,
+    finished,
     judged_rows,
     library,
+    library_for,
     rounding_of,
     threads_for,
 )
@@ -97,8 +99,7 @@ class FusedAttention:
         q, k, v = self.query, self.key, self.value
         if q.dtype not in NATIVE_TYPES or k.dtype != q.dtype or v.dtype != q.dtype:
             return f"of {name_of(q.dtype)}"
-        compiled = library()
-        if compiled is None or not compiled.knows(NATIVE_TYPES[q.dtype]):
+        if library_for(q.dtype) is None:
             return "without a C compiler"
         alike = k.shape == v.shape and (len(q), q.shape[3]) == (len(k), k.shape[3])
         if not alike or q.shape[1] % max(k.shape[1], 1):
@@ -109,18 +110,30 @@ class FusedAttention:
 
     def judge_output(self, out: Tensor, logsum: Tensor, signs: Tensor) -> ResidualTest:
         """Check O of the forward pass; one row is one of (batches, heads, queries)."""
-        return self._judge(out, logsum, None, (None, None, None), signs)[0]
+        return self.judge_gradients(out, logsum, None, (None, None, None), signs)[0]
 
     def judge_gradients(
         self,
         out: Tensor,
         logsum: Tensor,
-        dy: Tensor,
+        dy: Tensor | None,
         gradients: Sequence[Tensor | None],
         signs: Tensor,
     ) -> list[ResidualTest]:
-        """Check O as the backward pass has found it, and dQ, dK and dV."""
-        return self._judge(out, logsum, dy, gradients, signs)
+        """Check O as the backward pass has found it, and those of dQ, dK and dV that are given."""
+        flags = [
+            None if item is None else torch.empty(item[..., 0].numel(), dtype=torch.bool)
+            for item in (out, *gradients)
+        ]
+        compiled = library()
+        assert compiled is not None
+        call = self._native(compiled.attention, (out, dy, *gradients), logsum, signs, flags)
+        verdicts = (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict)
+        return [
+            judged_rows(verdict, own)
+            for verdict, own in zip(verdicts, flags, strict=True)
+            if own is not None
+        ]
 
     def judge_sums(
         self, out: Tensor, logsum: Tensor, dy: Tensor, gradients: Sequence[Tensor]
@@ -237,28 +250,6 @@ class FusedAttention:
         sizes = (p * dp).T @ q.abs() + most
         return self.scale * ds.T @ q, terms.T @ q.abs() + spacing, sizes
 
-    def _judge(
-        self,
-        out: Tensor,
-        logsum: Tensor,
-        dy: Tensor | None,
-        gradients: Sequence[Tensor | None],
-        signs: Tensor,
-    ) -> list[ResidualTest]:
-        flags = [
-            None if item is None else torch.empty(item[..., 0].numel(), dtype=torch.bool)
-            for item in (out, *gradients)
-        ]
-        compiled = library()
-        assert compiled is not None
-        call = self._native(compiled.attention, (out, dy, *gradients), logsum, signs, flags)
-        verdicts = (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict)
-        return [
-            judged_rows(verdict, own)
-            for verdict, own in zip(verdicts, flags, strict=True)
-            if own is not None
-        ]
-
     def _native(
         self,
         check: Callable[[Any], int],
@@ -310,8 +301,7 @@ class FusedAttention:
         )
         for verdict in (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict):
             verdict.limit = DEVIATIONS**2
-        if check(ctypes.byref(call)):
-            raise MemoryError("no memory is left for the sums of a check")
+        finished(check(ctypes.byref(call)))
         return call
 
 
@@ -320,7 +310,7 @@ def _roundings(
     dtype: torch.dtype, group: int, queries: int, keys: int, channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float, float, float, int]:
     """The numbers of ``attention`` in ``attention.c`` from ``by_key`` to ``block``."""
-    rounding = rounding_of(torch.empty(0, dtype=dtype))
+    rounding = rounding_of(torch.empty(0, dtype=dtype, device="cpu"))
     stored, accumulated = map(unit_roundoff, (rounding.stored, rounding.accumulated))
     block = query_block(queries)
     found = []

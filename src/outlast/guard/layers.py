@@ -58,18 +58,19 @@ from outlast.guard.autograd_hooks import (
     repeated_output,
     same_bits,
     stagnation,
-    summing,
     watched,
 )
 from outlast.guard.forward_patch import ForwardPatch
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import (
     ResidualTest,
+    accumulating,
     bits,
     equality_test,
     is_half,
     name_of,
     residual_test,
+    summing,
 )
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 from outlast.guard.watch import computing
@@ -417,7 +418,7 @@ class NormChecks(ForwardPatch):
         eps = getattr(self.module, "eps", None) if self._kind != "rms_like" else None
         eps = eps if eps is not None else _eps_like(self.module)
         if eps is None:
-            return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+            return torch.finfo(accumulating(x)).eps
         return float(eps)
 
     def _inner(self, x: Tensor) -> float:
@@ -431,7 +432,7 @@ class NormChecks(ForwardPatch):
         # The CPU keeps them in the type of the data, unless the weight has another.
         if self._halves_on_cpu(x) and (weight is None or weight.dtype == x.dtype):
             return x.dtype
-        return torch.float64 if x.dtype == torch.float64 else torch.float32
+        return accumulating(x)
 
     def _kept_statistics(self, x: Tensor) -> float:
         return unit_roundoff(name_of(self._kept_type(x)))
@@ -592,7 +593,7 @@ class _DxCheck:
         common = r * (direct.square() + m1.square() * total + 9.0 * m2.square() * along)
         if layer._kind != "layer":
             # The spacing of r^3 below the normal numbers, as a share of it; in roundings.
-            types = torch.float64 if x.dtype == torch.float64 else torch.float32
+            types = accumulating(x)
             cubed = row.r**3
             vanished = torch.finfo(types).smallest_normal / cubed.clamp(min=1e-300)
             vanished = vanished.clamp(max=1.0 / unit_roundoff(name_of(types)))
@@ -640,4 +641,4 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _accumulated(x: Tensor) -> str:
-    return "float64" if x.dtype == torch.float64 else "float32"
+    return name_of(accumulating(x))

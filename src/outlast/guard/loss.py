@@ -56,17 +56,16 @@ from outlast.guard.autograd_hooks import (
     repeated_gradients,
     repeated_output,
     same_bits,
-    summing,
     watched,
 )
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.replica_hashes import hash64
-from outlast.guard.residual import is_half, name_of, residual_test
+from outlast.guard.residual import accumulating, is_half, name_of, residual_test, summing
 from outlast.guard.threshold import DEVIATIONS, unit_roundoff
 from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -160,16 +159,18 @@ class RepeatChecks:
     def replacing(self) -> AbstractContextManager[object]:
         """Put the check in place of the functions for all callers, until the context ends."""
         undo = ExitStack()
-        for kind, stand_in in ((_LOSSES, self._loss), (_SOFTMAX, self._softmax)):
-            for function in kind:
-                undo.enter_context(function.by(stand_in))
+        for function, stand_in in self._functions():
+            undo.enter_context(function.by(stand_in))
         return undo
 
     def prefer(self) -> None:
         """Of several that replace the functions, be the one that is called."""
-        for kind, stand_in in ((_LOSSES, self._loss), (_SOFTMAX, self._softmax)):
-            for function in kind:
-                function.prefer(stand_in)
+        for function, stand_in in self._functions():
+            function.prefer(stand_in)
+
+    def _functions(self) -> Iterator[tuple[FunctionPatch, Callable[..., Tensor]]]:
+        yield from ((function, self._loss) for function in _LOSSES)
+        yield from ((function, self._softmax) for function in _SOFTMAX)
 
     def _loss(self, original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         return self._run("loss", "loss", original, args, options)
@@ -305,7 +306,7 @@ class _Call:
         index = torch.where(valid, target, 0)[:, None]
         parts = []
         step = max(_CHUNK // logits.shape[1], 1)
-        dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        dtype = dtype or accumulating(logits)
         for first in range(0, len(logits), step):
             wide = logits[first : first + step].to(dtype)
             largest = wide.amax(dim=1, keepdim=True)
@@ -379,7 +380,7 @@ class _Call:
         """Return whether a loss is further from fp64 than rounding can ever bring it."""
         rows = self._rows(logits, target, torch.float64)
         expected, unit = self._expected(rows), unit_roundoff(name_of(loss.dtype))
-        summed = unit_roundoff("float64" if loss.dtype == torch.float64 else "float32")
+        summed = unit_roundoff(name_of(accumulating(loss)))
         worst = self._worst(rows, loss.dtype) + summed * (rows.classes + 2.0 * rows.size)
         # Sums over classes and rows that overflow on the way.
         largest = ((1.0 - self.smoothing) * (rows.picked - rows.logsum).abs()).sum()
@@ -446,7 +447,7 @@ class _Call:
         """
         classes, dtype = logits.shape[1], gradient.dtype
         unit = unit_roundoff(name_of(dtype))
-        summed = unit_roundoff("float64" if dtype == torch.float64 else "float32")
+        summed = unit_roundoff(name_of(accumulating(gradient)))
         rows = self._rows(logits, target, torch.float64)
         index = torch.where(rows.valid, target, 0)[:, None]
         smallest = 4.0 * unit * torch.finfo(dtype).smallest_normal

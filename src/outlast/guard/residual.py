@@ -110,6 +110,17 @@ def equal_bits(first: Tensor, second: Tensor) -> Tensor:
     return (bits(first) == bits(second)) | (torch.isnan(first) & torch.isnan(second))
 
 
+def accumulating(like: Tensor) -> torch.dtype:
+    """The type in which kernels sum numbers like these."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def summing(*tensors: Tensor | None) -> torch.dtype:
+    """The type in which to sum these: wide enough that the sums' own rounding is small."""
+    wide = any(t is not None and t.dtype in (torch.float32, torch.float64) for t in tensors)
+    return torch.float64 if wide else torch.float32
+
+
 def is_half(dtype: torch.dtype) -> bool:
     """Return whether numbers of this type are 16 bits wide."""
     return dtype in (torch.bfloat16, torch.float16)
