@@ -33,7 +33,6 @@ from outlast.guard.product import (
     NativeRounding,
     finished,
     judged_rows,
-    library,
     library_for,
     rounding_of,
     threads_for,
@@ -125,7 +124,7 @@ class FusedAttention:
             None if item is None else torch.empty(item[..., 0].numel(), dtype=torch.bool)
             for item in (out, *gradients)
         ]
-        compiled = library()
+        compiled = library_for(self.query.dtype)
         assert compiled is not None
         call = self._native(compiled.attention, (out, dy, *gradients), logsum, signs, flags)
         verdicts = (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict)
@@ -143,7 +142,7 @@ class FusedAttention:
         For each channel of each head sum dV = sum dO, sum V dV = sum dO O, sum dK = 0 and sum Q dQ
         = sum K dK. Their bounds are estimates: `judge_gradients` decides where one fails.
         """
-        compiled = library()
+        compiled = library_for(self.query.dtype)
         assert compiled is not None
         batches, heads, _, channels = self.key.shape
         flags = torch.empty(4 * batches * heads * channels, dtype=torch.bool)

@@ -105,7 +105,7 @@ def why_no_embedding(module: nn.Module) -> str:
 
 
 class EmbeddingChecks(ForwardPatch):
-    """Stands in for the ``forward`` of one `nn.Embedding`.
+    """Replaces the ``forward`` of one `nn.Embedding`.
 
     Args:
         watch: What all checks of the guard share.
@@ -278,7 +278,7 @@ class _Row:
 
 
 class NormChecks(ForwardPatch):
-    """Stands in for the ``forward`` of one normalisation layer.
+    """Replaces the ``forward`` of one normalisation layer.
 
     Args:
         watch: What all checks of the guard share.

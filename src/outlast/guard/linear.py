@@ -479,7 +479,7 @@ of this process, such as a second copy of Outlast, has defined operations of the
 
 
 class LinearChecks(ForwardPatch):
-    """Whose `forward` stands in for that of one `nn.Linear`.
+    """Replaces the `forward` of one `nn.Linear`.
 
     Args:
         watch: What all checks of the guard share.

@@ -238,7 +238,7 @@ class Survey:
         undo.callback(_SURVEYS.discard, self)
         undo.enter_context(_REPLACED.by(_backward))
         self._count()
-        undo.callback(self._count_no_more)
+        undo.callback(self.finish)
         return undo
 
     def begin(self) -> None:
@@ -261,10 +261,7 @@ class Survey:
             counter.begin()
 
     def finish(self) -> None:
-        """No step follows: see no more operations."""
-        self._count_no_more()
-
-    def _count_no_more(self) -> None:
+        """See no more operations: no step follows, or it is not counted."""
         if self.watch.counter is not None:
             self._leave()
             self.watch.counter = None
@@ -275,7 +272,7 @@ class Survey:
         counter = self.watch.counter
         if counter is None:
             return False
-        self._count_no_more()
+        self.finish()
         if counter.why_not:
             self._step = None
             self._uncounted = f"the step's operations are not counted: {counter.why_not}"
@@ -485,7 +482,7 @@ class Survey:
             raise
         except Exception as error:
             self._unknown = f"coverage is not known: {type(error).__name__}: {error}"
-            self._count_no_more()
+            self.finish()
             self._warn(f"{self._unknown}; the checks continue")
             return None
 
@@ -555,9 +552,8 @@ class Survey:
         """Modules whose attention or loss was checked earlier, but not in the last step."""
         if not self._optimizers:
             return []
-        sites = self.watch.ledger.sites.values()
         last: dict[str, int] = {}
-        for site in sites:
+        for site in self.watch.ledger.sites.values():
             if site.operation in _FUNCTIONS and site.module != ANYWHERE and site.last >= 0:
                 last[site.module] = max(last.get(site.module, 0), site.last)
         return [name for name, period in last.items() if period < self._last_began]

@@ -17,7 +17,7 @@ import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -216,7 +216,21 @@ def computing(purpose: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-class Watch:
+class SharedByCopies:
+    """Part of a guard that a model refers to, which its copies share.
+
+    A copied model, such as an average of weights, is watched together with its original. A pickled
+    one is one without a guard: None.
+    """
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(None), ()
+
+
+class Watch(SharedByCopies):
     """The state of a guard in the middle of a step.
 
     Args:
@@ -267,14 +281,6 @@ class Watch:
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
-
-    def __deepcopy__(self, memo: object) -> Watch:
-        """A copied model, such as an average of weights, is watched together with its original."""
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A pickled model is one without a guard: None."""
-        return type(None), ()
 
     def begin(self) -> None:
         """Forget what an attempt at this step has found in its passes; they begin anew."""
