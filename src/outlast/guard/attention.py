@@ -134,8 +134,8 @@ class AttentionChecks:
         """Attention of query (..., heads, queries, channels) to key and value (..., keys, ...)."""
         given = (query, key, value)
         gqa = bool(options.get("enable_gqa"))
-        policy = self.watch.policy
-        if policy.modules and not policy.reaches("full", self._name()):
+        policy, name = self.watch.policy, calling_attention("attention")
+        if policy.modules and not policy.reaches("full", name):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
         if self.watch.repeats_on(query.device) or not _applies(given, gqa) or is_dtensor(attn_mask):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
@@ -149,7 +149,7 @@ class AttentionChecks:
         scale = options.get("scale")
         call = _Call(
             self.watch,
-            self._name(),
+            name,
             original,
             {"dropout_p": dropout_p, "is_causal": is_causal, **options},
             query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -157,9 +157,6 @@ class AttentionChecks:
             torch.get_rng_state() if dropout_p and device == "cpu" else None,
         )
         return call.run(query, key, value, attn_mask)
-
-    def _name(self) -> str:
-        return calling_attention("attention")
 
     def _enter(self, name: str, *_: object) -> None:
         if torch.compiler.is_compiling():

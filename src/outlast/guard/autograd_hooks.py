@@ -211,7 +211,7 @@ class _PartsRecord(Record):
         self._nodes = 0
         self._waiting = 0
         # Nodes by which autograd knows the inputs, and where the graph of `compute` ends.
-        edges = [get_gradient_edge(each) for i in wanted if (each := inputs[i]) is not None]
+        edges = [get_gradient_edge(given) for i in wanted if (given := inputs[i]) is not None]
         self._ends: dict[tuple[Node | None, int], int] = {
             (edge.node, edge.output_nr): place for place, edge in enumerate(edges)
         }

@@ -237,7 +237,7 @@ def fold_kernel(
     limit: tl.float64,
     block: tl.constexpr,
 ) -> None:
-    """Store exceeded, worst, total and widest of `Judged` in verdict (4,); by one program."""
+    """Store exceeded, worst, total and widest of a `ResidualTest` in verdict (4,); one program."""
     exceeded = tl.zeros((block,), tl.float64)
     worst = tl.zeros((block,), tl.float64)
     total = tl.zeros((block,), tl.float64)

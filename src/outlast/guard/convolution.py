@@ -190,8 +190,8 @@ class Convolution:
         shape = (self.groups, 1, *self.kernel)
         # Output padding of a transposed convolution has places for more than the small side.
         along, mass = (
-            _cropped(convolve(each, taps_of.expand(shape)), small.shape[2:]).flatten(2)
-            for each, taps_of in ((summed, kernel), (squares, torch.ones_like(kernel)))
+            _cropped(convolve(sums, taps_of.expand(shape)), small.shape[2:]).flatten(2)
+            for sums, taps_of in ((summed, kernel), (squares, torch.ones_like(kernel)))
         )
         if bias is not None:
             along, mass = along + 1.0, mass + 1.0

@@ -1,7 +1,7 @@
 """`guard()` and the handle of a guarded model, with the verdict on every step.
 
 The verdict is what all ranks know of a step's numbers before the optimizer applies them. It travels
-with the gradients: checksums ride behind their reductions, and once the passes are done
+with the gradients: checksums follow the reductions, and once the passes are done
 `GradientReduction.verdict` exchanges two numbers per rank. `remedy` says what follows.
 """
 

@@ -350,6 +350,12 @@ class _Call:
         unit = unit_roundoff(name_of(loss.dtype))
         return unit * (7.0 if self.smoothing else 3.0) * loss.detach().double().abs()
 
+    def _reduced(self, rows: _Rows) -> tuple[Tensor | int, int]:
+        """Divisor of the sum over rows, and number of roundings on the way to it."""
+        count = rows.valid.sum() if self.reduction == "mean" else 1
+        levels = max(math.ceil(math.log(max(len(rows.valid), 1), _BRANCHES)), 1)
+        return count, min(len(rows.valid) - 1, _BRANCHES) * levels
+
     def _judge_forward(self, rows: _Rows, loss: Tensor) -> ResidualTest:
         smooth, expected = self.smoothing, self._expected(rows)
         single = unit_roundoff(rows.summed)
@@ -365,13 +371,11 @@ class _Call:
             powers = powers_squared(loss, torch.float64)
             worst = (worst + self._operations(loss)) / DEVIATIONS
             return residual_test(found - expected, spread.square() + worst.square() + lost, powers)
-        count = rows.valid.sum() if self.reduction == "mean" else 1
+        count, added = self._reduced(rows)
         powers = powers_squared(loss[None], torch.float64)
         # Rows that are alike round alike: their errors add up.
         spread = (spread.sum() / count)[None]
         worst = (worst.sum() / count)[None] + self._operations(loss)[None]
-        levels = max(math.ceil(math.log(max(len(expected), 1), _BRANCHES)), 1)
-        added = min(len(expected) - 1, _BRANCHES) * levels
         stored = unit_roundoff(name_of(loss.dtype)) ** 2 / 3.0
         variance = spread.square() + (worst / DEVIATIONS).square() + stored * added * powers + lost
         return residual_test(found[None] - (expected.sum() / count)[None], variance, powers)
@@ -388,9 +392,7 @@ class _Call:
             self.smoothing
         )
         if self.reduction != "none":
-            count = rows.valid.sum() if self.reduction == "mean" else 1
-            levels = max(math.ceil(math.log(max(len(expected), 1), _BRANCHES)), 1)
-            added = min(len(expected) - 1, _BRANCHES) * levels
+            count, added = self._reduced(rows)
             worst = worst.sum() / count + unit * added * expected.sum() / count
             expected = expected.sum() / count
         smallest = 4.0 * unit * torch.finfo(loss.dtype).smallest_normal

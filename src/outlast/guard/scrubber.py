@@ -327,7 +327,7 @@ class BlockPiece:
             # Something else has written to it, or some steps have left it out.
             return None
         growth, distance = now.growth - before.growth, now.distance - before.distance
-        return bounds.check_range(now.largest, before.largest, step - before.step, growth, distance)
+        return bounds.check_range(now.largest, before.largest, steps, growth, distance)
 
 
 @dataclass
@@ -564,7 +564,7 @@ class Scrubber:
         optimizers: That step together.
         group: Of ranks whose parameters are equal bit for bit, such as those of DDP or of the
             replicating dimension of HSDP; None where nothing is replicated. All of them construct
-            their scrubs together.
+            their scrubbers together.
         whole: Check everything in every step instead of slices; copies all parameters for it.
         clock: Seconds.
 
@@ -591,7 +591,7 @@ class Scrubber:
         self._replicas: Replicas | None = None
         self._whole = whole
         self._clock = clock
-        self._pace = CheckBudget(watch.policy.light_budget)
+        self._budget = CheckBudget(watch.policy.light_budget)
         self._groups = [
             OptimizerGroup(optimizer, index)
             for optimizer in optimizers
@@ -688,7 +688,7 @@ class Scrubber:
                         )
         self._visited = self.steps, self._clock()
         if before is not None:
-            self._pace.earn(self._visited[1] - before[1], self.steps - before[0])
+            self._budget.earn(self._visited[1] - before[1], self.steps - before[0])
         self.finish(used=True)
         if self.steps >= self._due:
             begun = self._clock()
@@ -791,7 +791,7 @@ class Scrubber:
         if self._replicas is None:
             for pair in current.judged:
                 self.watch.judge(*pair)
-            self._due, self._until = self._wish()
+            self._due, self._until = self._next_round()
         else:
             waited = self._compare(self._replicas, current, views, (*after, *now), used)
         self._report_not_finite(current)
@@ -800,21 +800,21 @@ class Scrubber:
         self._charge(started + waited, current)
         if self._learning:
             numbers = sum(piece.block.end - piece.block.start for piece in current.pieces)
-            self._pace.learn(len(current.pieces), numbers, current.seconds)
+            self._budget.learn(len(current.pieces), numbers, current.seconds)
         # The first round is paid for, but takes longer than any other will.
         self._learning = True
 
     def _charge(self, started: float, current: Round) -> None:
         seconds = self._clock() - started
         self.seconds += seconds
-        self._pace.spend(seconds)
+        self._budget.spend(seconds)
         current.seconds += seconds
 
-    def _wish(self) -> tuple[int, int]:
+    def _next_round(self) -> tuple[int, int]:
         """In which step the next round should be, and the block that it should end before."""
         if self._whole:
             return self.steps, len(self._blocks)
-        gap, until = self._pace.plan(self._sizes, self._cursor)
+        gap, until = self._budget.plan(self._sizes, self._cursor)
         return self.steps + gap, until
 
     def _enter(self, parameters: Iterable[tuple[str, Tensor]]) -> list[ScrubbedParameter]:
@@ -924,7 +924,7 @@ class Scrubber:
         ]
         # The last one is whether it has changed at rest, which the hashes tell.
         suspect = any(item.exceeded for _, item in judged[:-1])
-        fields = [*map(int, hashes), int(suspect), *self._wish()]
+        fields = [*map(int, hashes), int(suspect), *self._next_round()]
         rows, waited = replicas.exchange(fields, self._clock)
         self._due, self._until = max(row[5] for row in rows), min(row[6] for row in rows)
         repaired = False
@@ -956,7 +956,7 @@ class Scrubber:
 
 
 def _rehearse(policy: Policy, kind: bounds.Kind, like: Tensor) -> None:
-    """Scrub spare numbers of this type: it loads all code and makes the allocators' memory."""
+    """Scrub spare numbers of this type, which loads all code and makes the allocators' memory."""
     spare = nn.Parameter(torch.zeros((256, 256), dtype=like.dtype, device=like.device))
     spare.grad = torch.zeros_like(spare)
     optimizer = bounds.idle_optimizer(kind, spare)
