@@ -162,15 +162,13 @@ class Record:
         CALLING.spans.discard((self.first, self.end))
         if dy is None or all(gradient is None for gradient in gradients):
             return gradients
-        every: list[Tensor | None] = [None] * self.inputs
-        for index, gradient in zip(self.wanted, gradients, strict=True):
-            every[index] = gradient
 
         def again(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Gradients]:
             return self._differentiate(inputs, dy)
 
         with torch.no_grad():
-            seen = Seen(dy.detach(), kept, tuple(every), again, self.replaceable, self.exact)
+            every = self._of_all_inputs(gradients)
+            seen = Seen(dy.detach(), kept, every, again, self.replaceable, self.exact)
             watch = self.watch
             checked = self.check(seen) if watch is None else watch.timed(self.check, seen)
         return tuple(checked[index] for index in self.wanted)
@@ -187,10 +185,12 @@ class Record:
             y = self.compute(*fresh)
         # As in the pass that is checked, which may have left the region.
         gradients = torch.autograd.grad(y, leaves, dy.detach(), allow_unused=True)
-        every: list[Tensor | None] = [None] * self.inputs
-        for index, gradient in zip(self.wanted, gradients, strict=True):
-            every[index] = gradient
-        return y.detach(), tuple(every)
+        return y.detach(), self._of_all_inputs(gradients)
+
+    def _of_all_inputs(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Gradients of the wanted inputs, and None for the others, in the inputs' order."""
+        by_place = dict(zip(self.wanted, gradients, strict=True))
+        return tuple(by_place.get(place) for place in range(self.inputs))
 
 
 class _PartsRecord(Record):

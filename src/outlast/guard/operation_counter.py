@@ -229,10 +229,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or watch is None
             or operations is None
             or checking() is not operations
-            or getattr(func, "namespace", "") in _COLLECTIVES
+            or not isinstance(func, torch._ops.OpOverload)
+            or func.namespace in _COLLECTIVES
         ):
-            return func(*args, **kwargs)
-        if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         made, (checked_before, other_before) = watch.made, operations.total
         out = func(*args, **kwargs)

@@ -775,10 +775,7 @@ def _replace_kernels(library: Library, key: str) -> None:
         )
         replace("_trilinear", _trilinear)
         if key == "CPU":
-            replace(
-                "_grouped_mm",
-                lambda checks, raw, args, options: checks.grouped_product(raw, args, options),
-            )
+            replace("_grouped_mm", OperationChecks.grouped_product)
             for name in _NORMS:
                 updated = slice(3, 5) if name == "native_batch_norm" else slice(0)
                 replace(name, _normalisation(updated))
@@ -792,14 +789,8 @@ def _replace_kernels(library: Library, key: str) -> None:
         else:
             # Where its groups end is known on the device only.
             replace("_grouped_mm", _grouped_elsewhere)
-        replace(
-            FUSED,
-            lambda checks, raw, args, options: checks.attention_output(raw, args, options),
-        )
-        replace(
-            f"{FUSED}_backward",
-            lambda checks, raw, args, options: checks.attention_gradients(raw, args, options),
-        )
+        replace(FUSED, OperationChecks.attention_output)
+        replace(f"{FUSED}_backward", OperationChecks.attention_gradients)
         for name in _ATTENTION:
             replace(name, _attention(0, 1.0))
             replace(f"{name}_backward", _attention(1, 2.5))
