@@ -95,7 +95,7 @@ class _Moment:
 
     @classmethod
     def take(cls, device: torch.device, buffers: Sequence[Tensor]) -> _Moment:
-        """Of now."""
+        """Copy the generators and buffers as they are now."""
         return cls(
             torch.get_rng_state(),
             torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -268,7 +268,7 @@ class Audit:
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """Device of the model."""
         return next((parameter.device for parameter in self._parameters), torch.device("cpu"))
 
     @property

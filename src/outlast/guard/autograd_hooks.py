@@ -530,7 +530,6 @@ def repeated(
     tensors: Sequence[Tensor],
     again: Callable[[], Sequence[Tensor | None]],
     *,
-    changed: Callable[[], bool] | None = None,
     replaceable: bool = True,
     place: Callable[[], Site] | None = None,
     of_model: bool = True,
@@ -545,7 +544,6 @@ def repeated(
         site: The check.
         tensors: As they were computed first.
         again: Computes them again, with the same bits unless something was wrong.
-        changed: See `corrected`.
         replaceable: Whether the tensors have not been used yet; else wrong ones are ``detected``.
         place: Finds the site that a finding names, if another one than that which counts.
         of_model: See `Watch.wants`.
@@ -569,7 +567,7 @@ def repeated(
         return list(tensors)
     outcome: Outcome = "detected"
     right = list(tensors)
-    if watch.policy.correct and not (changed is not None and changed()):
+    if watch.policy.correct:
         third = computed()
         if all(agree(tensors, third)):
             outcome = "check"

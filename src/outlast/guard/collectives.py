@@ -598,7 +598,7 @@ class ShardedModule:
         return divisor
 
     def factor(self, op: Any, size: int) -> float:
-        """By which a reduction by `op` over `size` ranks multiplies the sum."""
+        """Factor by which a reduction by `op` over `size` ranks multiplies the sum."""
         if op == dist.ReduceOp.AVG:
             return 1.0 / size
         if op == dist.ReduceOp.SUM or self.divisor is None:

@@ -79,7 +79,7 @@ class Convolution:
         return other
 
     def flops(self, small: Tensor) -> float:
-        """Of one product of this convolution; small: (batch, channels, positions...)."""
+        """FLOPs of one product of this convolution; small: (batch, channels, positions...)."""
         return 2.0 * small.numel() * self._multiplied
 
     def to_small(

@@ -89,7 +89,7 @@ class FusedAttention:
 
     @property
     def flops(self) -> float:
-        """Of the forward pass's two products."""
+        """FLOPs of the forward pass's two products."""
         q, k, v = self.query, self.key, self.value
         return 2.0 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 

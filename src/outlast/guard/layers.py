@@ -616,7 +616,7 @@ class _DxCheck:
         ) * row.r.square()
 
     def judge(self, dx: Tensor) -> ResidualTest:
-        """Of dx (rows, D)."""
+        """Judge dx (rows, D)."""
         dtype = self._u.dtype
         powers = powers_squared(dx, dtype).sum(dim=1)
         stored = unit_roundoff(name_of(dx.dtype))

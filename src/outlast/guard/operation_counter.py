@@ -465,7 +465,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Of an operation that `OperationChecks` does not count."""
+    """FLOPs of an operation that `OperationChecks` does not count."""
     base = _base(func)
     if base in _MOVES or base in _NOTHING or getattr(func, "is_view", False):
         return 0.0

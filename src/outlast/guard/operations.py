@@ -594,9 +594,9 @@ class OperationChecks(SharedByCopies):
     def _has_changed(
         self, call: FusedAttention, judged: ResidualTest, out: Tensor, logsum: Tensor
     ) -> bool:
-        """Note an O that fails its check going back; whether the step must be run again for it.
+        """Note an O that fails its check going back, and return whether the step must be repeated.
 
-        What followed has used another O, or other inputs.
+        It must where what followed has used another O, or other inputs.
         """
         left = call.beyond_rounding(judged, o=out, l=logsum[..., None])
         outcome: Outcome = "detected" if left.exceeded else "rounding"
@@ -628,7 +628,7 @@ class OperationChecks(SharedByCopies):
         self._count(name, flops, "without a check")
 
     def _count(self, name: str, flops: float, why_not: str) -> bool:
-        """Count an operation; whether it is to be checked."""
+        """Count an operation, and return whether it is to be checked."""
         if not self._begun:
             self._begun, self.checked = True, 0.0
             self.unchecked.clear()

@@ -94,7 +94,7 @@ class OptimizerGroup:
         return options
 
     def decay(self, dtype: torch.dtype) -> bounds.Decay | None:
-        """Of moments of this type; None where the betas lie on a device."""
+        """The decay of moments of this type; None where the betas lie on a device."""
         if self._betas is None:
             return None
         low1, high1, low2, high2 = self._betas
@@ -167,7 +167,7 @@ class OptimizerGroup:
         self._betas = min(low1, beta1), max(high1, beta1), min(low2, beta2), max(high2, beta2)
 
     def _longest_update(self) -> float:
-        """Of a coordinate, in any step, per learning rate."""
+        """Longest update of a coordinate in any step, per learning rate."""
         options = self.options
         if self.kind == "muon":
             return max(_muon_reach(options, parameter) for parameter in options["params"])
@@ -196,7 +196,7 @@ class BlockRange:
 
 @dataclass
 class ScrubbedParameter:
-    """One parameter."""
+    """A parameter, and the largest numbers that rounds have found in its blocks."""
 
     name: str
     parameter: Tensor
@@ -205,7 +205,7 @@ class ScrubbedParameter:
 
     @property
     def kind(self) -> bounds.Kind:
-        """Of its optimizer."""
+        """Kind of its optimizer."""
         return "other" if self.group is None else self.group.kind
 
     @property
@@ -283,7 +283,7 @@ class Views:
     writes: int
 
     def optimizer(self) -> list[Tensor]:
-        """All state."""
+        """All state of the optimizer."""
         return [*self.state.values(), *self.others]
 
 
@@ -299,7 +299,7 @@ class BlockPiece:
     @classmethod
     @torch.no_grad()
     def of(cls, block: Block) -> BlockPiece:
-        """As it is now."""
+        """Copy a block as it is before a step."""
         data, steps = block.parameter(), steps_of(block.entry.state)
         # What an unknown optimizer may do to a parameter is unknown.
         checked = block.entry.kind != "other"
@@ -344,7 +344,7 @@ class Round:
 
     @property
     def device(self) -> torch.device:
-        """Of its first block."""
+        """Device of its first block."""
         return self.pieces[0].old.device
 
     def views(self) -> list[Views]:
@@ -373,7 +373,7 @@ def state_of(views: list[Views]) -> list[Tensor]:
 
 
 def hashes_of(views: list[Views]) -> tuple[Tensor, Tensor]:
-    """Of parameters and of state."""
+    """Hashes of the parameters and of the state of some blocks."""
     parameters, state = hash64([view.parameter for view in views]), state_of(views)
     return parameters, hash64(state) if state else torch.zeros_like(parameters)
 
@@ -649,7 +649,7 @@ class Scrubber:
         if not (self._whole and self._blocks):
             return
         started = self._clock()
-        # What it was before is nobody's question: no step is checked.
+        # No step is checked, so what was there before is not copied.
         pieces = [
             BlockPiece(block, block.parameter()[:0], 0.0, block.writes(block.parameter()))
             for block in self._blocks
@@ -722,7 +722,7 @@ class Scrubber:
         self._charge(started, current)
 
     def finish(self, *, used: bool = False) -> None:
-        """End a round whose step is done: is everything still as the step has left it, everywhere?
+        """End a round whose step is done: compare its slice with what the step has left.
 
         All ranks of a group call it together; `before_step` does it, too.
 

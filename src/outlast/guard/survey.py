@@ -153,7 +153,7 @@ class _Expected:
 
 @dataclass
 class _Judged:
-    """Of the parameters that an optimizer has updated in its last step."""
+    """Counts of the parameters that an optimizer has updated in its last step."""
 
     count: int = 0
     elements: int = 0
@@ -161,7 +161,7 @@ class _Judged:
 
 
 class Survey:
-    """Of one guarded model; see the module.
+    """The survey of one guarded model; see the module.
 
     Args:
         watch: What all checks of the guard share.
@@ -268,7 +268,7 @@ class Survey:
             self._graphs.clear()
 
     def _counted(self) -> bool:
-        """Read the counts of a step that ends; whether less is checked than in the one before."""
+        """Read a step's counts, and return whether less is checked than in the step before."""
         counter = self.watch.counter
         if counter is None:
             return False
@@ -493,7 +493,7 @@ class Survey:
             self.judge(None)
 
     def _tell(self) -> bool:
-        """Warn of what is new; whether anything is."""
+        """Warn of what is new, and return whether anything is."""
         told, watch = self._told, self.watch
         if self._due or watch.operations is not None:
             self._share = self._flops()
@@ -582,7 +582,10 @@ class Survey:
         return False
 
     def _flops(self) -> float | None:
-        """Of a step that was looked at; a check that was not made covers no product."""
+        """Share of FLOPs without a check in a step whose graph was read; None: not known.
+
+        A check that was not made covers no product.
+        """
         seen, sites = self._shown, self.watch.ledger.sites
         if (operations := self.watch.operations) is not None:
             # A compiler may have made kernels of its own of some.
@@ -871,7 +874,7 @@ def _is_custom(node: Node, kind: str) -> bool:
 
 
 def _flops(node: Node, kind: str) -> float | None:
-    """Of the forward pass of a matrix product, from shapes alone; 0 for what is none.
+    """FLOPs of the forward pass of a matrix product, from shapes alone; 0 for what is none.
 
     None where shapes do not tell: of nested tensors, and of what is multiplied by frozen numbers.
     """
@@ -906,7 +909,7 @@ def _flops(node: Node, kind: str) -> float | None:
 
 
 def _watch_of(node: Node) -> Watch | None:
-    """Of the guard that checks what this node makes, if any."""
+    """The watch of the guard that checks what this node makes, if any."""
     if getattr(node, "_forward_cls", None) is CheckedLinear:
         layer: LinearChecks = node.layer  # type: ignore[attr-defined]
         return layer.watch
@@ -951,7 +954,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 
 def _shape(node: Node | None, place: int) -> tuple[int, ...] | None:
-    """Of what a node has made, where it is made of plain numbers."""
+    """Shape of what a node has made, where it is made of plain numbers."""
     made = None if node is None else _metadata(node, place)
     if made is None:
         return None

@@ -360,7 +360,7 @@ class Watch(SharedByCopies):
         return copy
 
     def wants(self, site: Site, judged: ResidualTest, *, of_model: bool = True) -> bool:
-        """Count a check; whether it failed, as far as the host knows by now.
+        """Count a check, and return whether it failed, as far as the host knows by now.
 
         On devices that run behind the host the answer is no, and `settle` learns the truth.
 
