@@ -188,7 +188,7 @@ class OperationChecks(SharedByCopies):
         total = self.checked + unchecked
         return unchecked / total if total else None
 
-    def wants(self) -> bool:
+    def trains(self) -> bool:
         """Return whether what this thread computes may be part of the model's training."""
         model = self._model()
         if model is None or is_suspended():
@@ -727,7 +727,7 @@ def checking() -> OperationChecks | None:
     if CALLING.purpose != "check":
         for reference in reversed(_installed):
             checks = reference()
-            if checks is not None and checks.wants():
+            if checks is not None and checks.trains():
                 return checks
     return None
 

@@ -48,7 +48,8 @@ def hash64(tensors: Sequence[Tensor]) -> Tensor:
         state = xxhash.xxh3_64(seed=_SEED)
         for tensor in tensors:
             state.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-        return torch.tensor(_signed(state.intdigest()), dtype=torch.int64)
+        digest = state.intdigest()
+        return torch.tensor(digest - 2**64 if digest >= 2**63 else digest, dtype=torch.int64)
     device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
@@ -76,10 +77,6 @@ def hash_words(numbers: Tensor) -> Tensor:
     for part in torch.split(words, _WORDS):
         total = total * CHAIN + (part * multipliers[: part.numel()]).sum()
     return total
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from outlast.guard.autograd_hooks import Record
     from outlast.guard.findings import Site
     from outlast.guard.linear import LinearChecks
     from outlast.guard.watch import Watch
@@ -708,7 +709,10 @@ class _Graph:
 
         The process may train other models, and has reentrant checkpointing of frozen layers.
         """
-        return any(self._leaf(node) is not None or _watch_of(node) is watch for node in self._users)
+        return any(
+            self._leaf(node) is not None or getattr(_owner(node), "watch", None) is watch
+            for node in self._users
+        )
 
     def read(self, seen: _Seen) -> None:
         """Add what is in it to `seen`."""
@@ -741,17 +745,15 @@ class _Graph:
 
     def _check(self, node: Node) -> str | None:
         """The name of the check that watches the gradient which this node makes."""
-        if getattr(node, "_forward_cls", None) is CheckedLinear:
-            layer: LinearChecks = node.layer  # type: ignore[attr-defined]
-            return layer.name
-        if (own := record_of(node)) is not None:
-            return own.name
+        if (owner := _owner(node)) is not None:
+            return owner.name
         number = node._sequence_nr()
         place = bisect_right(self._spans, (number, float("inf"), "")) - 1
         if place >= 0 and number < self._spans[place][1]:
             return self._spans[place][2]
         kind = _kind(node)
-        if kind in NODES and _type(node) in TYPES and kind in self._nodes.get(_device(node), ()):
+        dtype = getattr(_metadata(node), "dtype", None)
+        if kind in NODES and dtype in TYPES and kind in self._nodes.get(_device(node), ()):
             return ANYWHERE
         return None
 
@@ -908,13 +910,12 @@ def _flops(node: Node, kind: str) -> float | None:
     )
 
 
-def _watch_of(node: Node) -> Watch | None:
-    """The watch of the guard that checks what this node makes, if any."""
+def _owner(node: Node) -> LinearChecks | Record | None:
+    """The layer's checks, or the record, that this node was made for, if any."""
     if getattr(node, "_forward_cls", None) is CheckedLinear:
         layer: LinearChecks = node.layer  # type: ignore[attr-defined]
-        return layer.watch
-    record = record_of(node)
-    return None if record is None else record.watch
+        return layer
+    return record_of(node)
 
 
 def _metadata(node: Node, place: int = 0) -> Any:
@@ -934,12 +935,6 @@ def _device(node: Node) -> str:
 def _is_plain_sum(node: Node) -> bool:
     """Return whether nothing multiplies the second operand, other than a sign."""
     return getattr(node, "_saved_alpha", 1) in {1, -1}
-
-
-def _type(node: Node) -> torch.dtype | None:
-    """The type of what a node has made."""
-    made = _metadata(node)
-    return None if made is None else made.dtype
 
 
 def _is_empty(node: Node) -> bool:

@@ -148,7 +148,9 @@ class UpdateAudit:
         self.compared += len(update.parameters)
         if not wrong:
             self._proven.add(id(optimizer))
-        elif not self._trusted(optimizer):
+        elif not (
+            id(optimizer) in self._proven or type(optimizer).__module__.startswith("torch.optim")
+        ):
             self._refuse(optimizer, "its step of a slice alone has never given the same numbers")
             return perf_counter() - began
         site = self.watch.ledger.site("optimizer", "audit.update")
@@ -186,9 +188,6 @@ class UpdateAudit:
                 outcome, said = "detected", "two repeated steps agree on other numbers"
             text = Site(f"{item.name}: {said}", "audit.update")
             self.watch.find(text, item.parameter.device, 1, math.inf, outcome)
-
-    def _trusted(self, optimizer: Optimizer) -> bool:
-        return id(optimizer) in self._proven or type(optimizer).__module__.startswith("torch.optim")
 
     def _refuse(self, optimizer: Optimizer, why: str) -> None:
         self._refused.add(id(optimizer))
