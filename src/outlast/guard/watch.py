@@ -28,7 +28,7 @@ from outlast.guard.residual import equal_bits, is_half
 from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -379,9 +379,9 @@ class Watch(SharedByCopies):
             self._waiting.append((site, device, rows, four, judged.bitwise))
             return False
         # The CPU is never behind: its tensors are numbers already.
-        exceeded, worst, total, widest = map(float, numbers)
-        self._count(site, rows, int(exceeded), worst, total, widest)
-        return exceeded > 0
+        known = [float(number) for number in numbers]
+        self._count(site, rows, known)
+        return known[0] > 0
 
     def settle(self) -> None:
         """Wait for the device once and count all checks that `wants` has not known yet."""
@@ -403,7 +403,7 @@ class Watch(SharedByCopies):
                     exceeded = 0 if worst <= _LATE_DEVIATIONS else exceeded
                     # May be the data's own, such as an overflow under a gradient scaler.
                     outcome = outcome if math.isfinite(worst) else "not_finite"
-                self._count(site, rows, int(exceeded), worst, total, widest)
+                self._count(site, rows, (exceeded, worst, total, widest))
                 if exceeded:
                     self.find(site, device, int(exceeded), worst, outcome)
 
@@ -467,10 +467,9 @@ class Watch(SharedByCopies):
         rows, worst = int(judged.exceeded), float(judged.worst)
         self.find(site, judged.flags.device, rows, worst, outcome)
 
-    def _count(  # noqa: PLR0917
-        self, site: Site, rows: int, exceeded: int, worst: float, total: float, widest: float
-    ) -> None:
-        site.exceeded += exceeded
+    def _count(self, site: Site, rows: int, numbers: Sequence[float]) -> None:
+        exceeded, worst, total, widest = numbers
+        site.exceeded += int(exceeded)
         if rows:
             site.last = self.period
         if not exceeded and self._not_finite and site in self._not_finite:
