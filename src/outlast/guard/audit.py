@@ -579,27 +579,27 @@ class Audit:
 
     def _find(self, vote: _Vote) -> None:
         """Note a finding: this rank may be wrong."""
-        names = [self._names[row] for row in vote.difference.rows]
-        losses = [row for row in vote.difference.rows if row == 0]
-        others = len(names) - len(losses)
-        worst = vote.difference.worst * (1.0 if math.isinf(vote.difference.worst) else DEVIATIONS)
+        rows, worst = vote.difference.rows, vote.difference.worst * DEVIATIONS
+        others = [self._names[row] for row in rows if row]
         if others:
-            first = next(name for name in names if name != self._names[0])
-            text = f"{vote.said}; {others} of {len(self._names) - 1} tensors, first {first}"
-            self.watch.find(Site(text, "audit.gradient"), self.device, others, worst, "detected")
-        if losses:
+            text = (
+                f"{vote.said}; {len(others)} of {len(self._names) - 1} tensors, first {others[0]}"
+            )
+            site = Site(text, "audit.gradient")
+            self.watch.find(site, self.device, len(others), worst, "detected")
+        if 0 in rows:
             self.watch.find(Site(vote.said, "audit.loss"), self.device, 1, worst, "detected")
 
     def _count_compared(self, difference: _Difference) -> None:
-        wrong = set(difference.rows)
-        rows = range(len(self._names))
-        self._compared += len(rows)
+        rows = set(difference.rows)
+        wrong = [row in rows for row in range(len(self._names))]
+        self._compared += len(wrong)
         tolerance = 0.0 if self._tolerance is None else float(self._tolerance.max())
-        parts = [("audit.gradient", [row in wrong for row in rows if row])]
+        parts = [("audit.gradient", wrong[1:])]
         if self._unit == "micro-batch":
-            parts.append(("audit.loss", [0 in wrong]))
+            parts.append(("audit.loss", wrong[:1]))
+        worst = difference.worst * DEVIATIONS
         for operation, flags in parts:
-            worst = difference.worst * (1.0 if self._exact else DEVIATIONS)
             test = ResidualTest(
                 torch.tensor(flags), sum(flags), worst, 0.0, tolerance, bool(self._exact)
             )

@@ -470,16 +470,17 @@ class NormChecks(ForwardPatch):
 
     def _backward(self, used: list[Tensor], seen: Seen) -> Gradients:
         """Check what goes back, through the layer whose output has had the hash in `used`."""
-        x, weight, bias = seen.kept
-
-        def changed() -> bool:
-            # From an X or a weight that is another now, nothing right can be computed again.
-            return bool(used) and bool(hash64([seen.again((x, weight, bias))[0]]) != used[0])
-
         if self.watch.repeats_on(seen.dy.device) and seen.exact:
             digest = used[0] if used else None
             checks = [(self.dx_site, (0,)), (self.dw_site, (1, 2))]
             return repeated_gradients(self.watch, seen, digest, self.forward_site, checks)
+
+        def changed() -> bool:
+            # From an X or a weight that is another now, nothing right can be computed again.
+            return bool(used) and bool(hash64([seen.again(seen.kept)[0]]) != used[0])
+
+        check_gradients = corrected if seen.replaceable else judge_only
+        x, weight, _ = seen.kept
         dx, dw, db = seen.gradients
         flat_x, flat_dy = _rows(x), _rows(seen.dy)
         dtype = summing(x, seen.dy, weight)
@@ -489,22 +490,22 @@ class NormChecks(ForwardPatch):
         products = dy * normal
         if dx is not None:
             check = _DxCheck(self, flat_x, row, (dy, normal, products))
-            (dx,) = (corrected if seen.replaceable else judge_only)(
+            (dx,) = check_gradients(
                 self.watch,
                 self.dx_site,
                 self._touched("norm.dx", [dx]),
-                lambda: self._touched("norm.dx", seen.again((x, weight, bias))[1][:1]),
+                lambda: self._touched("norm.dx", seen.again(seen.kept)[1][:1]),
                 lambda given: check.judge(_rows(given[0])),
                 changed=changed,
             )
         pair = [item for item in (dw, db) if item is not None]
         if pair:
             pair = self._touched("norm.dw", pair)
-            right = (corrected if seen.replaceable else judge_only)(
+            right = check_gradients(
                 self.watch,
                 self.dw_site,
                 pair,
-                lambda: self._touched("norm.dw", seen.again((x, weight, bias))[1][1:]),
+                lambda: self._touched("norm.dw", seen.again(seen.kept)[1][1:]),
                 partial(self._judge_dw, flat_x, row, (dy, products), dw is not None),
                 changed=changed,
             )
