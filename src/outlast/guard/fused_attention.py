@@ -31,9 +31,9 @@ from outlast.guard.product import (
     NativeAttention,
     NativeHeads,
     NativeRounding,
-    finished,
     judged_rows,
     library_for,
+    raise_if_failed,
     rounding_of,
     threads_for,
 )
@@ -300,7 +300,7 @@ class FusedAttention:
         )
         for verdict in (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict):
             verdict.limit = DEVIATIONS**2
-        finished(check(ctypes.byref(call)))
+        raise_if_failed(check(ctypes.byref(call)))
         return call
 
 

@@ -803,7 +803,7 @@ class LinearChecks(ForwardPatch):
         self.watch.judge(site, residual_test(again - first, variance, squares))
 
     def compare_weight(self, weight: Tensor, encoding: Encoding, judged: ResidualTest) -> bool:
-        """Return whether a product is wrong since the weight has changed after it was encoded."""
+        """After a wrong product, find whether the weight has changed since it was encoded."""
         changed = self._weight_changed(weight, encoding)
         if changed:
             self.watch.note(self.watch.ledger.site(self.name, "weight"), judged, "detected")

@@ -368,8 +368,8 @@ def library_for(dtype: torch.dtype) -> Library | None:
     return compiled if compiled is not None and compiled.knows(NATIVE_TYPES[dtype]) else None
 
 
-def finished(code: int) -> None:
-    """Raise what a compiled pass says by its result."""
+def raise_if_failed(code: int) -> None:
+    """Raise an error where the result of a compiled pass says so."""
     if code:
         raise MemoryError("no memory is left for the sums of a check")
 
@@ -403,7 +403,7 @@ class NativeProduct:
             right.data_ptr(),
             left.data_ptr(),
         )
-        finished(self._compiled.encode(ctypes.byref(call)))
+        raise_if_failed(self._compiled.encode(ctypes.byref(call)))
         beta = 0.0 if bias is None else 1.0
         return Encoding(
             u, v, right, left, call.rows_largest, call.columns_largest, beta, call.offset
@@ -435,7 +435,7 @@ class NativeProduct:
             flags.data_ptr(),
             _limits(x.dtype, inputs, outputs, encoding.columns_largest),
         )
-        finished(self._compiled.forward(ctypes.byref(call)))
+        raise_if_failed(self._compiled.forward(ctypes.byref(call)))
         return Projections(projections, squares), judged_rows(call.verdict, flags)
 
     def backward(
@@ -474,7 +474,7 @@ class NativeProduct:
             call.dw_verdict = _limits(dy.dtype, rows, inputs, alike=True)
             if db is not None:
                 call.db = db.data_ptr()
-        finished(self._compiled.backward(ctypes.byref(call)))
+        raise_if_failed(self._compiled.backward(ctypes.byref(call)))
         return (
             None if dx is None else judged_rows(call.dx_verdict, dx_flags),
             None if dw is None else judged_rows(call.dw_verdict, dw_flags),
@@ -567,7 +567,7 @@ def _check_natively(  # noqa: PLR0917
         flags.data_ptr(),
         _limits(a.dtype, terms, columns),
     )
-    finished(compiled.multiply(ctypes.byref(call)))
+    raise_if_failed(compiled.multiply(ctypes.byref(call)))
     return judged_rows(call.verdict, flags)
 
 
