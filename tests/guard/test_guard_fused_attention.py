@@ -230,7 +230,7 @@ def test_attention_is_counted_as_checked_only_where_it_was(monkeypatch: pytest.M
         handle = guard(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
         with monkeypatch.context() as patch:
             if not native:
-                patch.setattr("outlast.guard.fused_attention.library", lambda: None)
+                patch.setattr("outlast.guard.fused_attention.library_for", lambda _: None)
             step(model, handle)
             handle._optimizers[0].step()
         checked = {each.operation for each in handle.ledger.sites.values() if each.checks}

@@ -50,14 +50,13 @@ from outlast.guard.autograd_hooks import (
     powers_squared,
     same_bits,
     stored,
-    summing,
     watched,
 )
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.fused_attention import KEY_BLOCK, blockwise, query_block
 from outlast.guard.product import rounding_of
 from outlast.guard.replica_hashes import hash64
-from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test
+from outlast.guard.residual import ResidualTest, equality_test, name_of, residual_test, summing
 from outlast.guard.threshold import DEVIATIONS, product_bound, unit_roundoff
 from outlast.guard.watch import CALLING, computing
 from outlast.state.sharded import is_dtensor
@@ -135,8 +134,8 @@ class AttentionChecks:
         """Attention of query (..., heads, queries, channels) to key and value (..., keys, ...)."""
         given = (query, key, value)
         gqa = bool(options.get("enable_gqa"))
-        policy = self.watch.policy
-        if policy.modules and not policy.reaches("full", self._name()):
+        policy, name = self.watch.policy, calling_attention("attention")
+        if policy.modules and not policy.reaches("full", name):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
         if self.watch.repeats_on(query.device) or not _applies(given, gqa) or is_dtensor(attn_mask):
             return original(*given, attn_mask, dropout_p, is_causal, **options)
@@ -150,7 +149,7 @@ class AttentionChecks:
         scale = options.get("scale")
         call = _Call(
             self.watch,
-            self._name(),
+            name,
             original,
             {"dropout_p": dropout_p, "is_causal": is_causal, **options},
             query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -158,9 +157,6 @@ class AttentionChecks:
             torch.get_rng_state() if dropout_p and device == "cpu" else None,
         )
         return call.run(query, key, value, attn_mask)
-
-    def _name(self) -> str:
-        return calling_attention("attention")
 
     def _enter(self, name: str, *_: object) -> None:
         if torch.compiler.is_compiling():
@@ -370,14 +366,11 @@ class _Call:
         return self.watch.touched(site, self.name, numbers)
 
     def backward(self, seen: Seen) -> Gradients:
-        kept = self.kept.take()
+        o = self.kept.take()
         dq, dk, dv, dmask = seen.gradients
-        if not kept:
-            return seen.gradients
-        (o,) = kept
         query, key, value, mask = seen.kept
-        if not self.compare_output(o):
-            # What followed has used another O, so that the step must be run again.
+        if o is None or not self.compare_output(o):
+            # Nothing was kept, or what followed has used another O: the step must be run again.
             return seen.gradients
         head = _Heads(self, (query, key, value), seen.dy, o)
         rows = _open_rows(mask, query, key)
@@ -486,7 +479,6 @@ class _Heads:
     ) -> None:
         query, key, value = inputs
         self._call = call
-        self._value_like = value
         self._dtype = dtype = summing(*inputs)
         self._query, self._key, self._value = (tensor_in.detach().to(dtype) for tensor_in in inputs)
         self._dy = dy.to(dtype)

@@ -57,9 +57,10 @@ from outlast.errors import GuardError
 from outlast.guard.audit_schedule import AuditBudget, AuditReport, AuditSchedule
 from outlast.guard.findings import Site
 from outlast.guard.replica_hashes import CHAIN, hash64
-from outlast.guard.residual import ResidualTest, equal_bits
+from outlast.guard.residual import ResidualTest, equal_bits, exact_test
 from outlast.guard.threshold import DEVIATIONS
 from outlast.guard.update_audit import UpdateAudit
+from outlast.guard.watch import reducing_device, world_size
 from outlast.state.sharded import is_dtensor, is_fsdp1_module, is_fsdp_module
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class _Moment:
 
     @classmethod
     def take(cls, device: torch.device, buffers: Sequence[Tensor]) -> _Moment:
-        """Of now."""
+        """Copy the generators and buffers as they are now."""
         return cls(
             torch.get_rng_state(),
             torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -233,9 +234,9 @@ class Audit:
         self.repeats_steps = policy.audit_steps
         self._wrapper = wrapper
         named = list(model.named_parameters())
+        buffers = {name: item for name, item in model.named_buffers() if not is_dtensor(item)}
         self._parameters = [parameter for _, parameter in named]
-        self._buffers = [buffer for _, buffer in model.named_buffers() if not is_dtensor(buffer)]
-        buffers = [name for name, buffer in model.named_buffers() if not is_dtensor(buffer)]
+        self._buffers = [*buffers.values()]
         self._names = ["the loss", *(name for name, _ in named), *buffers]
         modules = list(model.modules())
         self._sharded = any(map(is_dtensor, self._parameters)) or any(
@@ -267,7 +268,7 @@ class Audit:
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """Device of the model."""
         return next((parameter.device for parameter in self._parameters), torch.device("cpu"))
 
     @property
@@ -292,8 +293,6 @@ class Audit:
             why_not=self.why_not,
             updates_why_not=self.updates.why_not,
         )
-
-    # Steps.
 
     def restart(self, step: int) -> None:
         """Weights and optimizer state are others now, and `step` steps are done; all ranks."""
@@ -328,8 +327,8 @@ class Audit:
         self._audited = False
         self._failed_before = -1
         period = torch.tensor([self.budget.period()])
-        if _world_size() > 1:
-            period = period.to(_reducing_device(None))
+        if world_size() > 1:
+            period = period.to(reducing_device())
             dist.broadcast(period, src=0)
         self.schedule.advance(self.watch.step + 1, int(period))
 
@@ -351,8 +350,6 @@ class Audit:
                 f"guard.audit: the passes are not audited, only the optimizer's updates: {why}",
                 stacklevel=4,
             )
-
-    # Passes.
 
     def micro_batch(
         self, passes: Callable[[Any], Any], batch: Any, reload: Callable[[], Any] | None
@@ -440,7 +437,7 @@ class Audit:
         if difference:
             alone, reproduced = self._alone(first, second, third)
             said = f"the passes of the step, computed again by the same ranks: {alone}"
-            if self._together and _world_size() > 1:
+            if self._together and world_size() > 1:
                 said += "; all ranks have a part in it: whose was wrong is not known"
             vote = _Vote(0, (0,), said, difference, reproduced)
         self._count_compared(difference)
@@ -547,18 +544,14 @@ class Audit:
             return False
         again = self._failed_before == self.watch.step
         self._failed_before = self.watch.step
-        reproduced = any(vote.reproduced for vote in votes)
-        if reproduced and not (again and self._alone_or_together):
+        alone = self._unit == "step" or self._size == 1
+        if any(vote.reproduced for vote in votes) and not (again and alone):
             return False
         self._stop(
             f"they give other numbers each time: they use more than {_REPEATED}, or the device is "
             f"wrong every time; {votes[0].said}"
         )
         return True
-
-    @property
-    def _alone_or_together(self) -> bool:
-        return self._unit == "step" or self._size == 1
 
     def _judge_data(
         self,
@@ -580,43 +573,37 @@ class Audit:
                 _put_back(batch, stored)
         elif reload is not None and data_hash(reload()) != arrived:
             wrong = "read again, it is another one"
-        flags = torch.tensor([bool(wrong)])
-        worst = math.inf if wrong else 0.0
-        if self.watch.wants(
-            site, ResidualTest(flags, int(bool(wrong)), worst, 0.0, 0.0, bitwise=True)
-        ):
+        if self.watch.wants(site, exact_test([bool(wrong)])):
             said = Site(f"micro-batch {number}: {wrong}", "audit.data")
             self.watch.find(said, self.device, 1, math.inf, "detected")
 
     def _find(self, vote: _Vote) -> None:
         """Note a finding: this rank may be wrong."""
-        names = [self._names[row] for row in vote.difference.rows]
-        losses = [row for row in vote.difference.rows if row == 0]
-        others = len(names) - len(losses)
-        worst = vote.difference.worst * (1.0 if math.isinf(vote.difference.worst) else DEVIATIONS)
+        rows, worst = vote.difference.rows, vote.difference.worst * DEVIATIONS
+        others = [self._names[row] for row in rows if row]
         if others:
-            first = next(name for name in names if name != self._names[0])
-            text = f"{vote.said}; {others} of {len(self._names) - 1} tensors, first {first}"
-            self.watch.find(Site(text, "audit.gradient"), self.device, others, worst, "detected")
-        if losses:
+            text = (
+                f"{vote.said}; {len(others)} of {len(self._names) - 1} tensors, first {others[0]}"
+            )
+            site = Site(text, "audit.gradient")
+            self.watch.find(site, self.device, len(others), worst, "detected")
+        if 0 in rows:
             self.watch.find(Site(vote.said, "audit.loss"), self.device, 1, worst, "detected")
 
     def _count_compared(self, difference: _Difference) -> None:
-        wrong = set(difference.rows)
-        rows = range(len(self._names))
-        self._compared += len(rows)
+        rows = set(difference.rows)
+        wrong = [row in rows for row in range(len(self._names))]
+        self._compared += len(wrong)
         tolerance = 0.0 if self._tolerance is None else float(self._tolerance.max())
-        parts = [("audit.gradient", [row in wrong for row in rows if row])]
+        parts = [("audit.gradient", wrong[1:])]
         if self._unit == "micro-batch":
-            parts.append(("audit.loss", [0 in wrong]))
+            parts.append(("audit.loss", wrong[:1]))
+        worst = difference.worst * DEVIATIONS
         for operation, flags in parts:
-            worst = difference.worst * (1.0 if self._exact else DEVIATIONS)
             test = ResidualTest(
                 torch.tensor(flags), sum(flags), worst, 0.0, tolerance, bool(self._exact)
             )
             self.watch.wants(self.watch.ledger.site(self._unit, operation), test)
-
-    # Computing.
 
     def _computed(self, passes: Callable[[Any], Any], content: bytes, shift: int) -> _Fingerprints:
         """This rank's micro-batch as the rank `shift` places before it computes it."""
@@ -700,8 +687,6 @@ class Audit:
             total += down[: len(wide)] @ wide
         return (total * across).view(-1, _SKETCH).sum(dim=0)
 
-    # Comparing.
-
     def _decide(self) -> None:
         """Decide, alike on all ranks, whether bits can be compared."""
         if self._exact is not None:
@@ -712,7 +697,7 @@ class Audit:
     def _gathered(self, value: Any) -> list[Any]:
         """Values of all ranks that audit together: of the group, or where passes are, of all."""
         if self._unit == "step":
-            size, group = _world_size(), None
+            size, group = world_size(), None
         else:
             size, group = self._size, self._group
         if size == 1:
@@ -772,8 +757,6 @@ class Audit:
         wrong = ~(ratio <= 1.0)
         return _Difference(_rows(wrong), float(torch.nan_to_num(ratio, nan=math.inf).max()))
 
-    # Moving.
-
     def _packed(self, batch: Any, moment: _Moment) -> bytes:
         try:
             buffers = [buffer.cpu() for buffer in moment.buffers]
@@ -793,8 +776,9 @@ class Audit:
         size = self._size
         if shift % size == 0:
             return content
-        group, device = self._group, _reducing_device(self._group)
+        group = self._group
         assert group is not None
+        device = reducing_device(group)
         to, source = (
             dist.get_global_rank(group, place % size)
             for place in (self._place + shift, self._place - shift)
@@ -952,19 +936,7 @@ def _distance(one: Tensor, two: Tensor) -> Tensor:
     return torch.where(both, 0.0, apart)
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _reducing_device(group: dist.ProcessGroup | None) -> torch.device:
-    if "cpu:" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _swap(
-    sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup | None
-) -> None:
+def _swap(sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup) -> None:
     operations = [
         dist.P2POp(dist.isend, sent, to, group),
         dist.P2POp(dist.irecv, received, source, group),

@@ -21,6 +21,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,12 +57,6 @@ def powers_squared(values: Tensor, dtype: torch.dtype) -> Tensor:
     integers, mask = _EXPONENT_BITS[values.dtype]
     powers = values.detach().contiguous().view(integers).bitwise_and(mask).view(values.dtype)
     return powers.to(dtype).square_()
-
-
-def summing(*tensors: Tensor | None) -> torch.dtype:
-    """The type in which to sum these: wide enough that the sums' own rounding is small."""
-    wide = any(t is not None and t.dtype in (torch.float32, torch.float64) for t in tensors)
-    return torch.float64 if wide else torch.float32
 
 
 def floor_of(count: int, stored: torch.dtype, summed: torch.dtype) -> float:
@@ -171,15 +166,13 @@ class Record:
         CALLING.spans.discard((self.first, self.end))
         if dy is None or all(gradient is None for gradient in gradients):
             return gradients
-        every: list[Tensor | None] = [None] * self.inputs
-        for index, gradient in zip(self.wanted, gradients, strict=True):
-            every[index] = gradient
 
         def again(inputs: Sequence[Tensor | None]) -> tuple[Tensor, Gradients]:
             return self._differentiate(inputs, dy)
 
         with torch.no_grad():
-            seen = Seen(dy.detach(), kept, tuple(every), again, self.replaceable, self.exact)
+            every = self._of_all_inputs(gradients)
+            seen = Seen(dy.detach(), kept, every, again, self.replaceable, self.exact)
             watch = self.watch
             checked = self.check(seen) if watch is None else watch.timed(self.check, seen)
         return tuple(checked[index] for index in self.wanted)
@@ -196,10 +189,12 @@ class Record:
             y = self.compute(*fresh)
         # As in the pass that is checked, which may have left the region.
         gradients = torch.autograd.grad(y, leaves, dy.detach(), allow_unused=True)
-        every: list[Tensor | None] = [None] * self.inputs
-        for index, gradient in zip(self.wanted, gradients, strict=True):
-            every[index] = gradient
-        return y.detach(), tuple(every)
+        return y.detach(), self._of_all_inputs(gradients)
+
+    def _of_all_inputs(self, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Gradients of the wanted inputs, and None for the others, in the inputs' order."""
+        by_place = dict(zip(self.wanted, gradients, strict=True))
+        return tuple(by_place.get(place) for place in range(self.inputs))
 
 
 class _PartsRecord(Record):
@@ -220,7 +215,7 @@ class _PartsRecord(Record):
         self._nodes = 0
         self._waiting = 0
         # Nodes by which autograd knows the inputs, and where the graph of `compute` ends.
-        edges = [get_gradient_edge(each) for i in wanted if (each := inputs[i]) is not None]
+        edges = [get_gradient_edge(given) for i in wanted if (given := inputs[i]) is not None]
         self._ends: dict[tuple[Node | None, int], int] = {
             (edge.node, edge.output_nr): place for place, edge in enumerate(edges)
         }
@@ -319,40 +314,39 @@ class _InputHook(torch.autograd.Function):
 
 
 class _Kept(torch.autograd.Function):
-    """The output of an operation, unchanged and kept for its check, and others with it."""
+    """The output of an operation, unchanged and kept for its check."""
 
     @staticmethod
-    def forward(ctx: Any, record: _OutputRecord, y: Tensor, *others: Tensor) -> Tensor:
-        ctx.record = record
-        ctx.save_for_backward(y, *others)
+    def forward(ctx: Any, kept: KeptOutput, y: Tensor) -> Tensor:
+        ctx.kept = kept
+        ctx.save_for_backward(y)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.record.kept = ctx.saved_tensors
-        return (None, dy, *(None,) * (len(ctx.record.kept) - 1))
-
-
-@dataclass
-class _OutputRecord:
-    kept: tuple[Tensor, ...] = ()
+        (ctx.kept.y,) = ctx.saved_tensors
+        return None, dy
 
 
 class KeptOutput:
-    """Brings an output that autograd keeps anyway to the backward check of its operation."""
+    """Brings an output that autograd keeps anyway to the backward check of its operation.
+
+    Attributes:
+        y: The output, from the beginning of a backward pass until `take`.
+    """
 
     def __init__(self) -> None:
-        self._record = _OutputRecord()
+        self.y: Tensor | None = None
 
-    def keep(self, y: Tensor, *others: Tensor) -> Tensor:
-        """`y`, and `others` kept with it; call it on what `watched` returned."""
-        kept: Tensor = _Kept.apply(self._record, y, *others)  # type: ignore[no-untyped-call]
+    def keep(self, y: Tensor) -> Tensor:
+        """Return `y`; call it on what `watched` returned."""
+        kept: Tensor = _Kept.apply(self, y)  # type: ignore[no-untyped-call]
         return kept
 
-    def take(self) -> tuple[Tensor, ...]:
-        """`y` and `others` in the backward pass, once; afterwards nothing."""
-        kept, self._record.kept = self._record.kept, ()
-        return kept
+    def take(self) -> Tensor | None:
+        """`y` in the backward pass, once; afterwards None."""
+        y, self.y = self.y, None
+        return y
 
 
 def watched(
@@ -458,7 +452,7 @@ def corrected(
     if not watch.wants(site, judged):
         return list(tensors)
     if changed is not None and changed():
-        watch.find(site, tensors[0].device, int(judged.exceeded), float(judged.worst), "detected")
+        watch.note(site, judged, "detected")
         return list(tensors)
     sizes = [tensor.numel() for tensor in tensors]
     stored = _flat(tensors)
@@ -501,8 +495,7 @@ def judge_only(
         fresh = _flat([tensor for tensor in again() if tensor is not None])
         same = same_bits(fresh, _flat(tensors)) and not changed()
         own = same and not bool(torch.isfinite(fresh).all())
-        rows, worst = int(judged.exceeded), float(judged.worst)
-        watch.find(site, fresh.device, rows, worst, "not_finite" if own else "detected")
+        watch.note(site, judged, "not_finite" if own else "detected")
     return list(tensors)
 
 
@@ -543,7 +536,6 @@ def repeated(
     tensors: Sequence[Tensor],
     again: Callable[[], Sequence[Tensor | None]],
     *,
-    changed: Callable[[], bool] | None = None,
     replaceable: bool = True,
     place: Callable[[], Site] | None = None,
     of_model: bool = True,
@@ -558,7 +550,6 @@ def repeated(
         site: The check.
         tensors: As they were computed first.
         again: Computes them again, with the same bits unless something was wrong.
-        changed: See `corrected`.
         replaceable: Whether the tensors have not been used yet; else wrong ones are ``detected``.
         place: Finds the site that a finding names, if another one than that which counts.
         of_model: See `Watch.wants`.
@@ -582,7 +573,7 @@ def repeated(
         return list(tensors)
     outcome: Outcome = "detected"
     right = list(tensors)
-    if watch.policy.correct and not (changed is not None and changed()):
+    if watch.policy.correct:
         third = computed()
         if all(agree(tensors, third)):
             outcome = "check"
@@ -593,6 +584,53 @@ def repeated(
     found_at = site if place is None else place()
     watch.find(found_at, tensors[0].device, int(judged.exceeded), math.inf, outcome)
     return right
+
+
+def repeated_gradients(
+    watch: Watch,
+    seen: Seen,
+    digest: Tensor | None,
+    forward: Site,
+    checks: Sequence[tuple[Site, tuple[int, ...]]],
+) -> Gradients:
+    """As `repeated` for an operation's gradients, and for its output: inputs may have changed.
+
+    Args:
+        watch: Of the guard.
+        seen: The backward pass; `kept` has the inputs.
+        digest: Hash of the output as it was handed on; None where it is not known.
+        forward: The check of the output.
+        checks: Those of the gradients, and the places of the inputs whose gradients each checks.
+
+    Returns:
+        The gradients, or what was put in their place.
+    """
+    y, second = seen.again(seen.kept)
+    if digest is not None and not bool(hash64([y]) == digest):
+        # What followed has used another output, or the inputs are others now.
+        watch.find(forward, y.device, 1, math.inf, "detected")
+        return seen.gradients
+    gradients = list(seen.gradients)
+    for site, inputs in checks:
+        places = [place for place in inputs if gradients[place] is not None]
+        if not places:
+            continue
+        computations = chain([second], iter(lambda: seen.again(seen.kept)[1], None))
+
+        def touched(made: Gradients, places: list[int] = places, site: Site = site) -> list[Tensor]:
+            own = [item for place in places if (item := made[place]) is not None]
+            return [watch.touched(site.operation, site.module, item) for item in own]
+
+        right = repeated(
+            watch,
+            site,
+            touched(seen.gradients),
+            lambda: touched(next(computations)),  # noqa: B023 - called at once
+            replaceable=seen.replaceable,
+        )
+        for place, item in zip(places, right, strict=True):
+            gradients[place] = item
+    return tuple(gradients)
 
 
 def repeated_output(watch: Watch, site: Site, y: Tensor, again: Callable[[], Tensor]) -> None:

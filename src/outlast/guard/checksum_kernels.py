@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outlast.guard.product import Encoding, Projections, bound_on, rounding_of
+from outlast.guard.product import Encoding, Projections, bound_on, rounding_of, signs_of
 from outlast.guard.residual import ResidualTest, rows_contiguous
 from outlast.guard.threshold import product_bound
 
@@ -237,7 +237,7 @@ def fold_kernel(
     limit: tl.float64,
     block: tl.constexpr,
 ) -> None:
-    """Store exceeded, worst, total and widest of `Judged` in verdict (4,); by one program."""
+    """Store exceeded, worst, total and widest of a `ResidualTest` in verdict (4,); one program."""
     exceeded = tl.zeros((block,), tl.float64)
     worst = tl.zeros((block,), tl.float64)
     total = tl.zeros((block,), tl.float64)
@@ -313,9 +313,7 @@ class TritonProduct:
 
     def encode(self, weight: Tensor, bias: Tensor | None, signs: RandomSigns) -> Encoding:
         """See `Product`."""
-        outputs, inputs = weight.shape
-        u = signs.take("input", inputs, weight.device)
-        v = signs.take("output", outputs, weight.device)
+        u, v = signs_of(weight, signs)
         right, rows, left, columns = both_sums(weight, u, v, torch.ones_like(v))
         offset = 0.0 if bias is None else bias.double() @ v.double()
         return Encoding(

@@ -188,8 +188,8 @@ class _Bucket:
 
 
 @dataclass
-class _Riders:
-    """The checksums of several buckets, which travel together behind the last of them.
+class _BucketChecksums:
+    """The checksums of several buckets, which are reduced together after the last of them.
 
     Attributes:
         dtypes: Of the buckets.
@@ -235,9 +235,9 @@ class ReplicatedReduction:
         self.ranks: list[int] = dist.get_process_group_ranks(self.group)
         self.watch: Watch | None = None
         self.terms: Terms | None = None
-        self._way: list[_Bucket] = []
+        self._buckets: list[_Bucket] = []
         self._parts: list[Tensor] = []
-        self._riders: list[_Riders] = []
+        self._sent: list[_BucketChecksums] = []
         self._storages: dict[int, int] = {}
         # DDP looks at annotations, and knows no postponed ones.
         ddp.register_comm_hook(self, lambda state, bucket: state.reduce(bucket))
@@ -257,9 +257,9 @@ class ReplicatedReduction:
 
     def begin(self) -> None:
         """Forget all checks so far."""
-        self._way.clear()
+        self._buckets.clear()
         self._parts.clear()
-        self._riders.clear()
+        self._sent.clear()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
         """DDP's hook: average one bucket over the ranks."""
@@ -274,7 +274,7 @@ class ReplicatedReduction:
         self._parts.append(watch.timed(checksums, buffer[None], watch.signs)[:, :2])
         watch.touch("bucket.during", name, buffer)
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
-        self._way.append(_Bucket(name, buffer, work))
+        self._buckets.append(_Bucket(name, buffer, work))
         if bucket.is_last():
             self._send()
         # Comes before DDP's own end of the backward pass, which hands the results out.
@@ -283,20 +283,20 @@ class ReplicatedReduction:
 
     def check(self) -> None:
         """Judge the reductions since `begin` or the last call; findings go to the watch."""
-        riders, self._riders = self._riders, []
+        sent, self._sent = self._sent, []
         if self.watch is None:
             return
         site = self.watch.ledger.site("gradients", "all_reduce")
-        for rider in riders:
-            if rider.results is None:
+        for sums in sent:
+            if sums.results is None:
                 continue
-            rider.work.wait()
-            elements = torch.tensor(rider.elements, device=rider.parts.device)
-            for dtype in dict.fromkeys(rider.dtypes):
-                rows = [row for row, own in enumerate(rider.dtypes) if own == dtype]
+            sums.work.wait()
+            elements = torch.tensor(sums.elements, device=sums.parts.device)
+            for dtype in dict.fromkeys(sums.dtypes):
+                rows = [row for row, own in enumerate(sums.dtypes) if own == dtype]
                 reduction = ReductionTerms(dtype, len(self.ranks))
                 judged = self.watch.timed(
-                    compare, rider.results[rows], rider.parts[rows], elements[rows], reduction
+                    compare, sums.results[rows], sums.parts[rows], elements[rows], reduction
                 )
                 self.watch.judge(site, judged)
 
@@ -339,23 +339,23 @@ class ReplicatedReduction:
         parameter.register_hook(note)  # type: ignore[no-untyped-call]
 
     def _send(self) -> None:
-        """Let the checksums of the buckets so far follow them."""
+        """Reduce the checksums of the buckets so far."""
         parts = torch.cat(self._parts)
         work = dist.all_reduce(parts, group=self.group, async_op=True)
-        dtypes = [bucket.buffer.dtype for bucket in self._way]
-        elements = [bucket.buffer.numel() for bucket in self._way]
-        self._riders.append(_Riders(dtypes, elements, parts, work, self._way))
-        self._way, self._parts = [], []
+        dtypes = [bucket.buffer.dtype for bucket in self._buckets]
+        elements = [bucket.buffer.numel() for bucket in self._buckets]
+        self._sent.append(_BucketChecksums(dtypes, elements, parts, work, self._buckets))
+        self._buckets, self._parts = [], []
 
     def _finish(self) -> None:
         """At the end of a backward pass: sum the results."""
         if self._parts:
             # In the first pass of a static graph no bucket says that it is the last.
             self._send()
-        for riders in self._riders:
-            if riders.results is None and self.watch is not None:
+        for sums in self._sent:
+            if sums.results is None and self.watch is not None:
                 results = []
-                for bucket in riders.buckets:
+                for bucket in sums.buckets:
                     bucket.work.wait()
                     self.watch.touch("bucket.after", bucket.name, bucket.buffer)
                     results.append(
@@ -363,7 +363,7 @@ class ReplicatedReduction:
                             checksums, bucket.buffer[None], self.watch.signs, powers=True
                         )
                     )
-                riders.results, riders.buckets = torch.cat(results), []
+                sums.results, sums.buckets = torch.cat(results), []
 
 
 def _result(work: dist.Work) -> torch.futures.Future[Any]:
@@ -598,7 +598,7 @@ class ShardedModule:
         return divisor
 
     def factor(self, op: Any, size: int) -> float:
-        """By which a reduction by `op` over `size` ranks multiplies the sum."""
+        """Factor by which a reduction by `op` over `size` ranks multiplies the sum."""
         if op == dist.ReduceOp.AVG:
             return 1.0 / size
         if op == dist.ReduceOp.SUM or self.divisor is None:

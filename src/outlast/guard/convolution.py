@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outlast.guard.product import Row, is_doubtful, rounding_of, second_look
-from outlast.guard.residual import ResidualTest, name_of, residual_test
+from outlast.guard.residual import ResidualTest, accumulating, name_of, residual_test
 from outlast.guard.threshold import product_bound, unit_roundoff
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Convolution:
         return other
 
     def flops(self, small: Tensor) -> float:
-        """Of one product of this convolution; small: (batch, channels, positions...)."""
+        """FLOPs of one product of this convolution; small: (batch, channels, positions...)."""
         return 2.0 * small.numel() * self._multiplied
 
     def to_small(
@@ -170,7 +170,7 @@ class Convolution:
         self, small: Tensor, big: Tensor, found: Tensor, bias: Tensor | None, watch: Watch
     ) -> ResidualTest:
         """Check `found`, the weight's gradient, with the bias's, by rows of small channels."""
-        dtype = _summing(found)
+        dtype = accumulating(found)
         channels = found.shape[1]
         lengths = (channels, *self.kernel)
         u, *taps = self._signs(watch, lengths, found, side="input")
@@ -190,8 +190,8 @@ class Convolution:
         shape = (self.groups, 1, *self.kernel)
         # Output padding of a transposed convolution has places for more than the small side.
         along, mass = (
-            _cropped(convolve(each, taps_of.expand(shape)), small.shape[2:]).flatten(2)
-            for each, taps_of in ((summed, kernel), (squares, torch.ones_like(kernel)))
+            _cropped(convolve(sums, taps_of.expand(shape)), small.shape[2:]).flatten(2)
+            for sums, taps_of in ((summed, kernel), (squares, torch.ones_like(kernel)))
         )
         if bias is not None:
             along, mass = along + 1.0, mass + 1.0
@@ -248,7 +248,9 @@ class Convolution:
         self, watch: Watch, lengths: Sequence[int], like: Tensor, side: str = "output"
     ) -> list[Tensor]:
         """Independent signs for every dimension of these lengths, in the type of the sums."""
-        drawn = watch.signs.take(side, sum(lengths), like.device).to(self._sums or _summing(like))
+        drawn = watch.signs.take(side, sum(lengths), like.device).to(
+            self._sums or accumulating(like)
+        )
         ends = itertools.accumulate(lengths)
         return [drawn[end - length : end] for length, end in zip(lengths, ends, strict=True)]
 
@@ -283,7 +285,7 @@ class Convolution:
             total = torch.stack([own.sum() for own in signs]).double().prod()
             expected = expected + wide * total
             by_square = by_square + positions * wide.square()
-        dtype = _summing(found)
+        dtype = accumulating(found)
         bound = product_bound(rounding_of(found, dtype), terms, positions)
         # Sums along one dimension add one number after the other.
         longest = max(len(own) for own in signs)
@@ -307,10 +309,6 @@ def _cropped(tensor: Tensor, lengths: Sequence[int]) -> Tensor:
     return tensor
 
 
-def _summing(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:
     """Products of a tensor (batch, channels, positions...) with a matrix along each dimension.
 
@@ -327,5 +325,5 @@ def _summed_over(tensor: Tensor, windows: Sequence[Tensor]) -> Tensor:
 
 def _squares(tensor: Tensor) -> Tensor:
     """Squared norms (batch, channels) over all positions, in float64."""
-    norms: Tensor = torch.linalg.vector_norm(tensor.flatten(2), dim=2, dtype=_summing(tensor))
+    norms: Tensor = torch.linalg.vector_norm(tensor.flatten(2), dim=2, dtype=accumulating(tensor))
     return norms.double().square()

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outlast.errors import GuardError
-from outlast.guard.policy import Level
+from outlast.guard.policy import Level, Policy
 from outlast.guard.threshold import Rounding, product_bound
 
-LIGHT_SHARE = 0.0005
-"""Share of a step that level ``light`` may take; see `Policy.light_budget`."""
+LIGHT_SHARE = Policy.light_budget
+"""Share of a step that level ``light`` may take."""
 
 
 @dataclass(frozen=True)

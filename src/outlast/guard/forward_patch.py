@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ForwardPatch:
-    """Whose `forward` stands in for that of one module, as an attribute of the module itself.
+    """Replaces the `forward` of one module, by an attribute of the module itself.
 
     Args:
         watch: What all checks of the guard share.
@@ -29,18 +29,18 @@ class ForwardPatch:
         name: Its name in the model.
 
     Attributes:
-        away: Whether passes over meaningless numbers run, in which nothing is checked.
+        suspended: Whether nothing is checked; see `suspended_checks`.
     """
 
     def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
         self.watch = watch
         self.module = module
         self.name = name
-        self.away = False
+        self.suspended = False
 
     def trains(self, *tensors: Tensor | None) -> bool:
         """Return whether a call with these tensors is part of training; see `trains`."""
-        return not self.away and trains(self.module, *tensors) and not is_transformed()
+        return not self.suspended and trains(self.module, *tensors) and not is_transformed()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Of a copied model: watched together with its original, under the same names."""
@@ -78,34 +78,37 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-_AWAY = threading.local()
+class _Thread(threading.local):
+    suspended = False
+
+
+_THREAD = _Thread()
 
 
 @contextmanager
 def suspended_checks(model: nn.Module) -> Iterator[None]:
     """Have nothing checked in this thread, for passes of `model` over meaningless numbers."""
-    # What the guard has put into a module's dict: a stand-in's method, or checked products.
+    # What the guard has put into a module's dict: a patch's method, or checked products.
     put = (
         module.__dict__.get(name) for module in model.modules() for name in ("forward", "product")
     )
-    stand_ins: list[Any] = [
-        owner for item in put if hasattr(owner := getattr(item, "__self__", item), "away")
+    patches: list[Any] = [
+        owner for item in put if hasattr(owner := getattr(item, "__self__", item), "suspended")
     ]
-    before = getattr(_AWAY, "looks", False)
-    _AWAY.looks = True
-    for stand_in in stand_ins:
-        stand_in.away = True
+    before, _THREAD.suspended = _THREAD.suspended, True
+    for patch in patches:
+        patch.suspended = True
     try:
         yield
     finally:
-        _AWAY.looks = before
-        for stand_in in stand_ins:
-            stand_in.away = False
+        _THREAD.suspended = before
+        for patch in patches:
+            patch.suspended = False
 
 
 def is_suspended() -> bool:
     """Return whether nothing is checked in this thread; see `suspended_checks`."""
-    return getattr(_AWAY, "looks", False)
+    return _THREAD.suspended
 
 
 class FunctionPatch:

@@ -32,7 +32,8 @@ from outlast.guard.product import (
     NativeHeads,
     NativeRounding,
     judged_rows,
-    library,
+    library_for,
+    raise_if_failed,
     rounding_of,
     threads_for,
 )
@@ -88,7 +89,7 @@ class FusedAttention:
 
     @property
     def flops(self) -> float:
-        """Of the forward pass's two products."""
+        """FLOPs of the forward pass's two products."""
         q, k, v = self.query, self.key, self.value
         return 2.0 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
@@ -97,8 +98,7 @@ class FusedAttention:
         q, k, v = self.query, self.key, self.value
         if q.dtype not in NATIVE_TYPES or k.dtype != q.dtype or v.dtype != q.dtype:
             return f"of {name_of(q.dtype)}"
-        compiled = library()
-        if compiled is None or not compiled.knows(NATIVE_TYPES[q.dtype]):
+        if library_for(q.dtype) is None:
             return "without a C compiler"
         alike = k.shape == v.shape and (len(q), q.shape[3]) == (len(k), k.shape[3])
         if not alike or q.shape[1] % max(k.shape[1], 1):
@@ -109,18 +109,30 @@ class FusedAttention:
 
     def judge_output(self, out: Tensor, logsum: Tensor, signs: Tensor) -> ResidualTest:
         """Check O of the forward pass; one row is one of (batches, heads, queries)."""
-        return self._judge(out, logsum, None, (None, None, None), signs)[0]
+        return self.judge_gradients(out, logsum, None, (None, None, None), signs)[0]
 
     def judge_gradients(
         self,
         out: Tensor,
         logsum: Tensor,
-        dy: Tensor,
+        dy: Tensor | None,
         gradients: Sequence[Tensor | None],
         signs: Tensor,
     ) -> list[ResidualTest]:
-        """Check O as the backward pass has found it, and dQ, dK and dV."""
-        return self._judge(out, logsum, dy, gradients, signs)
+        """Check O as the backward pass has found it, and those of dQ, dK and dV that are given."""
+        flags = [
+            None if item is None else torch.empty(item[..., 0].numel(), dtype=torch.bool)
+            for item in (out, *gradients)
+        ]
+        compiled = library_for(self.query.dtype)
+        assert compiled is not None
+        call = self._native(compiled.attention, (out, dy, *gradients), logsum, signs, flags)
+        verdicts = (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict)
+        return [
+            judged_rows(verdict, own)
+            for verdict, own in zip(verdicts, flags, strict=True)
+            if own is not None
+        ]
 
     def judge_sums(
         self, out: Tensor, logsum: Tensor, dy: Tensor, gradients: Sequence[Tensor]
@@ -130,7 +142,7 @@ class FusedAttention:
         For each channel of each head sum dV = sum dO, sum V dV = sum dO O, sum dK = 0 and sum Q dQ
         = sum K dK. Their bounds are estimates: `judge_gradients` decides where one fails.
         """
-        compiled = library()
+        compiled = library_for(self.query.dtype)
         assert compiled is not None
         batches, heads, _, channels = self.key.shape
         flags = torch.empty(4 * batches * heads * channels, dtype=torch.bool)
@@ -237,28 +249,6 @@ class FusedAttention:
         sizes = (p * dp).T @ q.abs() + most
         return self.scale * ds.T @ q, terms.T @ q.abs() + spacing, sizes
 
-    def _judge(
-        self,
-        out: Tensor,
-        logsum: Tensor,
-        dy: Tensor | None,
-        gradients: Sequence[Tensor | None],
-        signs: Tensor,
-    ) -> list[ResidualTest]:
-        flags = [
-            None if item is None else torch.empty(item[..., 0].numel(), dtype=torch.bool)
-            for item in (out, *gradients)
-        ]
-        compiled = library()
-        assert compiled is not None
-        call = self._native(compiled.attention, (out, dy, *gradients), logsum, signs, flags)
-        verdicts = (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict)
-        return [
-            judged_rows(verdict, own)
-            for verdict, own in zip(verdicts, flags, strict=True)
-            if own is not None
-        ]
-
     def _native(
         self,
         check: Callable[[Any], int],
@@ -310,8 +300,7 @@ class FusedAttention:
         )
         for verdict in (call.o_verdict, call.dq_verdict, call.dk_verdict, call.dv_verdict):
             verdict.limit = DEVIATIONS**2
-        if check(ctypes.byref(call)):
-            raise MemoryError("no memory is left for the sums of a check")
+        raise_if_failed(check(ctypes.byref(call)))
         return call
 
 
@@ -320,7 +309,7 @@ def _roundings(
     dtype: torch.dtype, group: int, queries: int, keys: int, channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float, float, float, int]:
     """The numbers of ``attention`` in ``attention.c`` from ``by_key`` to ``block``."""
-    rounding = rounding_of(torch.empty(0, dtype=dtype))
+    rounding = rounding_of(torch.empty(0, dtype=dtype, device="cpu"))
     stored, accumulated = map(unit_roundoff, (rounding.stored, rounding.accumulated))
     block = query_block(queries)
     found = []

@@ -1,7 +1,7 @@
 """`guard()` and the handle of a guarded model, with the verdict on every step.
 
 The verdict is what all ranks know of a step's numbers before the optimizer applies them. It travels
-with the gradients: checksums ride behind their reductions, and once the passes are done
+with the gradients: checksums follow the reductions, and once the passes are done
 `GradientReduction.verdict` exchanges two numbers per rank. `remedy` says what follows.
 """
 
@@ -26,7 +26,7 @@ from outlast.guard.parameter_writes import counted_writes
 from outlast.guard.policy import Level, Policy, policy_of
 from outlast.guard.scrubber import Scrubber
 from outlast.guard.survey import Survey
-from outlast.guard.watch import Watch, computing
+from outlast.guard.watch import Watch, computing, reducing_device, world_size
 from outlast.state.sharded import is_fsdp_module
 
 if TYPE_CHECKING:
@@ -151,22 +151,15 @@ def agree(
         bad_results: Findings in what it received from collectives.
         dropped: Ranks whose own numbers do not matter since their gradients are left out.
     """
-    counts = [[uncorrected], [bad_results]]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        slots = torch.zeros((2, dist.get_world_size()), dtype=torch.int64, device=_device())
+    counts, size = [[uncorrected], [bad_results]], world_size()
+    if size > 1:
+        slots = torch.zeros((2, size), dtype=torch.int64, device=reducing_device())
         slots[:, dist.get_rank()] = torch.tensor([uncorrected, bad_results])
         dist.all_reduce(slots)
         counts = slots.tolist()
     own = {rank for rank, count in enumerate(counts[0]) if count and rank not in dropped}
     received = {rank for rank, count in enumerate(counts[1]) if count}
     return Verdict(step, tuple(sorted(own | received)), tuple(sorted(received)), tuple(dropped))
-
-
-def _device() -> torch.device:
-    """Device on which the default process group reduces: the host if it can."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class GradientReduction:
@@ -190,8 +183,6 @@ class GradientReduction:
         self.watch = watch
         self.terms = Terms()
         self._parts: list[ReplicatedReduction | ShardedReduction] = []
-        if not (replicated or sharded):
-            return
         # It loads FSDP2 and DTensor, half a second that a process alone need not spend.
         from outlast.guard.collectives import (
             FSDP_REPLACEABLE,
@@ -354,8 +345,9 @@ class Guard:
         """Time that the checks took so far; None where the device runs behind the host."""
         if any(parameter.device.type != "cpu" for parameter in self._model.parameters()):
             return None
-        seconds = self.watch.seconds + (0.0 if self.scrubber is None else self.scrubber.seconds)
-        return seconds + (0.0 if self.replays is None else self.replays.budget.seconds)
+        scrubbing = 0.0 if self.scrubber is None else self.scrubber.seconds
+        auditing = 0.0 if self.replays is None else self.replays.budget.seconds
+        return self.watch.seconds + scrubbing + auditing
 
     @property
     def device(self) -> torch.device:
@@ -588,7 +580,6 @@ class Guard:
         verdicts: list[Verdict] = []
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else []
-        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         made = 0
         kept: KeptBuffers | None = None
         while True:
@@ -613,7 +604,7 @@ class Guard:
             if devices:
                 torch.cuda.set_rng_state_all(devices)
             verdicts.append(verdict)
-            follows = remedy(verdicts, self.policy.persistent, size)
+            follows = remedy(verdicts, self.policy.persistent, world_size())
             if follows.action == "drop" and self._reduction is not None:
                 self._reduction.drop(follows.ranks)
             elif follows.action != "redo":
@@ -669,7 +660,7 @@ class Guard:
             self._undo.callback(self._reduction.remove)
         if self._optimizers:
             self.watch.driven = True
-            self._undo.callback(lambda: setattr(self.watch, "driven", False))
+            self._undo.callback(setattr, self.watch, "driven", False)
             if self.policy.reaches("light"):
                 self._undo.enter_context(counted_writes(self._model))
                 self.scrubber = self._new_scrubber()
@@ -690,10 +681,10 @@ class Guard:
                 optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
                 self._undo.callback(hook.remove)
         self._model._outlast_watch = self.watch
-        self._undo.callback(lambda: delattr(self._model, "_outlast_watch"))
+        self._undo.callback(delattr, self._model, "_outlast_watch")
         # So that the checks last as long as the model, though nobody keeps this handle.
         self._model._outlast_installed = self._installed
-        self._undo.callback(lambda: delattr(self._model, "_outlast_installed"))
+        self._undo.callback(delattr, self._model, "_outlast_installed")
 
     @computing("check")
     def _before(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:

@@ -18,6 +18,7 @@ from outlast.guard.linear import LINEAR_OPERATIONS, LinearChecks
 from outlast.guard.loss import LossChecks, RepeatChecks
 from outlast.guard.operations import OperationChecks
 from outlast.guard.policy import Coverage
+from outlast.guard.watch import SharedByCopies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,13 +79,13 @@ class CheckedProducts:
         name: Its name in the model.
 
     Attributes:
-        away: As of a `ForwardPatch`.
+        suspended: As of a `ForwardPatch`.
     """
 
     def __init__(self, watch: Watch, module: nn.Module, name: str) -> None:
         assert isinstance(module, ProductLayer)
         self._module = module
-        self.away = False
+        self.suspended = False
         # Of no layer: what is multiplied may be a view of a parameter, or made of several.
         self._checks = {
             product_name: LinearChecks(watch, nn.Module(), f"{name}.{product_name}")
@@ -97,7 +98,7 @@ class CheckedProducts:
 
     def __call__(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ProductFunction`."""
-        if self.away or not trains(self._module, x, weight, bias):
+        if self.suspended or not trains(self._module, x, weight, bias):
             return functional.linear(x, weight, bias)
         return self._checks[name].multiply(x, weight, bias)
 
@@ -109,7 +110,7 @@ _NORM_OPERATIONS = ("norm.forward", "norm.dx", "norm.dw")
 
 
 @dataclass
-class Installed:
+class Installed(SharedByCopies):
     """The checks in a model.
 
     Attributes:
@@ -125,14 +126,6 @@ class Installed:
     linear: dict[str, LinearChecks] = field(default_factory=dict)
     functions: list[AttentionChecks | LossChecks | RepeatChecks] = field(default_factory=list)
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def __deepcopy__(self, memo: object) -> Installed:
-        """A copied model is checked together with its original."""
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A pickled model is one without a guard: None."""
-        return type(None), ()
 
 
 def install(watch: Watch, model: nn.Module) -> Installed:
@@ -199,7 +192,7 @@ def _install(
     if isinstance(module, ProductLayer):
         own = module.product
         module.product = CheckedProducts(watch, module, name)
-        installed.undo.callback(lambda: setattr(module, "product", own))
+        installed.undo.callback(setattr, module, "product", own)
         return LINEAR_OPERATIONS, ""
     if norm_kind(module) is not None:
         if not policy.reaches("full", name):
@@ -217,13 +210,5 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _replace_forward(installed: Installed, module: nn.Module, forward: Any) -> None:
-    before = module.__dict__.get("forward")
     module.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    installed.undo.callback(undo)
+    installed.undo.callback(delattr, module, "forward")

@@ -38,11 +38,9 @@ On the CPU norms are computed twice instead, and compared bit for bit.
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -56,22 +54,23 @@ from outlast.guard.autograd_hooks import (
     floor_of,
     judge_only,
     powers_squared,
-    repeated,
+    repeated_gradients,
     repeated_output,
     same_bits,
     stagnation,
-    summing,
     watched,
 )
 from outlast.guard.forward_patch import ForwardPatch
 from outlast.guard.replica_hashes import hash64
 from outlast.guard.residual import (
     ResidualTest,
+    accumulating,
     bits,
     equality_test,
     is_half,
     name_of,
     residual_test,
+    summing,
 )
 from outlast.guard.threshold import Rounding, product_bound, unit_roundoff
 from outlast.guard.watch import computing
@@ -83,7 +82,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from outlast.guard.autograd_hooks import Gradients
-    from outlast.guard.findings import Site
     from outlast.guard.watch import Watch
 
 Kind = Literal["layer", "rms", "rms_like"]
@@ -107,7 +105,7 @@ def why_no_embedding(module: nn.Module) -> str:
 
 
 class EmbeddingChecks(ForwardPatch):
-    """Stands in for the ``forward`` of one `nn.Embedding`.
+    """Replaces the ``forward`` of one `nn.Embedding`.
 
     Args:
         watch: What all checks of the guard share.
@@ -280,7 +278,7 @@ class _Row:
 
 
 class NormChecks(ForwardPatch):
-    """Stands in for the ``forward`` of one normalisation layer.
+    """Replaces the ``forward`` of one normalisation layer.
 
     Args:
         watch: What all checks of the guard share.
@@ -321,16 +319,15 @@ class NormChecks(ForwardPatch):
         used: list[Tensor] = []
         y = watched(self._compute, inputs, inputs, partial(self._backward, used), separate=separate)
         self.watch.touch("norm.output", self.name, y.data)
-        flat_x = _rows(x)
+        flat_x, again = _rows(x), partial(self._again, x.detach())
         if self.watch.repeats_on(y.device):
-            again = partial(self._again, x.detach())
             repeated_output(self.watch, self.forward_site, y, again)
         else:
             corrected_output(
                 self.watch,
                 self.forward_site,
                 y,
-                partial(self._again, x.detach()),
+                again,
                 lambda given: self._judge_forward(flat_x, _rows(given)),
             )
         if y.device.type == "cpu" and y.requires_grad:
@@ -421,7 +418,7 @@ class NormChecks(ForwardPatch):
         eps = getattr(self.module, "eps", None) if self._kind != "rms_like" else None
         eps = eps if eps is not None else _eps_like(self.module)
         if eps is None:
-            return torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+            return torch.finfo(accumulating(x)).eps
         return float(eps)
 
     def _inner(self, x: Tensor) -> float:
@@ -435,7 +432,7 @@ class NormChecks(ForwardPatch):
         # The CPU keeps them in the type of the data, unless the weight has another.
         if self._halves_on_cpu(x) and (weight is None or weight.dtype == x.dtype):
             return x.dtype
-        return torch.float64 if x.dtype == torch.float64 else torch.float32
+        return accumulating(x)
 
     def _kept_statistics(self, x: Tensor) -> float:
         return unit_roundoff(name_of(self._kept_type(x)))
@@ -473,14 +470,17 @@ class NormChecks(ForwardPatch):
 
     def _backward(self, used: list[Tensor], seen: Seen) -> Gradients:
         """Check what goes back, through the layer whose output has had the hash in `used`."""
-        x, weight, bias = seen.kept
+        if self.watch.repeats_on(seen.dy.device) and seen.exact:
+            digest = used[0] if used else None
+            checks = [(self.dx_site, (0,)), (self.dw_site, (1, 2))]
+            return repeated_gradients(self.watch, seen, digest, self.forward_site, checks)
 
         def changed() -> bool:
             # From an X or a weight that is another now, nothing right can be computed again.
-            return bool(used) and bool(hash64([seen.again((x, weight, bias))[0]]) != used[0])
+            return bool(used) and bool(hash64([seen.again(seen.kept)[0]]) != used[0])
 
-        if self.watch.repeats_on(seen.dy.device) and seen.exact:
-            return self._backward_again(used, seen)
+        check_gradients = corrected if seen.replaceable else judge_only
+        x, weight, _ = seen.kept
         dx, dw, db = seen.gradients
         flat_x, flat_dy = _rows(x), _rows(seen.dy)
         dtype = summing(x, seen.dy, weight)
@@ -490,56 +490,28 @@ class NormChecks(ForwardPatch):
         products = dy * normal
         if dx is not None:
             check = _DxCheck(self, flat_x, row, (dy, normal, products))
-            (dx,) = (corrected if seen.replaceable else judge_only)(
+            (dx,) = check_gradients(
                 self.watch,
                 self.dx_site,
                 self._touched("norm.dx", [dx]),
-                lambda: self._touched("norm.dx", seen.again((x, weight, bias))[1][:1]),
+                lambda: self._touched("norm.dx", seen.again(seen.kept)[1][:1]),
                 lambda given: check.judge(_rows(given[0])),
                 changed=changed,
             )
         pair = [item for item in (dw, db) if item is not None]
         if pair:
             pair = self._touched("norm.dw", pair)
-            right = (corrected if seen.replaceable else judge_only)(
+            right = check_gradients(
                 self.watch,
                 self.dw_site,
                 pair,
-                lambda: self._touched("norm.dw", seen.again((x, weight, bias))[1][1:]),
+                lambda: self._touched("norm.dw", seen.again(seen.kept)[1][1:]),
                 partial(self._judge_dw, flat_x, row, (dy, products), dw is not None),
                 changed=changed,
             )
             dw = right[0] if dw is not None else None
             db = right[-1] if db is not None else None
         return dx, dw, db
-
-    def _backward_again(self, used: list[Tensor], seen: Seen) -> Gradients:
-        """Compute the gradients a second time, and Y with them: X may have changed since."""
-        y, second = seen.again(seen.kept)
-        if used and not bool(hash64([y]) == used[0]):
-            # What followed has used another Y, or X and the gain are others now.
-            self.watch.find(self.forward_site, y.device, 1, math.inf, "detected")
-            return seen.gradients
-        gradients = list(seen.gradients)
-        for site, several in ((self.dx_site, (0,)), (self.dw_site, (1, 2))):
-            places = [i for i in several if gradients[i] is not None]
-            if not places:
-                continue
-            computations = chain([second], iter(lambda: seen.again(seen.kept)[1], None))
-
-            def touched(made: Gradients, places: list[int] = places, site: Site = site) -> Any:
-                return self._touched(site.operation, [made[i] for i in places])
-
-            right = repeated(
-                self.watch,
-                site,
-                touched(seen.gradients),
-                lambda: touched(next(computations)),  # noqa: B023 - called at once
-                replaceable=seen.replaceable,
-            )
-            for i, item in zip(places, right, strict=True):
-                gradients[i] = item
-        return tuple(gradients)
 
     def _touched(self, site: str, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         touched = self.watch.touched
@@ -622,7 +594,7 @@ class _DxCheck:
         common = r * (direct.square() + m1.square() * total + 9.0 * m2.square() * along)
         if layer._kind != "layer":
             # The spacing of r^3 below the normal numbers, as a share of it; in roundings.
-            types = torch.float64 if x.dtype == torch.float64 else torch.float32
+            types = accumulating(x)
             cubed = row.r**3
             vanished = torch.finfo(types).smallest_normal / cubed.clamp(min=1e-300)
             vanished = vanished.clamp(max=1.0 / unit_roundoff(name_of(types)))
@@ -645,7 +617,7 @@ class _DxCheck:
         ) * row.r.square()
 
     def judge(self, dx: Tensor) -> ResidualTest:
-        """Of dx (rows, D)."""
+        """Judge dx (rows, D)."""
         dtype = self._u.dtype
         powers = powers_squared(dx, dtype).sum(dim=1)
         stored = unit_roundoff(name_of(dx.dtype))
@@ -670,4 +642,4 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _accumulated(x: Tensor) -> str:
-    return "float64" if x.dtype == torch.float64 else "float32"
+    return name_of(accumulating(x))

@@ -11,14 +11,13 @@ effect is left in the graph. The numbers come out of the operation that checks t
 cannot drop the check and keep the product. An operation finds its layer by a number in a tensor on
 the CPU. A Python integer would be part of the graph; so equal blocks share one.
 
-*False positives.* What else than a fault can make a check fail is looked at after it has failed, so
-at leisure, and in float64.
+*False positives.* Whether something other than a fault has made a check fail is asked only after it
+has failed, and in float64.
 
-The fastest implementation of a product's checks for a device and a type.
-
-Compiled code on the CPU; on CUDA devices the kernels of `outlast.guard.checksum_kernels`, which sum
-next to cuBLAS and leave its numbers as they are. Elsewhere, and without Triton, Inductor fuses the
-torch operations of `TorchProduct`. Importing this module imports neither Triton nor Inductor.
+*Implementations.* `product_for` chooses the fastest for a device and a type: compiled code on the
+CPU; on CUDA devices the kernels of `outlast.guard.checksum_kernels`, which sum next to cuBLAS and
+leave its numbers as they are. Elsewhere, and without Triton, Inductor fuses the torch operations of
+`TorchProduct`. Importing this module imports neither Triton nor Inductor.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from outlast.errors import GuardError
 from outlast.guard.forward_patch import ForwardPatch
 from outlast.guard.parameter_writes import data_writes
 from outlast.guard.product import (
-    NATIVE_TYPES,
     Encoding,
     Gradients,
     NativeProduct,
@@ -48,12 +46,13 @@ from outlast.guard.product import (
     Row,
     TorchProduct,
     is_doubtful,
-    library,
+    library_for,
     rounding_of,
     second_look,
 )
 from outlast.guard.residual import (
     ResidualTest,
+    accumulating,
     bits,
     compared_bits,
     equality_test,
@@ -68,21 +67,23 @@ from outlast.state.sharded import is_dtensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from outlast.guard.findings import Outcome, Site
     from outlast.guard.product import Product
     from outlast.guard.watch import Watch
 
 
 _OLDEST = (8, 0)
-
-
 """Compute capability: the first with units for bf16."""
+_PADDING = 32
+_ROUNDINGS = 16
+"""How often a block rounds an activation between its input and any layer in it, about."""
+LINEAR_OPERATIONS = (
+    *("linear.forward", "linear.dx", "linear.dw", "linear.saved", "linear.recompute", "weight"),
+)
+"""What is checked of a layer; keys of `outlast.guard.policy.OPERATIONS`."""
+TENSOR_PARALLEL = "split over ranks by tensor parallelism"
 
-
-_Arguments = ParamSpec("_Arguments")
-
-
-_Result = TypeVar("_Result")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def product_for(x: Tensor) -> Product:
@@ -93,10 +94,8 @@ def product_for(x: Tensor) -> Product:
 @functools.cache
 def _product(device: torch.device, dtype: torch.dtype) -> Product:
     if device.type == "cpu":
-        compiled = library() if dtype in NATIVE_TYPES else None
-        if compiled is None or not compiled.knows(NATIVE_TYPES[dtype]):
-            return TorchProduct()
-        return NativeProduct(compiled)
+        compiled = library_for(dtype)
+        return TorchProduct() if compiled is None else NativeProduct(compiled)
     if device.type == "cuda" and dtype.itemsize <= 4 and has_triton():
         from outlast.guard.checksum_kernels import TYPES, TritonProduct
 
@@ -125,12 +124,12 @@ class CompiledProduct(TorchProduct):
         return _compiled_backward(dy, gradients, encoding, projections)
 
 
-def or_eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def or_eager(function: Callable[P, T]) -> Callable[P, T]:
     """`function` compiled at its first call; if that fails, once a warning, and as it is."""
-    chosen: Callable[_Arguments, _Result] | None = None
+    chosen: Callable[P, T] | None = None
 
     @functools.wraps(function)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal chosen
         if chosen is None:
             chosen = torch.compile(function)
@@ -150,8 +149,6 @@ def or_eager(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
 
 _compiled_forward = or_eager(TorchProduct().forward)
-
-
 _compiled_backward = or_eager(TorchProduct().backward)
 
 
@@ -234,8 +231,7 @@ def compared(matrix: Tensor, signs: Tensor, kept: Tensor) -> ResidualTest:
     """
     wide = matrix.double()
     squares = wide.square().sum(dim=1)
-    summed = torch.float64 if matrix.dtype == torch.float64 else torch.float32
-    bound = product_bound(rounding_of(matrix, summed), matrix.shape[1], 1)
+    bound = product_bound(rounding_of(matrix, accumulating(matrix)), matrix.shape[1], 1)
     known = torch.isfinite(kept)
     difference = torch.where(known, wide @ signs.double() - kept, 0.0)
     variance = torch.where(known, bound.by_square * squares + bound.floor, 1.0)
@@ -243,9 +239,9 @@ def compared(matrix: Tensor, signs: Tensor, kept: Tensor) -> ResidualTest:
 
 
 _kept: dict[tuple[int, torch.dtype], tuple[object, Tensor, Tensor]] = {}
-
-
+"""By parameter and type: the region, the parameter, and its copy in it."""
 _probes: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+"""Operands by which `region` tells regions apart, by device and type."""
 
 
 def region(device: str, dtype: torch.dtype) -> object:
@@ -295,12 +291,7 @@ def forget() -> None:
     _kept.clear()
 
 
-_PADDING = 32
-
-
 _layers: weakref.WeakValueDictionary[int, LinearChecks] = weakref.WeakValueDictionary()
-
-
 _made = 0
 
 
@@ -482,36 +473,12 @@ def _register() -> str:
 
 
 WHY_NOT = _register()
-
-
 """Why torch does not know the operations; empty where it does. torch refuses them when a library
 of this process, such as a second copy of Outlast, has defined operations of the same names."""
 
 
-_ROUNDINGS = 16
-
-
-"""How often a block rounds an activation between its input and any layer in it, about."""
-
-
-LINEAR_OPERATIONS = (
-    "linear.forward",
-    "linear.dx",
-    "linear.dw",
-    "linear.saved",
-    "linear.recompute",
-    "weight",
-)
-
-
-"""What is checked of a layer; keys of `outlast.guard.policy.OPERATIONS`."""
-
-
-TENSOR_PARALLEL = "split over ranks by tensor parallelism"
-
-
 class LinearChecks(ForwardPatch):
-    """Whose `forward` stands in for that of one `nn.Linear`.
+    """Replaces the `forward` of one `nn.Linear`.
 
     Args:
         watch: What all checks of the guard share.
@@ -629,8 +596,7 @@ class LinearChecks(ForwardPatch):
             def beyond(left: ResidualTest) -> ResidualTest:
                 return beyond_rounding(left, flat_y, (flat_x, weight.t()), bias)
 
-            changed = self.compare_weight(weight, encoding, judged)
-            if not changed:
+            if not self.compare_weight(weight, encoding, judged):
                 watch.correct(self.forward_site, judged, flat_y, redo, check, beyond=beyond)
         if later is not None:
             y += later
@@ -757,8 +723,7 @@ class LinearChecks(ForwardPatch):
         def beyond(left: ResidualTest) -> ResidualTest:
             return beyond_rounding(left, dx, (dy, weight))
 
-        changed = self.compare_weight(weight, kept[0], judged)
-        if not changed:
+        if not self.compare_weight(weight, kept[0], judged):
             self.watch.correct(self.dx_site, judged, dx, redo, check, beyond=beyond)
 
     def _correct_dw(
@@ -772,10 +737,12 @@ class LinearChecks(ForwardPatch):
         (dy, x, weight), dw, db = operands, made.dw, made.db
         assert dw is not None
         beta = kept[0].beta if db is not None else 0.0
-        if self._input_changed(x, kept[0].input_signs, kept[1].dots - beta, judged):
+        if bool(compared(x, kept[0].input_signs, kept[1].dots - beta).exceeded):
+            # X is not what the forward pass has read: nothing is left to compute dW again from.
+            self.watch.note(self.watch.ledger.site(self.name, "linear.saved"), judged, "detected")
             return
         if db is not None and overflowed(_db(summed), db, judged):
-            self._find(self.dw_site, judged, "not_finite")
+            self.watch.note(self.dw_site, judged, "not_finite")
             return
 
         def redo(first: int, last: int) -> Tensor:
@@ -825,10 +792,6 @@ class LinearChecks(ForwardPatch):
             return encoding
         return replace(encoding, left=self.watch.touched("linear.check", self.name, encoding.left))
 
-    def latest(self, otherwise: Encoding) -> Encoding:
-        """The sums of the last call, as they are after a recomputation in a later step."""
-        return self._encoding or otherwise
-
     def compare_recomputed(self, first: Tensor, again: Tensor, squares: Tensor, x: Tensor) -> None:
         """Compare X u (rows,) of the forward pass with that of its recomputation.
 
@@ -845,10 +808,10 @@ class LinearChecks(ForwardPatch):
         self.watch.judge(site, residual_test(again - first, variance, squares))
 
     def compare_weight(self, weight: Tensor, encoding: Encoding, judged: ResidualTest) -> bool:
-        """After a wrong product: has the weight changed since it was encoded?"""
+        """After a wrong product, find whether the weight has changed since it was encoded."""
         changed = self._weight_changed(weight, encoding)
         if changed:
-            self._find(self.watch.ledger.site(self.name, "weight"), judged, "detected")
+            self.watch.note(self.watch.ledger.site(self.name, "weight"), judged, "detected")
         return changed
 
     def _weight_changed(self, weight: Tensor, encoding: Encoding) -> bool:
@@ -858,20 +821,6 @@ class LinearChecks(ForwardPatch):
             sums = encoding.left[: weight.shape[1]]
             changed = bool(compared(weight.t(), encoding.output_signs, sums).exceeded)
         return changed
-
-    def _input_changed(self, x: Tensor, signs: Tensor, dots: Tensor, judged: ResidualTest) -> bool:
-        """After a wrong dW: is x (rows, inputs) no longer what the forward pass has read?
-
-        Then nothing is left from which to compute dW again.
-        """
-        changed = bool(compared(x, signs, dots).exceeded)
-        if changed:
-            self._find(self.watch.ledger.site(self.name, "linear.saved"), judged, "detected")
-        return changed
-
-    def _find(self, site: Site, judged: ResidualTest, outcome: Outcome) -> None:
-        rows, worst = int(judged.exceeded), float(judged.worst)
-        self.watch.find(site, judged.flags.device, rows, worst, outcome)
 
     def _leave_out(self, why: str) -> None:
         if not self.why_not:
@@ -903,20 +852,6 @@ _linear = computing("checked")(functional.linear)
 _checked_dx, _checked_dw = computing("checked")(_dx), computing("checked")(_dw)
 
 
-def keep(
-    ctx: Any,
-    operands: tuple[Tensor, Tensor],
-    kept: tuple[Encoding, Projections],
-    layer: LinearChecks,
-) -> None:
-    """Keep x and weight, and what their product's check has made, for `CheckedLinear.backward`."""
-    encoding, projections = kept
-    ctx.save_for_backward(*operands, projections.dots, projections.squares)
-    # Apart from what torch saves, which activation checkpointing throws away and makes again.
-    ctx.encoding, ctx.first = encoding, projections.dots
-    ctx.generation, ctx.layer = layer.watch.generation, layer
-
-
 def adds_later(x: Tensor) -> bool:
     """Return whether torch adds the bias of a linear layer to its product with x afterwards."""
     return x.dim() > 2 and not x.is_contiguous()
@@ -937,7 +872,10 @@ class CheckedLinear(torch.autograd.Function):
     ) -> Tensor:
         """x: (..., inputs), weight: (outputs, inputs), bias: (outputs,)."""
         y, projections, encoding = layer.product(x, weight, bias)
-        keep(ctx, (x, weight), (encoding, projections), layer)
+        ctx.save_for_backward(x, weight, projections.dots, projections.squares)
+        # Apart from what torch saves, which activation checkpointing throws away and makes again.
+        ctx.encoding, ctx.first = encoding, projections.dots
+        ctx.generation, ctx.layer = layer.watch.generation, layer
         # Hooks of saved tensors may give x back in another layout.
         ctx.added_later = adds_later(x)
         return y
@@ -953,7 +891,8 @@ class CheckedLinear(torch.autograd.Function):
             if ctx.generation == layer.watch.generation:
                 layer.compare_recomputed(ctx.first, dots, squares, x)
             else:
-                encoding = layer.latest(encoding)
+                # The sums of the last call, which was the recomputation.
+                encoding = layer._encoding or encoding
         kept = (encoding, Projections(dots, squares))
         wants_db, wants_dx, wants_dw, _ = ctx.needs_input_grad
         wants = (wants_dx, wants_dw, wants_db)

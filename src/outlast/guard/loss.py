@@ -41,7 +41,6 @@ import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,20 +53,19 @@ from outlast.guard.autograd_hooks import (
     corrected_output,
     floor_of,
     powers_squared,
-    repeated,
+    repeated_gradients,
     repeated_output,
     same_bits,
-    summing,
     watched,
 )
 from outlast.guard.forward_patch import FunctionPatch
 from outlast.guard.replica_hashes import hash64
-from outlast.guard.residual import is_half, name_of, residual_test
+from outlast.guard.residual import accumulating, is_half, name_of, residual_test, summing
 from outlast.guard.threshold import DEVIATIONS, unit_roundoff
 from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -161,16 +159,18 @@ class RepeatChecks:
     def replacing(self) -> AbstractContextManager[object]:
         """Put the check in place of the functions for all callers, until the context ends."""
         undo = ExitStack()
-        for kind, stand_in in ((_LOSSES, self._loss), (_SOFTMAX, self._softmax)):
-            for function in kind:
-                undo.enter_context(function.by(stand_in))
+        for function, stand_in in self._functions():
+            undo.enter_context(function.by(stand_in))
         return undo
 
     def prefer(self) -> None:
         """Of several that replace the functions, be the one that is called."""
-        for kind, stand_in in ((_LOSSES, self._loss), (_SOFTMAX, self._softmax)):
-            for function in kind:
-                function.prefer(stand_in)
+        for function, stand_in in self._functions():
+            function.prefer(stand_in)
+
+    def _functions(self) -> Iterator[tuple[FunctionPatch, Callable[..., Tensor]]]:
+        yield from ((function, self._loss) for function in _LOSSES)
+        yield from ((function, self._softmax) for function in _SOFTMAX)
 
     def _loss(self, original: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         return self._run("loss", "loss", original, args, options)
@@ -252,26 +252,12 @@ class RepeatedCall:
 
     def backward(self, seen: Seen) -> Gradients:
         """Compute the gradients a second time, and the output: inputs may have changed since."""
-        assert self.digest is not None
-        y, second = seen.again(seen.kept)
-        if not bool(hash64([y]) == self.digest):
-            site = self.watch.ledger.site(self.name, f"{self.kind}.forward")
-            self.watch.find(site, y.device, 1, math.inf, "detected")
-            return seen.gradients
-        computations = chain([second], iter(lambda: seen.again(seen.kept)[1], None))
-        places = [i for i, item in enumerate(seen.gradients) if item is not None]
-
-        def touched(made: Gradients) -> list[Tensor]:
-            own = [item for i in places if (item := made[i]) is not None]
-            return [self.watch.touched(f"{self.kind}.dlogits", self.name, item) for item in own]
-
-        site = self.watch.ledger.site(self.name, f"{self.kind}.dlogits")
-        given = touched(seen.gradients)
-        right = repeated(self.watch, site, given, lambda: touched(next(computations)))
-        gradients = list(seen.gradients)
-        for i, item in zip(places, right, strict=True):
-            gradients[i] = item
-        return tuple(gradients)
+        forward, backward = (
+            self.watch.ledger.site(self.name, f"{self.kind}.{part}")
+            for part in ("forward", "dlogits")
+        )
+        places = tuple(range(len(seen.gradients)))
+        return repeated_gradients(self.watch, seen, self.digest, forward, [(backward, places)])
 
 
 @dataclass(frozen=True)
@@ -320,7 +306,7 @@ class _Call:
         index = torch.where(valid, target, 0)[:, None]
         parts = []
         step = max(_CHUNK // logits.shape[1], 1)
-        dtype = dtype or (torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        dtype = dtype or accumulating(logits)
         for first in range(0, len(logits), step):
             wide = logits[first : first + step].to(dtype)
             largest = wide.amax(dim=1, keepdim=True)
@@ -364,6 +350,12 @@ class _Call:
         unit = unit_roundoff(name_of(loss.dtype))
         return unit * (7.0 if self.smoothing else 3.0) * loss.detach().double().abs()
 
+    def _reduced(self, rows: _Rows) -> tuple[Tensor | int, int]:
+        """Divisor of the sum over rows, and number of roundings on the way to it."""
+        count = rows.valid.sum() if self.reduction == "mean" else 1
+        levels = max(math.ceil(math.log(max(len(rows.valid), 1), _BRANCHES)), 1)
+        return count, min(len(rows.valid) - 1, _BRANCHES) * levels
+
     def _judge_forward(self, rows: _Rows, loss: Tensor) -> ResidualTest:
         smooth, expected = self.smoothing, self._expected(rows)
         single = unit_roundoff(rows.summed)
@@ -379,13 +371,11 @@ class _Call:
             powers = powers_squared(loss, torch.float64)
             worst = (worst + self._operations(loss)) / DEVIATIONS
             return residual_test(found - expected, spread.square() + worst.square() + lost, powers)
-        count = rows.valid.sum() if self.reduction == "mean" else 1
+        count, added = self._reduced(rows)
         powers = powers_squared(loss[None], torch.float64)
         # Rows that are alike round alike: their errors add up.
         spread = (spread.sum() / count)[None]
         worst = (worst.sum() / count)[None] + self._operations(loss)[None]
-        levels = max(math.ceil(math.log(max(len(expected), 1), _BRANCHES)), 1)
-        added = min(len(expected) - 1, _BRANCHES) * levels
         stored = unit_roundoff(name_of(loss.dtype)) ** 2 / 3.0
         variance = spread.square() + (worst / DEVIATIONS).square() + stored * added * powers + lost
         return residual_test(found[None] - (expected.sum() / count)[None], variance, powers)
@@ -394,7 +384,7 @@ class _Call:
         """Return whether a loss is further from fp64 than rounding can ever bring it."""
         rows = self._rows(logits, target, torch.float64)
         expected, unit = self._expected(rows), unit_roundoff(name_of(loss.dtype))
-        summed = unit_roundoff("float64" if loss.dtype == torch.float64 else "float32")
+        summed = unit_roundoff(name_of(accumulating(loss)))
         worst = self._worst(rows, loss.dtype) + summed * (rows.classes + 2.0 * rows.size)
         # Sums over classes and rows that overflow on the way.
         largest = ((1.0 - self.smoothing) * (rows.picked - rows.logsum).abs()).sum()
@@ -402,9 +392,7 @@ class _Call:
             self.smoothing
         )
         if self.reduction != "none":
-            count = rows.valid.sum() if self.reduction == "mean" else 1
-            levels = max(math.ceil(math.log(max(len(expected), 1), _BRANCHES)), 1)
-            added = min(len(expected) - 1, _BRANCHES) * levels
+            count, added = self._reduced(rows)
             worst = worst.sum() / count + unit * added * expected.sum() / count
             expected = expected.sum() / count
         smallest = 4.0 * unit * torch.finfo(loss.dtype).smallest_normal
@@ -461,7 +449,7 @@ class _Call:
         """
         classes, dtype = logits.shape[1], gradient.dtype
         unit = unit_roundoff(name_of(dtype))
-        summed = unit_roundoff("float64" if dtype == torch.float64 else "float32")
+        summed = unit_roundoff(name_of(accumulating(gradient)))
         rows = self._rows(logits, target, torch.float64)
         index = torch.where(rows.valid, target, 0)[:, None]
         smallest = 4.0 * unit * torch.finfo(dtype).smallest_normal

@@ -131,7 +131,7 @@ def leave_idle() -> None:
     """Let modes of this thread go that could not leave when their counts ended."""
     if _IDLE and not in_compiled_call():
         _IDLE.clear()
-        with _other_modes():
+        with _without_modes():
             pass
 
 
@@ -201,7 +201,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _COUNTING.add(self)
 
     def _enter(self) -> None:
-        with _other_modes():
+        with _without_modes():
             torch._C._push_on_torch_dispatch_stack(self)
 
     def end(self) -> None:
@@ -211,13 +211,13 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if in_compiled_call():
             _IDLE.add(self)
             return
-        with _other_modes(self):
+        with _without_modes(self):
             pass
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not see this thread's operations meanwhile: they are the guard's own."""
-        with _other_modes(self) as modes:
+        with _without_modes(self) as modes:
             seen = self in modes
         try:
             yield
@@ -258,10 +258,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             or watch is None
             or operations is None
             or checking() is not operations
-            or getattr(func, "namespace", "") in _COLLECTIVES
+            or not isinstance(func, torch._ops.OpOverload)
+            or func.namespace in _COLLECTIVES
         ):
-            return func(*args, **kwargs)
-        if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         made, (checked_before, other_before) = watch.made, operations.total
         out = func(*args, **kwargs)
@@ -420,31 +419,25 @@ def _part(own: float, rest: float) -> float:
     return own / (own + rest) if own + rest else 0.0
 
 
-class _other_modes:  # noqa: N801 - a context
-    """Take the thread's modes away, put them back behind; all but those that count no more.
+@contextmanager
+def _without_modes(without: TorchDispatchMode | None = None) -> Iterator[list[Any]]:
+    """Take the thread's modes away, and put them back at the end but for `without`.
 
-    One whose guard was collected within an operation could not leave then.
+    Those that count no more stay away: one whose guard was collected within an operation could not
+    leave then.
     """
-
-    def __init__(self, without: TorchDispatchMode | None = None) -> None:
-        self._without = without
-        self._modes: list[Any] = []
-
-    def __enter__(self) -> list[Any]:
-        count = torch._C._len_torch_dispatch_stack()
-        while count:
-            mode = torch._C._get_dispatch_stack_at(count - 1)
-            if getattr(mode, "_mode_key", None) is not None:
-                # Of torch itself: below all of these.
-                break
-            self._modes.append(torch._C._pop_torch_dispatch_stack(None))
-            count -= 1
-        return self._modes
-
-    def __exit__(self, *_: object) -> None:
-        for mode in reversed(self._modes):
+    modes: list[Any] = []
+    for number in reversed(range(torch._C._len_torch_dispatch_stack())):
+        if getattr(torch._C._get_dispatch_stack_at(number), "_mode_key", None) is not None:
+            # Of torch itself: below all of these.
+            break
+        modes.append(torch._C._pop_torch_dispatch_stack(None))
+    try:
+        yield modes
+    finally:
+        for mode in reversed(modes):
             is_over = getattr(mode, "_is_over", False) and mode not in _IDLE
-            if mode is not self._without and not is_over:
+            if mode is not without and not is_over:
                 torch._C._push_on_torch_dispatch_stack(mode)
 
 
@@ -496,7 +489,7 @@ def _size(tensor: Tensor) -> int:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-    """Of an operation that `OperationChecks` does not count."""
+    """FLOPs of an operation that `OperationChecks` does not count."""
     base = _base(func)
     if base in _MOVES or base in _NOTHING or getattr(func, "is_view", False):
         return 0.0

@@ -48,13 +48,9 @@ from outlast.guard.fused_attention import FusedAttention
 from outlast.guard.linear import unexplained
 from outlast.guard.product import is_doubtful, rounding_of
 from outlast.guard.product_calls import GroupedProductCall, ProductCall, why_not
-from outlast.guard.residual import (
-    ResidualTest,
-    compared_bits,
-    residual_test,
-)
+from outlast.guard.residual import ResidualTest, compared_bits, residual_test
 from outlast.guard.threshold import DEVIATIONS, product_bound
-from outlast.guard.watch import CALLING, computing
+from outlast.guard.watch import CALLING, SharedByCopies, computing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -123,7 +119,7 @@ _installed: list[weakref.ref[OperationChecks]] = []
 _library: Library | None = None
 
 
-class OperationChecks:
+class OperationChecks(SharedByCopies):
     """Checks of one guarded model's operations; see the module.
 
     While several guards are installed, the last of them whose model trains checks an operation;
@@ -192,15 +188,7 @@ class OperationChecks:
         total = self.checked + unchecked
         return unchecked / total if total else None
 
-    def __deepcopy__(self, memo: object) -> OperationChecks:
-        """A copied model is checked together with its original."""
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A pickled model is one without a guard: None."""
-        return type(None), ()
-
-    def wants(self) -> bool:
+    def trains(self) -> bool:
         """Return whether what this thread computes may be part of the model's training."""
         model = self._model()
         if model is None or is_suspended():
@@ -352,9 +340,9 @@ class OperationChecks:
         shape = Convolution(weight, *rest)
         made: Sequence[Any] = kernel(*args)
         small, big = (x, dy) if shape.transposed else (dy, x)
-        flops = shape.flops(small) * sum(mask[:2])
-        if not self._count("convolution_backward", flops, why_not(dy, x, weight)):
-            if not small.numel() and not why_not(dy, x, weight):
+        flops, reason = shape.flops(small) * sum(mask[:2]), why_not(dy, x, weight)
+        if not self._count("convolution_backward", flops, reason):
+            if not small.numel() and not reason:
 
                 def wanted(results: Sequence[Any]) -> list[Tensor | None]:
                     return [item if mask[place] else None for place, item in enumerate(results)]
@@ -374,36 +362,23 @@ class OperationChecks:
         def judge_dw(dw: Tensor) -> ResidualTest:
             return shape.to_weight(small, big, dw, db, watch)
 
-        terms = (
-            weight[0].numel() if shape.transposed else weight[:, 0].numel(),
-            small.numel() // small.shape[1],
-        )
-        for place, judge in enumerate((_looking_twice(judged_dx, shape), judge_dw)):
-            if not mask[place]:
-                continue
-            operation = ("convolution.dx", "convolution.dw")[place]
+        def check(place: int, operation: str, judge: Judge, terms: int) -> None:
+            with_db = place == 1 and db is not None
             self._touch(operation, "convolution", made[place])
 
-            def repeated(place: int = place) -> Sequence[Any]:
-                chosen = [place == 0, place == 1, place == 1 and db is not None]
+            def repeated() -> Sequence[Any]:
+                chosen = [place == 0, place == 1, with_db]
                 found: Sequence[Any] = kernel(dy, x, weight, sizes, *rest, chosen)
                 return found
 
-            def again(place: int = place, repeated: Any = repeated) -> Tensor:
+            def again() -> Tensor:
                 found = repeated()
-                if place == 1 and db is not None:
+                if with_db:
                     made[2].copy_(found[2])
                 result: Tensor = found[place]
                 return result
 
-            judged = watch.timed(judge, made[place])
-            if watch.repeats_product(made[place]):
-                found = repeated()
-                judged = compared_bits(judged, made[place], found[place])
-            if not watch.wants(watch.ledger.site(ANYWHERE, operation), judged, of_model=False):
-                continue
-
-            def exact(left: ResidualTest, place: int = place) -> tuple[Tensor, Tensor]:
+            def exact(left: ResidualTest) -> tuple[Tensor, Tensor]:
                 chosen = [place == 0, place == 1, False]
                 wide = [item.double() for item in (dy, x, weight)]
                 found = (
@@ -412,8 +387,16 @@ class OperationChecks:
                 )
                 return _flagged(left, *found)
 
-            given = (judged, made[place])
-            self._correct(("convolution", operation), given, judge, again, exact, terms[place])
+            judged = self._judged(made[place], judge, lambda: repeated()[place])
+            if watch.wants(watch.ledger.site(ANYWHERE, operation), judged, of_model=False):
+                given = (judged, made[place])
+                self._correct(("convolution", operation), given, judge, again, exact, terms)
+
+        if mask[0]:
+            terms = weight[0].numel() if shape.transposed else weight[:, 0].numel()
+            check(0, "convolution.dx", _looking_twice(judged_dx, shape), terms)
+        if mask[1]:
+            check(1, "convolution.dw", judge_dw, small.numel() // small.shape[1])
         if mask[2]:
             self._check_bias(
                 made[2],
@@ -592,39 +575,35 @@ class OperationChecks:
             return made
         if flagged and self._has_changed(call, of_output, out, logsum):
             return made
-        for place, (name, test) in enumerate(zip(("dq", "dk", "dv"), judged, strict=True)):
-            check = f"attention.{name}"
+
+        def settle(place: int, check: str, test: ResidualTest) -> None:
+            gradient, name = made[place], check.removeprefix("attention.")
+            self._settle(
+                ("attention", check),
+                (test, gradient),
+                lambda _: judge()[1 + place],
+                lambda: kernel(*args, **options)[place],
+                lambda left: call.beyond_rounding(left, dy, out, **{name: gradient}),
+            )
+
+        for place, (check, test) in enumerate(zip(sites, judged, strict=True)):
             if watch.wants(watch.ledger.site(ANYWHERE, check), test, of_model=False):
-
-                def judge_one(_: Tensor, place: int = place) -> ResidualTest:
-                    return judge()[1 + place]
-
-                def again(place: int = place) -> Tensor:
-                    gradients: Sequence[Tensor] = kernel(*args, **options)
-                    return gradients[place]
-
-                def beyond(
-                    left: ResidualTest, name: str = name, place: int = place
-                ) -> ResidualTest:
-                    return call.beyond_rounding(left, dy, out, **{name: made[place]})
-
-                self._settle(("attention", check), (test, made[place]), judge_one, again, beyond)
+                settle(place, check, test)
         return made
 
     def _has_changed(
         self, call: FusedAttention, judged: ResidualTest, out: Tensor, logsum: Tensor
     ) -> bool:
-        """Note an O that fails its check going back; whether the step must be run again for it.
+        """Note an O that fails its check going back, and return whether the step must be repeated.
 
-        What followed has used another O, or other inputs.
+        It must where what followed has used another O, or other inputs.
         """
         left = call.beyond_rounding(judged, o=out, l=logsum[..., None])
         outcome: Outcome = "detected" if left.exceeded else "rounding"
         if not torch.isfinite(out).all():
             outcome = "not_finite"
         site = self.watch.ledger.site(self._place("attention"), "attention.output")
-        rows, worst = int(judged.exceeded), float(judged.worst)
-        self.watch.find(site, out.device, rows, worst, outcome)
+        self.watch.note(site, judged, outcome)
         return outcome == "detected"
 
     def _count_output(self, flops: float) -> None:
@@ -649,7 +628,7 @@ class OperationChecks:
         self._count(name, flops, "without a check")
 
     def _count(self, name: str, flops: float, why_not: str) -> bool:
-        """Count an operation; whether it is to be checked."""
+        """Count an operation, and return whether it is to be checked."""
         if not self._begun:
             self._begun, self.checked = True, 0.0
             self.unchecked.clear()
@@ -748,7 +727,7 @@ def checking() -> OperationChecks | None:
     if CALLING.purpose != "check":
         for reference in reversed(_installed):
             checks = reference()
-            if checks is not None and checks.wants():
+            if checks is not None and checks.trains():
                 return checks
     return None
 
@@ -796,10 +775,7 @@ def _replace_kernels(library: Library, key: str) -> None:
         )
         replace("_trilinear", _trilinear)
         if key == "CPU":
-            replace(
-                "_grouped_mm",
-                lambda checks, raw, args, options: checks.grouped_product(raw, args, options),
-            )
+            replace("_grouped_mm", OperationChecks.grouped_product)
             for name in _NORMS:
                 updated = slice(3, 5) if name == "native_batch_norm" else slice(0)
                 replace(name, _normalisation(updated))
@@ -813,14 +789,8 @@ def _replace_kernels(library: Library, key: str) -> None:
         else:
             # Where its groups end is known on the device only.
             replace("_grouped_mm", _grouped_elsewhere)
-        replace(
-            FUSED,
-            lambda checks, raw, args, options: checks.attention_output(raw, args, options),
-        )
-        replace(
-            f"{FUSED}_backward",
-            lambda checks, raw, args, options: checks.attention_gradients(raw, args, options),
-        )
+        replace(FUSED, OperationChecks.attention_output)
+        replace(f"{FUSED}_backward", OperationChecks.attention_gradients)
         for name in _ATTENTION:
             replace(name, _attention(0, 1.0))
             replace(f"{name}_backward", _attention(1, 2.5))

@@ -18,7 +18,7 @@ Level = Literal["off", "light", "linear", "full"]
 LEVELS: tuple[Level, ...] = ("off", "light", "linear", "full")
 """Each covers what the one before covers, and more.
 
-light: optimizer state and parameters at rest, a slice per step; norms of gradients and updates.
+light: optimizer state and parameters at rest, and the optimizer's updates, a slice per round.
 linear: every matrix product, convolution, recurrent layer and embedding, forward and backward;
     gradient reductions.
 full: attention by rows, normalisation and loss as well, and the whole optimizer every step.

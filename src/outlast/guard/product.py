@@ -47,7 +47,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from outlast.guard.residual import ResidualTest, name_of, residual_test, rows_contiguous
+from outlast.guard.residual import (
+    ResidualTest,
+    accumulating,
+    name_of,
+    residual_test,
+    rows_contiguous,
+    summing,
+)
 from outlast.guard.threshold import DEVIATIONS, Bound, Rounding, product_bound, unit_roundoff
 from outlast.hardware.native import load
 
@@ -142,13 +149,14 @@ def rounding_of(x: Tensor, summed: torch.dtype = torch.float32) -> Rounding:
     )
     return Rounding(
         stored=name,
-        accumulated="float64" if x.dtype == torch.float64 else "float32",
+        accumulated=name_of(accumulating(x)),
         read="tf32" if tf32 else "",
         summed=name_of(summed),
     )
 
 
-def _signs(weight: Tensor, signs: RandomSigns) -> tuple[Tensor, Tensor]:
+def signs_of(weight: Tensor, signs: RandomSigns) -> tuple[Tensor, Tensor]:
+    """The signs of the inputs and of the outputs of a weight (outputs, inputs)."""
     outputs, inputs = weight.shape
     return (
         signs.take("input", inputs, weight.device),
@@ -354,18 +362,29 @@ def library() -> Library | None:
     return Library(loaded) if loaded is not None else None
 
 
+def library_for(dtype: torch.dtype) -> Library | None:
+    """The compiled passes over numbers of this type, or None where they cannot be had."""
+    compiled = library() if dtype in NATIVE_TYPES else None
+    return compiled if compiled is not None and compiled.knows(NATIVE_TYPES[dtype]) else None
+
+
+def raise_if_failed(code: int) -> None:
+    """Raise an error where the result of a compiled pass says so."""
+    if code:
+        raise MemoryError("no memory is left for the sums of a check")
+
+
 class NativeProduct:
     """The checks in compiled code: all matrices on the CPU, in fp32, bf16 or fp16."""
 
     def __init__(self, compiled: Library) -> None:
         self._compiled = compiled
-        self._bounds: dict[tuple[torch.dtype, int, int, bool], Bound] = {}
 
     def encode(self, weight: Tensor, bias: Tensor | None, signs: RandomSigns) -> Encoding:
         """See `Product`."""
         weight = rows_contiguous(weight)
         outputs, inputs = weight.shape
-        u, v = _signs(weight, signs)
+        u, v = signs_of(weight, signs)
         if bias is not None:
             bias = bias.to(weight.dtype).contiguous()
         # Read in whole vectors, so with room behind the last number.
@@ -384,7 +403,7 @@ class NativeProduct:
             right.data_ptr(),
             left.data_ptr(),
         )
-        self._done(self._compiled.encode(ctypes.byref(call)))
+        raise_if_failed(self._compiled.encode(ctypes.byref(call)))
         beta = 0.0 if bias is None else 1.0
         return Encoding(
             u, v, right, left, call.rows_largest, call.columns_largest, beta, call.offset
@@ -414,9 +433,9 @@ class NativeProduct:
             projections.data_ptr(),
             squares.data_ptr(),
             flags.data_ptr(),
-            self._limits(x, inputs, outputs, encoding.columns_largest),
+            _limits(x.dtype, inputs, outputs, encoding.columns_largest),
         )
-        self._done(self._compiled.forward(ctypes.byref(call)))
+        raise_if_failed(self._compiled.forward(ctypes.byref(call)))
         return Projections(projections, squares), judged_rows(call.verdict, flags)
 
     def backward(
@@ -448,44 +467,39 @@ class NativeProduct:
         if dx is not None:
             dx = rows_contiguous(dx)
             call.dx, call.dx_stride = dx.data_ptr(), dx.stride(0)
-            call.dx_verdict = self._limits(dy, outputs, inputs, encoding.rows_largest)
+            call.dx_verdict = _limits(dy.dtype, outputs, inputs, encoding.rows_largest)
         if dw is not None:
             dw = rows_contiguous(dw)
             call.dw, call.dw_stride = dw.data_ptr(), dw.stride(0)
-            call.dw_verdict = self._limits(dy, rows, inputs, 1.0, alike=True)
+            call.dw_verdict = _limits(dy.dtype, rows, inputs, alike=True)
             if db is not None:
                 call.db = db.data_ptr()
-        self._done(self._compiled.backward(ctypes.byref(call)))
+        raise_if_failed(self._compiled.backward(ctypes.byref(call)))
         return (
             None if dx is None else judged_rows(call.dx_verdict, dx_flags),
             None if dw is None else judged_rows(call.dw_verdict, dw_flags),
         )
 
-    def _limits(
-        self, x: Tensor, terms: int, outputs: int, largest: float | Tensor, *, alike: bool = False
-    ) -> NativeVerdict:
-        key = (x.dtype, terms, outputs, alike)
-        bound = self._bounds.get(key)
-        if bound is None:
-            bound = product_bound(rounding_of(x), terms, outputs, alike=alike)
-            self._bounds[key] = bound
-        return NativeVerdict(
-            bound.by_power,
-            bound.by_square * float(largest),
-            bound.by_value,
-            bound.floor,
-            bound.limit,
-        )
-
-    def _done(self, code: int) -> None:
-        if code:
-            raise MemoryError("no memory is left for the sums of a check")
-
 
 @functools.lru_cache(4096)
-def _limits_of(x: torch.dtype, terms: int, columns: int) -> tuple[float, ...]:
-    bound = product_bound(rounding_of(torch.empty(0, dtype=x)), terms, columns)
-    return bound.by_power, bound.by_square, 0.0, bound.floor, bound.limit
+def _bound_on_cpu(dtype: torch.dtype, terms: int, outputs: int, alike: bool) -> Bound:
+    return product_bound(
+        rounding_of(torch.empty(0, dtype=dtype, device="cpu")), terms, outputs, alike=alike
+    )
+
+
+def _limits(
+    dtype: torch.dtype,
+    terms: int,
+    outputs: int,
+    largest: float | Tensor = 1.0,
+    *,
+    alike: bool = False,
+) -> NativeVerdict:
+    """The bound of a native check, whose squares are to be multiplied by `largest`."""
+    bound = _bound_on_cpu(dtype, terms, outputs, alike)
+    by_square = bound.by_square * float(largest)
+    return NativeVerdict(bound.by_power, by_square, bound.by_value, bound.floor, bound.limit)
 
 
 def check_multiplied(  # noqa: PLR0917
@@ -506,8 +520,8 @@ def check_multiplied(  # noqa: PLR0917
         alpha: See above.
         signs: v (columns,), with 31 more finite numbers behind, as of `RandomSigns.take`.
     """
-    compiled = library() if a.device.type == "cpu" and a.dtype in NATIVE_TYPES else None
-    if compiled is None or not compiled.knows(NATIVE_TYPES[a.dtype]):
+    compiled = library_for(a.dtype) if a.device.type == "cpu" else None
+    if compiled is None:
         judged = _check_multiplied(a, b, c, added, alpha, signs)
     else:
         judged = _check_natively(compiled, a, b, c, added, alpha, signs)
@@ -551,10 +565,9 @@ def _check_natively(  # noqa: PLR0917
         beta,
         signs.data_ptr(),
         flags.data_ptr(),
-        NativeVerdict(*_limits_of(a.dtype, terms, columns)),
+        _limits(a.dtype, terms, columns),
     )
-    if compiled.multiply(ctypes.byref(call)):
-        raise MemoryError("no memory is left for the sums of a check")
+    raise_if_failed(compiled.multiply(ctypes.byref(call)))
     return judged_rows(call.verdict, flags)
 
 
@@ -711,7 +724,7 @@ def _check_multiplied(  # noqa: PLR0917
     signs: Tensor,
 ) -> ResidualTest:
     """Do the same by torch operations, for any device and type."""
-    dtype = _summed(a)
+    dtype = summing(a)
     bound = bound_on(a, (a.shape[0] * a.shape[1], c.shape[2], a.shape[2]))
     v, left, right = signs.to(dtype), a.to(dtype), b.to(dtype)
     expected = alpha * torch.matmul(left, (right @ v)[..., None])[..., 0]
@@ -740,7 +753,7 @@ class TorchProduct:
 
     def encode(self, weight: Tensor, bias: Tensor | None, signs: RandomSigns) -> Encoding:
         """See `Product`."""
-        u, v = (sign.to(_summed(weight)) for sign in _signs(weight, signs))
+        u, v = (sign.to(summing(weight)) for sign in signs_of(weight, signs))
         wide = weight.to(u.dtype)
         squares = wide.square()
         return Encoding(
@@ -792,11 +805,6 @@ class TorchProduct:
                 found - projections.dots.to(wide.dtype) @ wide, variance, powers
             )
         return dx_judged, dw_judged
-
-
-def _summed(matrix: Tensor) -> torch.dtype:
-    wide = matrix.dtype in (torch.float32, torch.float64)
-    return torch.float64 if wide else torch.float32
 
 
 def _output(matrix: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,10 +99,9 @@ class ProductCall:
     def judge(self, out: Tensor, signs: Tensor) -> ResidualTest:
         """Check `out` with signs (columns,); one row of the check is a row of `out`."""
         a, b, c = self._batches(out)
-        added = None if self._added is None else (self._added.expand(out.shape), self._beta)
-        if added is not None:
-            added = added[0].reshape(c.shape), added[1]
-        return check_multiplied(a, b, c, added, self._alpha, signs)
+        added = self._added
+        given = None if added is None else (added.expand(out.shape).reshape(c.shape), self._beta)
+        return check_multiplied(a, b, c, given, self._alpha, signs)
 
     def adds_mask(self, *, failed: bool) -> bool:
         """Return whether what is added is so large in places that sums say nothing of the product.

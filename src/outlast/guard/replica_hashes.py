@@ -48,7 +48,8 @@ def hash64(tensors: Sequence[Tensor]) -> Tensor:
         state = xxhash.xxh3_64(seed=_SEED)
         for tensor in tensors:
             state.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
-        return torch.tensor(_signed(state.intdigest()), dtype=torch.int64)
+        digest = state.intdigest()
+        return torch.tensor(digest - 2**64 if digest >= 2**63 else digest, dtype=torch.int64)
     device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
@@ -76,10 +77,6 @@ def hash_words(numbers: Tensor) -> Tensor:
     for part in torch.split(words, _WORDS):
         total = total * CHAIN + (part * multipliers[: part.numel()]).sum()
     return total
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class Replicas:
 
     def connect(self) -> None:
         """Answer each other once before it is timed; all ranks call it together."""
-        gather(torch.zeros(1, dtype=torch.int64, device=self._device), self._group)
+        self._gathered(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def exchange(
         self, fields: Sequence[int], clock: Callable[[], float]
@@ -165,42 +162,34 @@ class Replicas:
         """
         message = torch.tensor(fields, dtype=torch.int64, device=self._device)
         started = clock()
-        rows = gather(message, self._group)
+        rows = self._gathered(message)
         seconds = clock() - started
         self._shortest_seconds = min(self._shortest_seconds, seconds)
         return rows, seconds - self._shortest_seconds
 
+    def _gathered(self, message: Tensor) -> list[list[int]]:
+        """Every rank's message, (fields,) int64, in the order of the group."""
+        found = [torch.empty_like(message) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(found, message, group=self._group)
+        rows: list[list[int]] = torch.stack(found).tolist()
+        return rows
+
     def repair(self, tensors: Sequence[Tensor], good: int) -> int:
-        """Copy these tensors from one rank to all others; their hash afterwards; see `repair`."""
-        repair(tensors, good, self._group, self._device)
+        """Copy tensors from one rank to all others, bit for bit; all ranks call it together.
+
+        Args:
+            tensors: Contiguous, of the same types and shapes on all ranks; written to in place.
+            good: Position of the source in the group.
+
+        Returns:
+            Their hash afterwards.
+        """
+        source = dist.get_global_rank(self._group, good)
+        for tensor in tensors:
+            # Bytes, since not every backend carries every type.
+            data = tensor.detach().reshape(-1).view(torch.uint8)
+            carried = data.to(self._device)
+            dist.broadcast(carried, source, group=self._group)
+            if carried.data_ptr() != data.data_ptr():
+                data.copy_(carried)
         return int(hash64(tensors))
-
-
-def gather(message: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
-    """Every rank's message, (fields,) int64, in the order of the group; waits for all of them."""
-    size = dist.get_world_size(group)
-    found = [torch.empty_like(message) for _ in range(size)]
-    dist.all_gather(found, message, group=group)
-    rows: list[list[int]] = torch.stack(found).tolist()
-    return rows
-
-
-def repair(
-    tensors: Sequence[Tensor], good: int, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Copy these tensors from one rank to all others, bit for bit; all ranks call it together.
-
-    Args:
-        tensors: Contiguous, of the same types and shapes on all ranks; written to in place.
-        good: Position of the source in `group`.
-        group: Of the replicas.
-        device: Where the group communicates; tensors elsewhere go through it.
-    """
-    source = dist.get_global_rank(group, good)
-    for tensor in tensors:
-        # Bytes, since not every backend carries every type.
-        data = tensor.detach().reshape(-1).view(torch.uint8)
-        carried = data.to(device)
-        dist.broadcast(carried, source, group=group)
-        if carried.data_ptr() != data.data_ptr():
-            data.copy_(carried)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from outlast.guard.threshold import DEVIATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,13 @@ def equality_test(found: Tensor, expected: Tensor) -> ResidualTest:
     return ResidualTest(flags, flags.sum(), worst, zero, zero, bitwise=True)
 
 
+def exact_test(wrong: Sequence[bool]) -> ResidualTest:
+    """Judge what was compared bit for bit on the host: which rows are wrong."""
+    count = sum(wrong)
+    worst = math.inf if count else 0.0
+    return ResidualTest(torch.tensor(wrong), count, worst, 0.0, 0.0, bitwise=True)
+
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -97,6 +108,17 @@ def bits(values: Tensor) -> Tensor:
 def equal_bits(first: Tensor, second: Tensor) -> Tensor:
     """Mask of equal bits, or both NaN, whose payload depends on the kernel."""
     return (bits(first) == bits(second)) | (torch.isnan(first) & torch.isnan(second))
+
+
+def accumulating(like: Tensor) -> torch.dtype:
+    """The type in which kernels sum numbers like these."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
+
+
+def summing(*tensors: Tensor | None) -> torch.dtype:
+    """The type in which to sum these: wide enough that the sums' own rounding is small."""
+    wide = any(t is not None and t.dtype in (torch.float32, torch.float64) for t in tensors)
+    return torch.float64 if wide else torch.float32
 
 
 def is_half(dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from outlast.guard import optimizer as bounds
 from outlast.guard.findings import LASTING
 from outlast.guard.parameter_writes import data_writes, step_done
 from outlast.guard.replica_hashes import Replica, Replicas, compare, hash64
-from outlast.guard.residual import ResidualTest, equality_test
+from outlast.guard.residual import ResidualTest, equality_test, exact_test
 from outlast.guard.watch import Watch
 from outlast.state.sharded import is_dtensor
 
@@ -94,7 +94,7 @@ class OptimizerGroup:
         return options
 
     def decay(self, dtype: torch.dtype) -> bounds.Decay | None:
-        """Of moments of this type; None where the betas lie on a device."""
+        """The decay of moments of this type; None where the betas lie on a device."""
         if self._betas is None:
             return None
         low1, high1, low2, high2 = self._betas
@@ -167,7 +167,7 @@ class OptimizerGroup:
         self._betas = min(low1, beta1), max(high1, beta1), min(low2, beta2), max(high2, beta2)
 
     def _longest_update(self) -> float:
-        """Of a coordinate, in any step, per learning rate."""
+        """Longest update of a coordinate in any step, per learning rate."""
         options = self.options
         if self.kind == "muon":
             return max(_muon_reach(options, parameter) for parameter in options["params"])
@@ -196,7 +196,7 @@ class BlockRange:
 
 @dataclass
 class ScrubbedParameter:
-    """One parameter."""
+    """A parameter, and the largest numbers that rounds have found in its blocks."""
 
     name: str
     parameter: Tensor
@@ -205,7 +205,7 @@ class ScrubbedParameter:
 
     @property
     def kind(self) -> bounds.Kind:
-        """Of its optimizer."""
+        """Kind of its optimizer."""
         return "other" if self.group is None else self.group.kind
 
     @property
@@ -283,7 +283,7 @@ class Views:
     writes: int
 
     def optimizer(self) -> list[Tensor]:
-        """All state."""
+        """All state of the optimizer."""
         return [*self.state.values(), *self.others]
 
 
@@ -299,7 +299,7 @@ class BlockPiece:
     @classmethod
     @torch.no_grad()
     def of(cls, block: Block) -> BlockPiece:
-        """As it is now."""
+        """Copy a block as it is before a step."""
         data, steps = block.parameter(), steps_of(block.entry.state)
         # What an unknown optimizer may do to a parameter is unknown.
         checked = block.entry.kind != "other"
@@ -327,7 +327,7 @@ class BlockPiece:
             # Something else has written to it, or some steps have left it out.
             return None
         growth, distance = now.growth - before.growth, now.distance - before.distance
-        return bounds.check_range(now.largest, before.largest, step - before.step, growth, distance)
+        return bounds.check_range(now.largest, before.largest, steps, growth, distance)
 
 
 @dataclass
@@ -344,7 +344,7 @@ class Round:
 
     @property
     def device(self) -> torch.device:
-        """Of its first block."""
+        """Device of its first block."""
         return self.pieces[0].old.device
 
     def views(self) -> list[Views]:
@@ -373,7 +373,7 @@ def state_of(views: list[Views]) -> list[Tensor]:
 
 
 def hashes_of(views: list[Views]) -> tuple[Tensor, Tensor]:
-    """Of parameters and of state."""
+    """Hashes of the parameters and of the state of some blocks."""
     parameters, state = hash64([view.parameter for view in views]), state_of(views)
     return parameters, hash64(state) if state else torch.zeros_like(parameters)
 
@@ -564,7 +564,7 @@ class Scrubber:
         optimizers: That step together.
         group: Of ranks whose parameters are equal bit for bit, such as those of DDP or of the
             replicating dimension of HSDP; None where nothing is replicated. All of them construct
-            their scrubs together.
+            their scrubbers together.
         whole: Check everything in every step instead of slices; copies all parameters for it.
         clock: Seconds.
 
@@ -591,7 +591,7 @@ class Scrubber:
         self._replicas: Replicas | None = None
         self._whole = whole
         self._clock = clock
-        self._pace = CheckBudget(watch.policy.light_budget)
+        self._budget = CheckBudget(watch.policy.light_budget)
         self._groups = [
             OptimizerGroup(optimizer, index)
             for optimizer in optimizers
@@ -649,7 +649,7 @@ class Scrubber:
         if not (self._whole and self._blocks):
             return
         started = self._clock()
-        # What it was before is nobody's question: no step is checked.
+        # No step is checked, so what was there before is not copied.
         pieces = [
             BlockPiece(block, block.parameter()[:0], 0.0, block.writes(block.parameter()))
             for block in self._blocks
@@ -688,7 +688,7 @@ class Scrubber:
                         )
         self._visited = self.steps, self._clock()
         if before is not None:
-            self._pace.earn(self._visited[1] - before[1], self.steps - before[0])
+            self._budget.earn(self._visited[1] - before[1], self.steps - before[0])
         self.finish(used=True)
         if self.steps >= self._due:
             begun = self._clock()
@@ -738,7 +738,7 @@ class Scrubber:
         self._charge(started, current)
 
     def finish(self, *, used: bool = False) -> None:
-        """End a round whose step is done: is everything still as the step has left it, everywhere?
+        """End a round whose step is done: compare its slice with what the step has left.
 
         All ranks of a group call it together; `before_step` does it, too.
 
@@ -807,7 +807,7 @@ class Scrubber:
         if self._replicas is None:
             for pair in current.judged:
                 self.watch.judge(*pair)
-            self._due, self._until = self._wish()
+            self._due, self._until = self._next_round()
         else:
             waited = self._compare(self._replicas, current, views, (*after, *now), used)
         self._report_not_finite(current)
@@ -816,21 +816,21 @@ class Scrubber:
         self._charge(started + waited, current)
         if self._learning:
             numbers = sum(piece.block.end - piece.block.start for piece in current.pieces)
-            self._pace.learn(len(current.pieces), numbers, current.seconds)
+            self._budget.learn(len(current.pieces), numbers, current.seconds)
         # The first round is paid for, but takes longer than any other will.
         self._learning = True
 
     def _charge(self, started: float, current: Round) -> None:
         seconds = self._clock() - started
         self.seconds += seconds
-        self._pace.spend(seconds)
+        self._budget.spend(seconds)
         current.seconds += seconds
 
-    def _wish(self) -> tuple[int, int]:
+    def _next_round(self) -> tuple[int, int]:
         """In which step the next round should be, and the block that it should end before."""
         if self._whole:
             return self.steps, len(self._blocks)
-        gap, until = self._pace.plan(self._sizes, self._cursor)
+        gap, until = self._budget.plan(self._sizes, self._cursor)
         return self.steps + gap, until
 
     def _enter(self, parameters: Iterable[tuple[str, Tensor]]) -> list[ScrubbedParameter]:
@@ -940,7 +940,7 @@ class Scrubber:
         ]
         # The last one is whether it has changed at rest, which the hashes tell.
         suspect = any(item.exceeded for _, item in judged[:-1])
-        fields = [*map(int, hashes), int(suspect), *self._wish()]
+        fields = [*map(int, hashes), int(suspect), *self._next_round()]
         rows, waited = replicas.exchange(fields, self._clock)
         self._due, self._until = max(row[5] for row in rows), min(row[6] for row in rows)
         repaired = False
@@ -963,21 +963,16 @@ class Scrubber:
                     if part == 0 and used:
                         self.watch.spoil(current.step)
             site = self.watch.ledger.site("optimizer", "replicas")
-            worst = math.inf if wrong else 0.0
-            if self.watch.wants(
-                site, ResidualTest(torch.tensor([wrong]), int(wrong), worst, 0.0, 0.0)
-            ):
+            if self.watch.wants(site, exact_test([wrong])):
                 self.watch.find(site, current.device, 1, math.inf, outcome)
         for site, item in judged:
             if self.watch.wants(site, item):
-                outcome = "corrected" if repaired else "detected"
-                magnitude = float(item.worst)
-                self.watch.find(site, item.flags.device, int(item.exceeded), magnitude, outcome)
+                self.watch.note(site, item, "corrected" if repaired else "detected")
         return waited
 
 
 def _rehearse(policy: Policy, kind: bounds.Kind, like: Tensor) -> None:
-    """Scrub spare numbers of this type: it loads all code and makes the allocators' memory."""
+    """Scrub spare numbers of this type, which loads all code and makes the allocators' memory."""
     spare = nn.Parameter(torch.zeros((256, 256), dtype=like.dtype, device=like.device))
     spare.grad = torch.zeros_like(spare)
     optimizer = bounds.idle_optimizer(kind, spare)

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from outlast.guard.autograd_hooks import Record
     from outlast.guard.findings import Site
     from outlast.guard.linear import LinearChecks
     from outlast.guard.watch import Watch
@@ -162,7 +163,7 @@ class _Expected:
 
 @dataclass
 class _Judged:
-    """Of the parameters that an optimizer has updated in its last step."""
+    """Counts of the parameters that an optimizer has updated in its last step."""
 
     count: int = 0
     elements: int = 0
@@ -170,7 +171,7 @@ class _Judged:
 
 
 class Survey:
-    """Of one guarded model; see the module.
+    """The survey of one guarded model; see the module.
 
     Args:
         watch: What all checks of the guard share.
@@ -248,7 +249,7 @@ class Survey:
         undo.enter_context(_REPLACED.by(_backward))
         undo.callback(leave_idle)
         self._count()
-        undo.callback(self._count_no_more)
+        undo.callback(self.finish)
         return undo
 
     def begin(self) -> None:
@@ -276,21 +277,18 @@ class Survey:
             counter.begin()
 
     def finish(self) -> None:
-        """No step follows: see no more operations."""
-        self._count_no_more()
-
-    def _count_no_more(self) -> None:
+        """See no more operations: no step follows, or it is not counted."""
         if self.watch.counter is not None:
             self._leave()
             self.watch.counter = None
             self._graphs.clear()
 
     def _counted(self) -> bool:
-        """Read the counts of a step that ends; whether less is checked than in the one before."""
+        """Read a step's counts, and return whether less is checked than in the step before."""
         counter = self.watch.counter
         if counter is None:
             return False
-        self._count_no_more()
+        self.finish()
         if counter.why_not:
             self._step = None
             self._uncounted = f"the step's operations are not counted: {counter.why_not}"
@@ -500,7 +498,7 @@ class Survey:
             raise
         except Exception as error:
             self._unknown = f"coverage is not known: {type(error).__name__}: {error}"
-            self._count_no_more()
+            self.finish()
             self._warn(f"{self._unknown}; the checks continue")
             return None
 
@@ -511,7 +509,7 @@ class Survey:
             self.judge(None)
 
     def _tell(self) -> bool:
-        """Warn of what is new; whether anything is."""
+        """Warn of what is new, and return whether anything is."""
         told, watch = self._told, self.watch
         if self._due or watch.operations is not None:
             self._share = self._flops()
@@ -570,9 +568,8 @@ class Survey:
         """Modules whose attention or loss was checked earlier, but not in the last step."""
         if not self._optimizers:
             return []
-        sites = self.watch.ledger.sites.values()
         last: dict[str, int] = {}
-        for site in sites:
+        for site in self.watch.ledger.sites.values():
             if site.operation in _FUNCTIONS and site.module != ANYWHERE and site.last >= 0:
                 last[site.module] = max(last.get(site.module, 0), site.last)
         return [name for name, period in last.items() if period < self._last_began]
@@ -601,7 +598,10 @@ class Survey:
         return False
 
     def _flops(self) -> float | None:
-        """Of a step that was looked at; a check that was not made covers no product."""
+        """Share of FLOPs without a check in a step whose graph was read; None: not known.
+
+        A check that was not made covers no product.
+        """
         seen, sites = self._shown, self.watch.ledger.sites
         if (operations := self.watch.operations) is not None:
             # A compiler may have made kernels of its own of some.
@@ -725,7 +725,10 @@ class _Graph:
 
         The process may train other models, and has reentrant checkpointing of frozen layers.
         """
-        return any(self._leaf(node) is not None or _watch_of(node) is watch for node in self._users)
+        return any(
+            self._leaf(node) is not None or getattr(_owner(node), "watch", None) is watch
+            for node in self._users
+        )
 
     def read(self, seen: _Seen) -> None:
         """Add what is in it to `seen`."""
@@ -758,17 +761,15 @@ class _Graph:
 
     def _check(self, node: Node) -> str | None:
         """The name of the check that watches the gradient which this node makes."""
-        if getattr(node, "_forward_cls", None) is CheckedLinear:
-            layer: LinearChecks = node.layer  # type: ignore[attr-defined]
-            return layer.name
-        if (own := record_of(node)) is not None:
-            return own.name
+        if (owner := _owner(node)) is not None:
+            return owner.name
         number = node._sequence_nr()
         place = bisect_right(self._spans, (number, float("inf"), "")) - 1
         if place >= 0 and number < self._spans[place][1]:
             return self._spans[place][2]
         kind = _kind(node)
-        if kind in NODES and _type(node) in TYPES and kind in self._nodes.get(_device(node), ()):
+        dtype = getattr(_metadata(node), "dtype", None)
+        if kind in NODES and dtype in TYPES and kind in self._nodes.get(_device(node), ()):
             return ANYWHERE
         return None
 
@@ -891,7 +892,7 @@ def _is_custom(node: Node, kind: str) -> bool:
 
 
 def _flops(node: Node, kind: str) -> float | None:
-    """Of the forward pass of a matrix product, from shapes alone; 0 for what is none.
+    """FLOPs of the forward pass of a matrix product, from shapes alone; 0 for what is none.
 
     None where shapes do not tell: of nested tensors, and of what is multiplied by frozen numbers.
     """
@@ -925,13 +926,12 @@ def _flops(node: Node, kind: str) -> float | None:
     )
 
 
-def _watch_of(node: Node) -> Watch | None:
-    """Of the guard that checks what this node makes, if any."""
+def _owner(node: Node) -> LinearChecks | Record | None:
+    """The layer's checks, or the record, that this node was made for, if any."""
     if getattr(node, "_forward_cls", None) is CheckedLinear:
         layer: LinearChecks = node.layer  # type: ignore[attr-defined]
-        return layer.watch
-    record = record_of(node)
-    return None if record is None else record.watch
+        return layer
+    return record_of(node)
 
 
 def _metadata(node: Node, place: int = 0) -> Any:
@@ -953,12 +953,6 @@ def _is_plain_sum(node: Node) -> bool:
     return getattr(node, "_saved_alpha", 1) in {1, -1}
 
 
-def _type(node: Node) -> torch.dtype | None:
-    """The type of what a node has made."""
-    made = _metadata(node)
-    return None if made is None else made.dtype
-
-
 def _is_empty(node: Node) -> bool:
     """Return whether it has made no numbers, as an expert without tokens does."""
     return 0 in (_shape(node, 0) or ())
@@ -971,7 +965,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 
 def _shape(node: Node | None, place: int) -> tuple[int, ...] | None:
-    """Of what a node has made, where it is made of plain numbers."""
+    """Shape of what a node has made, where it is made of plain numbers."""
     made = None if node is None else _metadata(node, place)
     if made is None:
         return None

@@ -108,7 +108,7 @@ class Bound:
     by_value: float = 0.0
 
     def variance(self, powers: Sums, squares: Sums, value: Sums = 0.0) -> Sums:
-        """Of rows with these sums: floats, arrays or tensors (rows,)."""
+        """Variance of rows with these sums: floats, arrays or tensors (rows,)."""
         own = self.by_power * powers + self.by_square * squares + self.floor
         return own + self.by_value * value**2
 

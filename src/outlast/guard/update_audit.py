@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outlast.guard.findings import Site
-from outlast.guard.residual import ResidualTest, equal_bits
+from outlast.guard.residual import equal_bits, exact_test
 from outlast.state.sharded import is_dtensor
 
 if TYPE_CHECKING:
@@ -116,20 +116,9 @@ class UpdateAudit:
             if chosen and elements + parameter.numel() > UPDATE_ELEMENTS:
                 break
             elements += parameter.numel()
-            chosen.append(
-                _Copied(
-                    names.get(id(parameter), "a parameter outside of the model"),
-                    parameter,
-                    number,
-                    _local(parameter).detach().clone(),
-                    {
-                        name: _local(item).detach().clone()
-                        if isinstance(item, torch.Tensor)
-                        else copy.deepcopy(item)
-                        for name, item in optimizer.state.get(parameter, {}).items()
-                    },
-                )
-            )
+            name = names.get(id(parameter), "a parameter outside of the model")
+            now, state = _now(optimizer, parameter)
+            chosen.append(_Copied(name, parameter, number, now.detach().clone(), _copied(state)))
         self._cursors[key] = start + len(chosen)
         # By now, since some attributes hold for the step alone, as a gradient scaler's.
         self._under_way[key] = _Update(chosen, dict(vars(optimizer)), [])
@@ -146,7 +135,11 @@ class UpdateAudit:
         update.gradients = [_gradient(item.parameter) for item in update.parameters]
         try:
             first = _repeated(optimizer, update)
-            wrong = self._different(optimizer, update, first)
+            wrong = {
+                item.name
+                for item, made in zip(update.parameters, first, strict=True)
+                if not _equal(made, _now(optimizer, item.parameter))
+            }
             second = _repeated(optimizer, update) if wrong else first
         except Exception as error:
             self._refuse(optimizer, f"its step cannot be repeated on copies ({error})")
@@ -155,13 +148,13 @@ class UpdateAudit:
         self.compared += len(update.parameters)
         if not wrong:
             self._proven.add(id(optimizer))
-        elif not self._trusted(optimizer):
+        elif not (
+            id(optimizer) in self._proven or type(optimizer).__module__.startswith("torch.optim")
+        ):
             self._refuse(optimizer, "its step of a slice alone has never given the same numbers")
             return perf_counter() - began
         site = self.watch.ledger.site("optimizer", "audit.update")
-        flags = torch.tensor([item.name in wrong for item in update.parameters])
-        test = ResidualTest(flags, len(wrong), math.inf if wrong else 0.0, 0.0, 0.0, bitwise=True)
-        if self.watch.wants(site, test):
+        if self.watch.wants(site, exact_test([item.name in wrong for item in update.parameters])):
             self._settle(optimizer, update, first, second, wrong)
         return perf_counter() - began
 
@@ -177,7 +170,7 @@ class UpdateAudit:
         for item, one, two in zip(update.parameters, first, second, strict=True):
             if item.name not in wrong:
                 continue
-            now = _local(item.parameter), _local_state(optimizer, item.parameter)
+            now = _now(optimizer, item.parameter)
             if not _equal(one, two):
                 outcome: Outcome = "detected"
                 said = "no two of three steps agree"
@@ -195,21 +188,6 @@ class UpdateAudit:
                 outcome, said = "detected", "two repeated steps agree on other numbers"
             text = Site(f"{item.name}: {said}", "audit.update")
             self.watch.find(text, item.parameter.device, 1, math.inf, outcome)
-
-    def _different(
-        self,
-        optimizer: Optimizer,
-        update: _Update,
-        made: list[_State],
-    ) -> set[str]:
-        return {
-            item.name
-            for item, one in zip(update.parameters, made, strict=True)
-            if not _equal(one, (_local(item.parameter), _local_state(optimizer, item.parameter)))
-        }
-
-    def _trusted(self, optimizer: Optimizer) -> bool:
-        return id(optimizer) in self._proven or type(optimizer).__module__.startswith("torch.optim")
 
     def _refuse(self, optimizer: Optimizer, why: str) -> None:
         self._refused.add(id(optimizer))
@@ -232,22 +210,16 @@ def _repeated(optimizer: Optimizer, update: _Update) -> list[_State]:
         parameter = torch.nn.Parameter(item.before.clone())
         parameter.grad = gradient.clone()
         if item.state:
-            twin.state[parameter] = {
-                name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-                for name, value in item.state.items()
-            }
+            twin.state[parameter] = _copied(item.state)
         copies.setdefault(item.group, []).append(parameter)
         made.append(parameter)
+    # Without the parameters, that no copy of them is made.
+    options = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
     twin.param_groups = [
-        {
-            **{
-                name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-                for name, value in optimizer.param_groups[number].items()
-                if name != "params"
-            },
-            "params": parameters,
-        }
-        for number, parameters in copies.items()
+        {**_copied(options[number]), "params": parameters} for number, parameters in copies.items()
     ]
     step = kind.step
     if getattr(step, "hooked", False):
@@ -287,8 +259,16 @@ def _gradient(parameter: Tensor) -> Tensor:
     return _local(gradient).detach()
 
 
-def _local_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
-    return {
+def _now(optimizer: Optimizer, parameter: Tensor) -> _State:
+    """The part of a parameter and of its state on this rank, as the same memory."""
+    return _local(parameter), {
         name: _local(item) if isinstance(item, torch.Tensor) else item
         for name, item in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in values.items()
     }

@@ -17,7 +17,7 @@ import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from outlast.guard.residual import equal_bits, is_half
 from outlast.guard.threshold import DEVIATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -216,7 +216,21 @@ def computing(purpose: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-class Watch:
+class SharedByCopies:
+    """Part of a guard that a model refers to, which its copies share.
+
+    A copied model, such as an average of weights, is watched together with its original. A pickled
+    one is one without a guard: None.
+    """
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(None), ()
+
+
+class Watch(SharedByCopies):
     """The state of a guard in the middle of a step.
 
     Args:
@@ -267,14 +281,6 @@ class Watch:
         self._on_finding = on_finding
         self._waiting: list[tuple[Site, torch.device, int, tuple[Tensor, ...], bool]] = []
         self.signs.renew()
-
-    def __deepcopy__(self, memo: object) -> Watch:
-        """A copied model, such as an average of weights, is watched together with its original."""
-        return self
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """A pickled model is one without a guard: None."""
-        return type(None), ()
 
     def begin(self) -> None:
         """Forget what an attempt at this step has found in its passes; they begin anew."""
@@ -354,7 +360,7 @@ class Watch:
         return copy
 
     def wants(self, site: Site, judged: ResidualTest, *, of_model: bool = True) -> bool:
-        """Count a check; whether it failed, as far as the host knows by now.
+        """Count a check, and return whether it failed, as far as the host knows by now.
 
         On devices that run behind the host the answer is no, and `settle` learns the truth.
 
@@ -366,19 +372,16 @@ class Watch:
         """
         self.unjudged |= of_model
         self.made += 1
-        rows = len(judged.flags)
-        if isinstance(judged.exceeded, torch.Tensor):
-            numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)
-            device = judged.flags.device
+        rows, device = len(judged.flags), judged.flags.device
+        numbers = (judged.exceeded, judged.worst, judged.total, judged.widest)
+        if device.type != "cpu" and isinstance(judged.exceeded, torch.Tensor):
             four = tuple(map(torch.as_tensor, numbers))
             self._waiting.append((site, device, rows, four, judged.bitwise))
-            if device.type != "cpu":
-                return False
-            # The CPU is never behind: its tensors are numbers already.
-            return self._settle_last() > 0
-        own = (float(judged.worst), float(judged.total), float(judged.widest))
-        self._count(site, rows, judged.exceeded, *own)
-        return judged.exceeded > 0
+            return False
+        # The CPU is never behind: its tensors are numbers already.
+        known = [float(number) for number in numbers]
+        self._count(site, rows, known)
+        return known[0] > 0
 
     def settle(self) -> None:
         """Wait for the device once and count all checks that `wants` has not known yet."""
@@ -400,7 +403,7 @@ class Watch:
                     exceeded = 0 if worst <= _LATE_DEVIATIONS else exceeded
                     # May be the data's own, such as an overflow under a gradient scaler.
                     outcome = outcome if math.isfinite(worst) else "not_finite"
-                self._count(site, rows, int(exceeded), worst, total, widest)
+                self._count(site, rows, (exceeded, worst, total, widest))
                 if exceeded:
                     self.find(site, device, int(exceeded), worst, outcome)
 
@@ -414,7 +417,7 @@ class Watch:
         *,
         beyond: Callable[[ResidualTest], ResidualTest] | None = None,
     ) -> Outcome:
-        """Put a failed check's numbers right if the policy says so; see `recompute.correct`."""
+        """Put a failed check's numbers right if the policy says so; see the function `correct`."""
         outcome: Outcome = "detected"
         if self.policy.correct:
             flags = judged.flags.to(stored.device)
@@ -457,18 +460,16 @@ class Watch:
     def judge(self, site: Site, judged: ResidualTest) -> None:
         """Count a check of numbers that cannot be computed again here; a failure is `detected`."""
         if self.wants(site, judged):
-            rows, worst = int(judged.exceeded), float(judged.worst)
-            self.find(site, judged.flags.device, rows, worst, "detected")
+            self.note(site, judged, "detected")
 
-    def _settle_last(self) -> int:
-        site, _, rows, four, _ = self._waiting.pop()
-        exceeded, worst, total, widest = (float(item) for item in four)
-        self._count(site, rows, int(exceeded), worst, total, widest)
-        return int(exceeded)
+    def note(self, site: Site, judged: ResidualTest, outcome: Outcome) -> None:
+        """Note a failed check as a finding."""
+        rows, worst = int(judged.exceeded), float(judged.worst)
+        self.find(site, judged.flags.device, rows, worst, outcome)
 
-    def _count(self, site: Site, rows: int, exceeded: int, *numbers: float) -> None:
-        worst, total, widest = numbers
-        site.exceeded += exceeded
+    def _count(self, site: Site, rows: int, numbers: Sequence[float]) -> None:
+        exceeded, worst, total, widest = numbers
+        site.exceeded += int(exceeded)
         if rows:
             site.last = self.period
         if not exceeded and self._not_finite and site in self._not_finite:
@@ -480,3 +481,15 @@ def _rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def reducing_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Device on which a process group reduces: the host if it can."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

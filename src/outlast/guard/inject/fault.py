@@ -237,6 +237,9 @@ ProcessKind = Literal["kill", "stop", "disk-full"]
 """kill: SIGKILL; stop: SIGSTOP for some seconds; disk-full: writes to files fail for some steps."""
 
 _ANY_BIT = Pattern()
+_COUNTS = ("step", "every", "occurrence", "position", "rank")
+"""Whole numbers of a `Fault`."""
+_DURATIONS: tuple[Duration, ...] = ("transient", "intermittent", "permanent")
 PROCESS_KINDS: tuple[ProcessKind, ...] = ("kill", "stop", "disk-full")
 
 
@@ -272,7 +275,7 @@ class Fault:
     def __post_init__(self) -> None:
         if self.site not in SITES:
             raise GuardError(_unknown("fault site", self.site, (*SITES, *PROCESS_KINDS)))
-        for name in ("step", "every", "occurrence", "position", "rank"):
+        for name in _COUNTS:
             if (getattr(self, name) or 0) < 0:
                 raise GuardError(f"{name} = {getattr(self, name)} of a fault is below 0")
         if self.duration != "transient" and (self.every or self.occurrence):
@@ -302,7 +305,7 @@ class Fault:
             parts.append(f"intermittent={self.probability!r}")
         elif self.duration == "permanent":
             parts.append("permanent")
-        parts += _number_parts(self, ("step", "every", "occurrence", "position", "rank"))
+        parts += _number_parts(self, _COUNTS)
         return ":".join(parts)
 
 
@@ -402,19 +405,18 @@ def _number_fault(site: str, pairs: dict[str, str]) -> Fault:
     values: dict[str, object] = {}
     if "module" in pairs:
         values["module"] = pairs.pop("module")
-    duration = _one_of(pairs, ("transient", "intermittent", "permanent"))
+    duration = _one_of(pairs, _DURATIONS)
     if duration is not None:
         values["duration"] = duration[0]
         if duration[0] == "intermittent":
             values["probability"] = _read(*duration, float)
         elif duration[1]:
             raise GuardError(f"{duration[0]} takes no value, not {duration[1]!r}")
-    for key in ("step", "every", "occurrence", "position", "rank"):
+    for key in _COUNTS:
         if key in pairs:
             values[key] = _read(key, pairs.pop(key), int)
     if pairs:
-        known = (*_CHANGES, "segment", "stride", "cast", "transient", "intermittent", "permanent")
-        names = (*known, "module", "step", "every", "occurrence", "position", "rank")
+        names = (*_CHANGES, "segment", "stride", "cast", *_DURATIONS, "module", *_COUNTS)
         raise GuardError(_unknown("key of wrong values", next(iter(pairs)), names))
     fault = Fault(site, pattern, **values)  # type: ignore[arg-type]
     if fault.duration == "transient" and not values.keys() & {"step", "every"}:
