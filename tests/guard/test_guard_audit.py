@@ -744,6 +744,7 @@ def test_wrong_policies_are_refused(name: str, value: Any) -> None:
         Policy(**{name: value})
 
 
+@pytest.mark.filterwarnings("ignore:.*beta state:UserWarning")
 def test_hashes_of_batches_tell_numbers_keys_and_order() -> None:
     batches = [
         {"a": torch.ones(2), "b": np.zeros(2)},
@@ -754,5 +755,9 @@ def test_hashes_of_batches_tell_numbers_keys_and_order() -> None:
         ("text", 3),
         ("text", 4),
     ]
-    assert len({data_hash(batch) for batch in batches}) == len(batches)
+    graph = torch.eye(3)
+    batches += [graph.to_sparse(), graph.to_sparse_csr(), graph.to_sparse_csc(), graph.to_mkldnn()]
+    batches += [torch.full((2,), 1j).conj(), torch.full((2,), 2j).conj()]
+    assert len({data_hash(batch) for batch in batches}) == len(batches) - 1
+    assert data_hash(graph.to_mkldnn()) == data_hash(graph) != data_hash(graph.to_sparse() * 2)
     assert data_hash(batches[0]) == data_hash({"a": torch.ones(2), "b": np.zeros(2)})

@@ -385,6 +385,39 @@ def test_a_copy_is_watched_too() -> None:
     assert model[0].weight.grad is None
 
 
+def test_a_copy_of_a_transposed_layer_keeps_its_product() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv1D(6, 6), Conv1D(3, 6))
+    x = torch.randn(5, 6)
+    plain = model(x)
+    handle = guard(model)
+    twin = copy.deepcopy(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    assert torch.equal(twin(x), plain)
+    assert torch.equal(average(x), plain)
+    assert torch.equal(twin.eval()(x), plain)
+    assert not handle.ledger.findings
+
+
+@pytest.mark.parametrize("level", ["linear", "full"])
+def test_a_default_device_is_not_taken_for_the_model_s(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    x = torch.randn(5, 4)
+    model(x).square().mean().backward()
+    plain = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    with torch.device("meta"):
+        handle = guard(model, policy=level)
+        model(x).square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), plain, strict=True):
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+    assert handle.ledger.checks
+    assert not handle.ledger.findings
+
+
 def test_a_saved_model_is_one_without_a_guard() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     keys = list(model.state_dict())

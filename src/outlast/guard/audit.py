@@ -57,7 +57,7 @@ from outlast.errors import GuardError
 from outlast.guard.audit_schedule import AuditBudget, AuditReport, AuditSchedule
 from outlast.guard.findings import Site
 from outlast.guard.replica_hashes import CHAIN, hash64
-from outlast.guard.residual import ResidualTest, equal_bits, exact_test
+from outlast.guard.residual import ResidualTest, exact_test, plain_parts, same_content
 from outlast.guard.threshold import DEVIATIONS
 from outlast.guard.update_audit import UpdateAudit
 from outlast.guard.watch import reducing_device, world_size
@@ -108,7 +108,7 @@ class _Moment:
         """Put everything back."""
         with torch.no_grad():
             for buffer, saved in zip(buffers, self.buffers, strict=True):
-                if not bool(equal_bits(buffer, saved.to(buffer.device)).all()):
+                if not same_content(buffer, saved.to(buffer.device)):
                     buffer.copy_(saved)
         torch.set_rng_state(self.host)
         if self.device is not None:
@@ -326,7 +326,7 @@ class Audit:
             )
         self._audited = False
         self._failed_before = -1
-        period = torch.tensor([self.budget.period()])
+        period = torch.tensor([self.budget.period()], device="cpu")
         if world_size() > 1:
             period = period.to(reducing_device())
             dist.broadcast(period, src=0)
@@ -601,7 +601,12 @@ class Audit:
         worst = difference.worst * DEVIATIONS
         for operation, flags in parts:
             test = ResidualTest(
-                torch.tensor(flags), sum(flags), worst, 0.0, tolerance, bool(self._exact)
+                torch.tensor(flags, device="cpu"),
+                sum(flags),
+                worst,
+                0.0,
+                tolerance,
+                bool(self._exact),
             )
             self.watch.wants(self.watch.ledger.site(self._unit, operation), test)
 
@@ -642,7 +647,9 @@ class Audit:
     @torch.no_grad()
     def _taken(self, recorder: _Recorder, loss: Any, batch: Any) -> _Fingerprints:
         empty = torch.zeros(
-            1 if self._exact else _SKETCH, dtype=torch.int64 if self._exact else torch.float64
+            1 if self._exact else _SKETCH,
+            dtype=torch.int64 if self._exact else torch.float64,
+            device="cpu",
         )
         gradients = recorder.rows
         if self._sharded:
@@ -663,22 +670,21 @@ class Audit:
 
     def _fingerprint(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-        parts = [tensor]
-        if tensor.is_sparse:
-            tensor = tensor.coalesce()
-            parts = [tensor.indices(), tensor.values()]
+        parts = plain_parts(tensor)
         if self._exact:
             return hash64([part.contiguous() for part in parts]).reshape(1)
-        return sum((self._sketch(part) for part in parts[1:]), self._sketch(parts[0]))
+        none = torch.zeros(_SKETCH, dtype=torch.float64, device=tensor.device)
+        return sum(map(self._sketch, parts), none)
 
     def _sketch(self, tensor: Tensor) -> Tensor:
         """(64,) sums of numbers with random signs, in fp64."""
         if tensor.device not in self._signs:
             generator = torch.Generator().manual_seed(self.watch.policy.seed)
-            signs = 2.0 * torch.randint(0, 2, (2, _BLOCK), generator=generator).double() - 1.0
+            drawn = torch.randint(0, 2, (2, _BLOCK), generator=generator, device="cpu")
+            signs = 2.0 * drawn.double() - 1.0
             self._signs[tensor.device] = (signs[0].to(tensor.device), signs[1].to(tensor.device))
         across, down = self._signs[tensor.device]
-        flat = tensor.reshape(-1)
+        flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
         total = torch.zeros(_BLOCK, dtype=torch.float64, device=tensor.device)
         for first in range(0, flat.numel(), _BLOCK * _BLOCK):
             part = flat[first : first + _BLOCK * _BLOCK]
@@ -731,7 +737,9 @@ class Audit:
             for item in tensors
         ]
         # 16-bit parameters get 16-bit gradients; autocast rounds on the way to wider ones.
-        self._tolerance = WIDER * torch.maximum(largest, torch.tensor(floors, dtype=torch.float64))
+        self._tolerance = WIDER * torch.maximum(
+            largest, torch.tensor(floors, dtype=torch.float64, device="cpu")
+        )
 
     def _widen(self, repeats: list[_Fingerprints]) -> None:
         """Take in by how much computations of the same rank differ, in a step that is in doubt."""
@@ -848,7 +856,7 @@ def data_hash(batch: Any) -> int:
     total = 0
     for leaf in leaves_of(batch):
         if isinstance(leaf, torch.Tensor):
-            part = int(hash64([leaf.detach().cpu().contiguous()]))
+            part = int(hash64([item.cpu().contiguous() for item in plain_parts(leaf)]))
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
             part = int(hash64([torch.from_numpy(np.ascontiguousarray(leaf).view(np.uint8))]))
         else:

@@ -567,7 +567,7 @@ def repeated(
         return [same(*pair) for pair in zip(first, second, strict=True)]
 
     second = computed()
-    equal = torch.tensor(agree(tensors, second))
+    equal = torch.tensor(agree(tensors, second), device="cpu")
     judged = equality_test(equal, torch.ones_like(equal))
     if not watch.wants(site, judged, of_model=of_model):
         return list(tensors)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from outlast.guard.residual import same_content
 from outlast.guard.scrubber import flat, local
 from outlast.state.sharded import is_dtensor
 
@@ -55,17 +56,11 @@ class _Buffer:
             return None, (0, 0)
         if held.numel() == 1 and not (held.is_floating_point() or held.is_complex()):
             return None, (0, 0)
-        content = _content(held)
-        if content is None:
+        numbers = flat(local(held))
+        if numbers is None:
             return None, (0, 0)
         version = 0 if held.is_inference() else held._version
-        return content, (content.data_ptr(), version)
-
-
-def _content(buffer: Tensor) -> Tensor | None:
-    """(bytes,) uint8 of this rank's memory; None where that is no plain array."""
-    numbers = flat(local(buffer))
-    return None if numbers is None else numbers.view(torch.uint8)
+        return numbers.view(torch.uint8), (numbers.data_ptr(), version)
 
 
 class KeptBuffers:
@@ -77,7 +72,7 @@ class KeptBuffers:
     @torch.no_grad()
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module, key, buffer, buffer._version, buffer.clone())
+            (module, key, buffer, buffer.clone())
             for module in model.modules()
             for key, buffer in module._buffers.items()
             if buffer is not None and not buffer.is_inference() and not is_dtensor(buffer)
@@ -86,11 +81,8 @@ class KeptBuffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Put those back that have changed, or were replaced."""
-        for module, key, buffer, version, content in self._kept:
-            # Torch counts no writes of kernels, such as a norm's to its running statistics.
-            now, then = _content(buffer), _content(content)
-            alike = now is None or then is None or torch.equal(now, then)
-            if buffer._version != version or not alike:
+        for module, key, buffer, content in self._kept:
+            if not same_content(buffer, content):
                 buffer.copy_(content)
             module._buffers[key] = buffer
 

@@ -96,13 +96,14 @@ def suspended_checks(model: nn.Module) -> Iterator[None]:
         owner for item in put if hasattr(owner := getattr(item, "__self__", item), "suspended")
     ]
     before, _THREAD.suspended = _THREAD.suspended, True
-    for patch in patches:
+    checking = [patch for patch in patches if not patch.suspended]
+    for patch in checking:
         patch.suspended = True
     try:
         yield
     finally:
         _THREAD.suspended = before
-        for patch in patches:
+        for patch in checking:
             patch.suspended = False
 
 

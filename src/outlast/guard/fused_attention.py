@@ -121,7 +121,9 @@ class FusedAttention:
     ) -> list[ResidualTest]:
         """Check O as the backward pass has found it, and those of dQ, dK and dV that are given."""
         flags = [
-            None if item is None else torch.empty(item[..., 0].numel(), dtype=torch.bool)
+            None
+            if item is None
+            else torch.empty(item[..., 0].numel(), dtype=torch.bool, device="cpu")
             for item in (out, *gradients)
         ]
         compiled = library_for(self.query.dtype)
@@ -145,7 +147,7 @@ class FusedAttention:
         compiled = library_for(self.query.dtype)
         assert compiled is not None
         batches, heads, _, channels = self.key.shape
-        flags = torch.empty(4 * batches * heads * channels, dtype=torch.bool)
+        flags = torch.empty(4 * batches * heads * channels, dtype=torch.bool, device="cpu")
         made = (out, dy, *gradients)
         call = self._native(compiled.attention_sums, made, logsum, None, (flags, None, None, None))
         return judged_rows(call.o_verdict, flags)
@@ -214,7 +216,7 @@ class FusedAttention:
             mask = self.mask.expand(*self.query.shape[:2], queries, keys)[head].double()
             scores, sizes = scores + mask, sizes + mask.abs().nan_to_num(posinf=0.0)
         if self.causal:
-            open_keys = torch.ones(queries, keys, dtype=torch.bool).tril()
+            open_keys = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril()
             scores = scores.masked_fill(~open_keys, -torch.inf)
         p = scores.softmax(dim=-1).nan_to_num()
         # Of keys that are far below a row's largest score P is 0, whatever the errors are.

@@ -154,7 +154,7 @@ def agree(
     counts, size = [[uncorrected], [bad_results]], world_size()
     if size > 1:
         slots = torch.zeros((2, size), dtype=torch.int64, device=reducing_device())
-        slots[:, dist.get_rank()] = torch.tensor([uncorrected, bad_results])
+        slots[:, dist.get_rank()] = torch.tensor([uncorrected, bad_results], device=slots.device)
         dist.all_reduce(slots)
         counts = slots.tolist()
     own = {rank for rank, count in enumerate(counts[0]) if count and rank not in dropped}

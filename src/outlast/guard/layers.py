@@ -379,8 +379,10 @@ class NormChecks(ForwardPatch):
     def _recognise(self, x: Tensor) -> None:
         """Find which formula a class that looks like RMSNorm has, by its output for random rows."""
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn((8, x.shape[-1]), generator=generator, dtype=torch.float32)
-        rows = (rows * torch.logspace(-3, 1, 8, dtype=torch.float32)[:, None]).to(x.device, x.dtype)
+        rows = torch.randn((8, x.shape[-1]), generator=generator, dtype=torch.float32, device="cpu")
+        rows = (rows * torch.logspace(-3, 1, 8, dtype=torch.float32, device="cpu")[:, None]).to(
+            x.device, x.dtype
+        )
         with torch.no_grad():
             y = self._own(rows)
         for shift in (0.0, 1.0):

@@ -28,7 +28,7 @@ import warnings
 import weakref
 from dataclasses import replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -309,7 +309,7 @@ def enroll(layer: LinearChecks) -> Tensor:
         )
     _made += 1
     _layers[_made] = layer
-    return torch.tensor(_made)
+    return torch.tensor(_made, device="cpu")
 
 
 def checked(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
@@ -502,6 +502,12 @@ class LinearChecks(ForwardPatch):
         self.number = enroll(self)
         self._encoding: Encoding | None = None
         self._encoded: tuple[object, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Of a copied model; see `ForwardPatch`."""
+        copied = super().__deepcopy__(memo)
+        copied.transposed = self.transposed
+        return copied
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output for x (..., inputs)."""

@@ -669,11 +669,13 @@ class OperationChecks(SharedByCopies):
             exact: As of `unexplained`, for the flagged rows.
             terms: As of `unexplained`.
         """
-        judged, stored = found
-        rows = stored.reshape(len(judged.flags), -1)
-        self._settle(
-            place, found, judge, again, lambda left: unexplained(left, rows, exact(left), terms)
-        )
+        stored = found[1]
+
+        def beyond(left: ResidualTest) -> ResidualTest:
+            # What was computed again is there by now.
+            return unexplained(left, stored.reshape(len(left.flags), -1), exact(left), terms)
+
+        self._settle(place, found, judge, again, beyond)
 
     def _settle(
         self,

@@ -167,7 +167,7 @@ def stored_eps(eps: float, dtype: torch.dtype) -> float:
     In fp16 Adam's default of 1e-8 does. The update is then m / 0 wherever g^2 has vanished as well,
     which is the data's own.
     """
-    return min(eps, float(torch.tensor(eps, dtype=torch.float64).to(dtype)))
+    return min(eps, float(torch.tensor(eps, dtype=torch.float64, device="cpu").to(dtype)))
 
 
 def update_slack(dtype: torch.dtype) -> float:
@@ -382,7 +382,9 @@ def matrix_rank_limit(shape: torch.Size, start: int, numbers: int) -> int:
 
 
 def _passed(rows: int, worst: float) -> ResidualTest:
-    return ResidualTest(torch.zeros(1, dtype=torch.bool).expand(rows), 0, worst, 0.0, 0.0)
+    return ResidualTest(
+        torch.zeros(1, dtype=torch.bool, device="cpu").expand(rows), 0, worst, 0.0, 0.0
+    )
 
 
 def _judged(flags: Tensor, ratio: Tensor) -> ResidualTest:

@@ -388,7 +388,7 @@ class NativeProduct:
         if bias is not None:
             bias = bias.to(weight.dtype).contiguous()
         # Read in whole vectors, so with room behind the last number.
-        both = torch.zeros(outputs + inputs + 2 * _PADDING, dtype=torch.float32)
+        both = torch.zeros(outputs + inputs + 2 * _PADDING, dtype=torch.float32, device="cpu")
         right, left = both[: outputs + _PADDING], both[outputs + _PADDING :]
         call = NativeEncode(
             weight.data_ptr(),
@@ -413,8 +413,8 @@ class NativeProduct:
         """See `Product`."""
         x, y = rows_contiguous(x), rows_contiguous(y)
         (rows, inputs), outputs = x.shape, y.shape[1]
-        projections, squares = torch.empty((2, rows), dtype=torch.float64)
-        flags = torch.empty(rows, dtype=torch.bool)
+        projections, squares = torch.empty((2, rows), dtype=torch.float64, device="cpu")
+        flags = torch.empty(rows, dtype=torch.bool, device="cpu")
         call = NativeForward(
             x.data_ptr(),
             y.data_ptr(),
@@ -446,8 +446,8 @@ class NativeProduct:
         dy = rows_contiguous(dy)
         rows, outputs = dy.shape
         inputs = len(encoding.input_signs)
-        dx_flags = torch.empty(rows, dtype=torch.bool)
-        dw_flags = torch.empty(outputs, dtype=torch.bool)
+        dx_flags = torch.empty(rows, dtype=torch.bool, device="cpu")
+        dw_flags = torch.empty(outputs, dtype=torch.bool, device="cpu")
         call = NativeBackward(
             dy=dy.data_ptr(),
             type=NATIVE_TYPES[dy.dtype],
@@ -549,7 +549,7 @@ def _check_natively(  # noqa: PLR0917
     d, beta = (None, 0.0) if added is None else added
     a, b, c = _strided(a), _strided(b), _strided(c)
     d = None if d is None else _strided(d)
-    flags = torch.empty(batches * rows, dtype=torch.bool)
+    flags = torch.empty(batches * rows, dtype=torch.bool, device="cpu")
     call = NativeMultiply(
         _matrices(a),
         _matrices(b),
@@ -663,7 +663,10 @@ def _deviation(row: Row, v: Tensor) -> tuple[float, float]:
     rounding = rounding_of(row.stored)
     stored = row.stored.double()
     total = torch.zeros_like(stored) if row.added is None else row.added.double()
-    squares, repeated = torch.zeros((), dtype=torch.float64), torch.zeros_like(total)
+    squares, repeated = (
+        torch.zeros((), dtype=torch.float64, device=total.device),
+        torch.zeros_like(total),
+    )
     along = torch.zeros_like(squares)
     at_a_time = max(_PRODUCTS_AT_A_TIME // len(stored), 1)
     parts = (torch.split(part, at_a_time) for part in (row.left, row.right))

@@ -49,7 +49,8 @@ def hash64(tensors: Sequence[Tensor]) -> Tensor:
         for tensor in tensors:
             state.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
         digest = state.intdigest()
-        return torch.tensor(digest - 2**64 if digest >= 2**63 else digest, dtype=torch.int64)
+        signed = digest - 2**64 if digest >= 2**63 else digest
+        return torch.tensor(signed, dtype=torch.int64, device="cpu")
     device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
@@ -69,7 +70,7 @@ def hash_words(numbers: Tensor) -> Tensor:
     words = data.view(torch.int32)
     if numbers.device not in _multipliers:
         generator = torch.Generator().manual_seed(_SEED)
-        draws = torch.randint(-(2**63), 2**63 - 1, (_WORDS,), generator=generator)
+        draws = torch.randint(-(2**63), 2**63 - 1, (_WORDS,), generator=generator, device="cpu")
         _multipliers[numbers.device] = (draws | 1).to(numbers.device)
     multipliers = _multipliers[numbers.device]
     # The length takes part: zeros at the end are no words of weight zero.

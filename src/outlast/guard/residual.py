@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ def exact_test(wrong: Sequence[bool]) -> ResidualTest:
     """Judge what was compared bit for bit on the host: which rows are wrong."""
     count = sum(wrong)
     worst = math.inf if count else 0.0
-    return ResidualTest(torch.tensor(wrong), count, worst, 0.0, 0.0, bitwise=True)
+    return ResidualTest(torch.tensor(wrong, device="cpu"), count, worst, 0.0, 0.0, bitwise=True)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -119,6 +120,43 @@ def summing(*tensors: Tensor | None) -> torch.dtype:
     """The type in which to sum these: wide enough that the sums' own rounding is small."""
     wide = any(t is not None and t.dtype in (torch.float32, torch.float64) for t in tensors)
     return torch.float64 if wide else torch.float32
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Plain arrays with all numbers of a tensor of any layout; none of one without memory."""
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        return []
+    if tensor.is_quantized:
+        return [tensor.int_repr()]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout is not torch.strided:
+        return [tensor.to_dense()]
+    return [tensor.resolve_conj().resolve_neg()]
+
+
+def same_content(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors of the same layout and device have the same bytes."""
+    pairs = list(itertools.zip_longest(plain_parts(first), plain_parts(second)))
+    return all(
+        one is not None
+        and two is not None
+        and one.shape == two.shape
+        and torch.equal(_bytes_of(one), _bytes_of(two))
+        for one, two in pairs
+    )
+
+
+def _bytes_of(array: Tensor) -> Tensor:
+    return array.contiguous().view(-1).view(torch.uint8)
 
 
 def is_half(dtype: torch.dtype) -> bool:

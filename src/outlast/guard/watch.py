@@ -60,7 +60,7 @@ class RandomSigns:
 
     def renew(self) -> None:
         """Choose the windows of the next step."""
-        chosen = torch.randint(0, _SPARE, (2,), generator=self._generator).tolist()
+        chosen = torch.randint(0, _SPARE, (2,), generator=self._generator, device="cpu").tolist()
         self._offsets = dict(zip(("input", "output"), chosen, strict=True))
 
     def take(self, side: str, length: int, device: torch.device) -> torch.Tensor:
@@ -75,7 +75,7 @@ class RandomSigns:
         if table is None:
             total = _SPARE + self._longest + 32
             generator = torch.Generator().manual_seed(self._generator.initial_seed())
-            bits = torch.randint(0, 2, (total,), generator=generator)
+            bits = torch.randint(0, 2, (total,), generator=generator, device="cpu")
             table = self._tables[device] = (2 * bits - 1).to(device, torch.float32)
         offset = self._offsets[side]
         return table[offset : offset + length]
