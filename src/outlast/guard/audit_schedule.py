@@ -1,4 +1,4 @@
-"""When audits are made, and what they have come to; needs no torch."""
+"""Schedule and budget of audits, and the report of what they found; needs no torch."""
 
 from __future__ import annotations
 

@@ -650,8 +650,12 @@ class Guard:
             self.scrubber.begin()
 
     def _sizes(self) -> list[int]:
-        """How many parameters the optimizers' groups have."""
-        return [len(group["params"]) for each in self._optimizers for group in each.param_groups]
+        """Numbers of parameters of the optimizers' groups."""
+        return [
+            len(group["params"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
 
     def _install_rest(self, model: nn.Module) -> None:
         if self.policy.reaches("linear"):
