@@ -32,7 +32,7 @@ import time
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
@@ -87,6 +87,8 @@ if TYPE_CHECKING:
     from outlast.checkpoint.storage import Storage
     from outlast.checkpoint.version import Seal
     from outlast.distributed.group import Group, StoreAgreement
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -607,13 +609,7 @@ class Tiers:
         """
         mine: list[tuple[int, Version]] = []
         problems: dict[int, str] = {}
-        asked: dict[int, Future[list[Version]]] = {}
-        for index, place in enumerate(self.places):
-            if place.keeps_house:
-                lists = functools.partial(list_versions, place.storage)
-                asks = functools.partial(within, self.answer_seconds, lists, place.storage.location)
-                asked[index] = in_background(asks)
-        for index, answer in asked.items():
+        for index, answer in self._asked(lambda place: list_versions(place.storage)).items():
             try:
                 mine += [(index, version) for version in answer.result()]
             except Exception as error:  # clients of object stores raise what they like
@@ -628,6 +624,21 @@ class Tiers:
         ordered = sorted(found, key=lambda pair: (pair[1], -pair[0]), reverse=True)
         return [(self.places[index], version) for index, version in ordered], {
             self.places[index].storage.location: problems[index] for index in sorted(problems)
+        }
+
+    def _asked(self, ask: Callable[[Place], T], first: int = 0) -> dict[int, Future[T]]:
+        """Ask all places from `first` on at once that this rank looks after; answers by place."""
+        return {
+            index: in_background(
+                functools.partial(
+                    within,
+                    self.answer_seconds,
+                    functools.partial(ask, place),
+                    place.storage.location,
+                )
+            )
+            for index, place in enumerate(self.places)
+            if index >= first and place.keeps_house
         }
 
     def look(self) -> None:
@@ -695,15 +706,8 @@ class Tiers:
         """As `CheckpointStore.behind`."""
         if len(self.places) == 1:
             return False
-        asked = [
-            in_background(
-                functools.partial(within, self.answer_seconds, place.newest, place.storage.location)
-            )
-            for place in self.places[1:]
-            if place.keeps_house
-        ]
         is_behind = False
-        for answer in asked:
+        for answer in self._asked(Place.newest, first=1).values():
             # One that is away could be given nothing.
             with contextlib.suppress(Exception):
                 newest = answer.result()
